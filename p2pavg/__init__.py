@@ -12,8 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from p2pavg.logs import install_default as _install_default
-from p2pavg.version import __version__ as __version__
+from p2pavg.base.logs import install_default as _install_default
+from p2pavg.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from p2pavg.api import *  # noqa: F403

@@ -1,6 +1,6 @@
 """``python -m p2pavg``."""
 
-from p2pavg.cli.main import main
+from p2pavg.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

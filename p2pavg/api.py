@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from p2pavg import blocking
 from p2pavg.attached import attach
-from p2pavg.averager import DecentralizedAverager
-from p2pavg.codes import FailedCode, NoPeersCode
-from p2pavg.config import AveragingConfig
-from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
-from p2pavg.errors import (
+from p2pavg.base.codes import FailedCode, NoPeersCode
+from p2pavg.base.errors import (
     AccumulateError,
     AddressError,
     AttachError,
@@ -23,16 +20,19 @@ from p2pavg.errors import (
     P2PAvgError,
     StateError,
 )
+from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
 from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.audits import Audits
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
-from p2pavg.membership.access import RunAccess
-from p2pavg.membership.files import read_run_file
-from p2pavg.membership.run_file import RunFile
-from p2pavg.net.reach.reachability import Reachability
-from p2pavg.peer import Peer, open_peer
-from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.peer import Peer, open_peer
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.telemetry.members import RunPeer
 from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, TopK
 

@@ -18,22 +18,22 @@ from typing import Any, TypeVar
 
 import trio
 
-from p2pavg.averager import DecentralizedAverager, waiting_round
-from p2pavg.config import AveragingConfig
-from p2pavg.group.meeting import Meeting, Stage
-from p2pavg.net.reach.reachability import Reachability
-from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
-from p2pavg.peer import DEFAULT_LISTEN, open_peer
-from p2pavg.records.board import LOOK_SECONDS, Topic
-from p2pavg.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
-from p2pavg.round.shared_states import ShareSettings
-from p2pavg.round.statuses import Statuses
-from p2pavg.round.step_plan import checked_plan, checked_wait
+from p2pavg.allreduce.vector.accumulation import Given
+from p2pavg.base.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
+from p2pavg.base.threads.trio_thread import TrioThread
+from p2pavg.group.places.meeting import Meeting, Stage
+from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
+from p2pavg.peer.averager import DecentralizedAverager, waiting_round
+from p2pavg.peer.peer import DEFAULT_LISTEN, open_peer
+from p2pavg.peer.shared_states import ShareSettings
+from p2pavg.peer.statuses import Statuses
+from p2pavg.peer.step_plan import checked_plan, checked_wait
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.records.board import LOOK_SECONDS, Topic
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer
-from p2pavg.threads.trio_thread import TrioThread
-from p2pavg.vector.accumulation import Given
 
 PROGRESS_SECONDS = 0.25
 """For so long, ``step(wait=0)`` may repeat what it said of a round that still runs."""

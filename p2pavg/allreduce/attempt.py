@@ -19,12 +19,12 @@ and sends these bytes to every holder (all-gather). All decode the same bytes.
 * A reducer is lost after it has sent its averages to some members. One of these passes them on
   (:meth:`Attempt.pass_on`).
 
-**Sites.** With several sites, contributions and averages go through relays (:mod:`p2pavg.allreduce.routes`). What a
+**Sites.** With several sites, contributions and averages go through relays (:mod:`p2pavg.allreduce.movers.routes`). What a
 relay makes of its site's contributions is encoded once, and is kept until the attempt ends.
 
 **Why this way.** A fault is only reported here. What follows from it is one decision for the whole group
 (:mod:`p2pavg.consensus.agreement`), which may begin another attempt: an attempt is never repaired. What the next one
-takes over are contributions, as the bytes that came (:mod:`p2pavg.allreduce.reuse`), and no average.
+takes over are contributions, as the bytes that came (:mod:`p2pavg.allreduce.movers.reuse`), and no average.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.lobby import Lanes
 from p2pavg.allreduce.messages import Lane, members_digest
+from p2pavg.allreduce.movers.lobby import Lanes
+from p2pavg.allreduce.movers.reuse import Leftover, Mark
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.reuse import Leftover, Mark
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import Values

@@ -12,11 +12,11 @@ import torch
 from blake3 import blake3
 
 from p2pavg.allreduce.reduction import Ledger, bytes_of
+from p2pavg.allreduce.vector.buffers import Buffers
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec, CodecError
 
 

@@ -1,6 +1,6 @@
 """The contributions that go over from one attempt to the next, at one member. No I/O, no clock.
 
-:mod:`p2pavg.allreduce.reuse` decides what goes over. Nothing does in a group without audits, because its reducers keep
+:mod:`p2pavg.allreduce.movers.reuse` decides what goes over. Nothing does in a group without audits, because its reducers keep
 no contribution longer than until its average.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from p2pavg.allreduce.inputs import Coming, Inputs
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.movers.reuse import START, Leftover, Mark, goes_on_at, has_come
 from p2pavg.allreduce.proofs import Proofs
 from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.reuse import START, Leftover, Mark, goes_on_at, has_come
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.allreduce.vector.buffers import Buffers
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.shares import Part
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 
 

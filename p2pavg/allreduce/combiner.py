@@ -14,11 +14,11 @@ import torch
 
 from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.norms import norm_factors
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Buffer
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 
 

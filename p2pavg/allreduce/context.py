@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from p2pavg.allreduce.lobby import Lobby
-from p2pavg.context import PeerContext
+from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.vector.buffers import Buffers
+from p2pavg.base.threads.processor import ProcessorWait, never_waits
+from p2pavg.base.threads.workers import RunInThread
 from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import Candidate
@@ -14,9 +16,7 @@ from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
-from p2pavg.threads.processor import ProcessorWait, never_waits
-from p2pavg.threads.workers import RunInThread
-from p2pavg.vector.buffers import Buffers
+from p2pavg.runs.context import PeerContext
 from p2pavg_compression import Codec
 from p2pavg_dht import Signer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 
 
 class BadContributionError(RemoteProtocolError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from p2pavg.allreduce.reuse import Mark, Received
+from p2pavg.allreduce.movers.reuse import Mark, Received
 from p2pavg.net.transport import Buffer
 
 

@@ -8,7 +8,7 @@ A stream begins with a header message that says what it is:
   lane carries a member's contributions and then its averages; a stream carries one of the two;
 * ``CONTROL`` carries votes (:mod:`p2pavg.consensus.votes`) both ways, for as long as the round lasts;
 * ``ASK`` carries one vote back: how a round ended;
-* ``AUDIT`` carries a request and the inputs of some parts back (:mod:`p2pavg.audit.layout`);
+* ``AUDIT`` carries a request and the inputs of some parts back (:mod:`p2pavg.verification.audit.layout`);
 * ``STATE``, on a direct lane only, carries pieces of states (:mod:`p2pavg.state`). The group id is its ticket.
 
 In a group with audits, a signature follows the last contribution and the last average (:mod:`p2pavg.allreduce.proofs`).
@@ -21,10 +21,10 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from p2pavg.allreduce.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.base.encoding import pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import MAX_BALLOT
-from p2pavg.encoding import pack, unpack
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import Lane, LaneHeader
+from p2pavg.allreduce.movers.reuse import START, Mark
 from p2pavg.allreduce.part_schedule import Average
 from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.allreduce.values import Values
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part

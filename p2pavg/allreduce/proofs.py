@@ -22,9 +22,9 @@ from cryptography.exceptions import InvalidSignature
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.reduction import Ledger
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import SIGNATURE_BYTES
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.transport import Buffer
 from p2pavg_dht import Signer
 from p2pavg_dht.identity import PeerIdError, public_key_of

@@ -1,6 +1,6 @@
 """Receives the parts of one attempt, on the lanes that other members open, and averages this member's share.
 
-A direct lane is read by :mod:`p2pavg.allreduce.lane_driver`, in a thread; a stream is read here. If a direct lane
+A direct lane is read by :mod:`p2pavg.allreduce.movers.lane_driver`, in a thread; a stream is read here. If a direct lane
 breaks, its sender begins again on streams, with the first part: what has come already is read and dropped. Only when
 a stream breaks as well, something is wrong.
 """
@@ -16,23 +16,23 @@ import trio
 
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import Coming
-from p2pavg.allreduce.lane_driver import DirectUse
-from p2pavg.allreduce.lobby import InboundLane, Lanes
-from p2pavg.allreduce.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
+from p2pavg.allreduce.movers.lane_driver import DirectUse
+from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
+from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
+from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.stream_bytes import StreamBytes
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
 from p2pavg.allreduce.proofs import trailer_bytes
-from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.allreduce.signals import Listener, Signals
-from p2pavg.allreduce.stream_bytes import StreamBytes
 from p2pavg.allreduce.values import check_index
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.shares import Part
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Buffer, DirectLane, Stream
-from p2pavg.threads.workers import in_own_thread
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import torch
 
 from p2pavg.allreduce.errors import UndecodableError
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.movers.routes import Routes
 from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.robust import combine
-from p2pavg.allreduce.routes import Routes
-from p2pavg.codes import FailedCode
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.codes import FailedCode
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part, cut_into_parts, part_size

@@ -1,6 +1,6 @@
 """Sends the parts of one attempt: over a direct lane where one comes about, else over streams.
 
-A direct lane carries all that one member sends another, and :mod:`p2pavg.allreduce.lane_driver` moves its parts in a
+A direct lane carries all that one member sends another, and :mod:`p2pavg.allreduce.movers.lane_driver` moves its parts in a
 thread. Without one, contributions and averages go over a stream each, which are moved here. If a direct lane breaks,
 its sender begins again on streams.
 """
@@ -13,23 +13,23 @@ from functools import partial
 
 import trio
 
-from p2pavg.allreduce.lane_driver import DirectUse
-from p2pavg.allreduce.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.movers.lane_driver import DirectUse
+from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
+from p2pavg.allreduce.movers.reuse import START
+from p2pavg.allreduce.movers.stream_bytes import StreamBytes
 from p2pavg.allreduce.part_schedule import outgoing
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.precedence import PIECE_BYTES, Precedence
-from p2pavg.allreduce.reuse import START
 from p2pavg.allreduce.signals import Signals
-from p2pavg.allreduce.stream_bytes import StreamBytes
 from p2pavg.allreduce.turns import Turns
-from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.shares import Part
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream
-from p2pavg.threads.workers import in_own_thread
 
 logger = logging.getLogger(__name__)
 

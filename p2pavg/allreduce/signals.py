@@ -9,9 +9,9 @@ from typing import Protocol
 import trio
 
 from p2pavg.allreduce.values import Values
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.threads.workers import ToLoop
 from p2pavg.group.milestones import Milestone, OnMilestone, ignore
-from p2pavg.threads.workers import ToLoop
 
 
 class Listener(Protocol):
@@ -40,7 +40,7 @@ class Listener(Protocol):
 class Signals:
     """Signals of one attempt.
 
-    The first group of methods may be called in any thread; it is what :class:`~p2pavg.allreduce.lane_driver.DirectUse`
+    The first group of methods may be called in any thread; it is what :class:`~p2pavg.allreduce.movers.lane_driver.DirectUse`
     reports to. The second group belongs to the event loop.
 
     Args:

@@ -17,14 +17,14 @@ from p2pavg.allreduce.carry import Carry
 from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.inputs import Inputs
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.movers.reuse import Leftover
 from p2pavg.allreduce.proofs import Proofs
 from p2pavg.allreduce.reduction import Ledger, bytes_of
-from p2pavg.allreduce.reuse import Leftover
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.allreduce.vector.buffers import Buffers
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 
 

@@ -8,7 +8,7 @@ import struct
 
 import trio
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 
 PREFIX = "unix:"
 MAX_PATH_BYTES = 107  # of a Unix socket's address

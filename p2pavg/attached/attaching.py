@@ -12,8 +12,8 @@ from p2pavg.attached.averager import AttachedAverager, open_channel
 from p2pavg.attached.link import Link
 from p2pavg.attached.messages import is_process_name
 from p2pavg.attached.segments import check_platform
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
+from p2pavg.runs.config import AveragingConfig
 
 ATTACH_SECONDS = 15.0
 

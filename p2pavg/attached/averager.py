@@ -12,32 +12,32 @@ from typing import TypeVar, cast
 
 import torch
 
+from p2pavg.allreduce.vector.accumulation import Accumulation, Given
 from p2pavg.attached.channel import AttachedRound, Channel
 from p2pavg.attached.link import Link, wait_until
 from p2pavg.attached.messages import MAX_CHANNELS, process_id, short, update_fields
 from p2pavg.attached.results import round_ended
 from p2pavg.attached.settings import check_shareable
 from p2pavg.attached.sharing import AttachedSharing
-from p2pavg.averager import DecentralizedAverager
+from p2pavg.base.errors import AttachError, BusyError, ClosedError, ConfigError
+from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg.blocking import Averager
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import AttachError, BusyError, ClosedError, ConfigError
-from p2pavg.group.meeting import Meeting, Stage
-from p2pavg.net.reach.reachability import Reachability
-from p2pavg.records.board import LOOK_SECONDS, Topic
-from p2pavg.result import InProgress, NoPeers, RoundResult, Success, Tensors
-from p2pavg.round.alone import take_alone
-from p2pavg.round.shared_states import ShareSettings
-from p2pavg.round.statuses import LOOK_SECONDS as STATUS_LOOK_SECONDS
-from p2pavg.round.statuses import HeardStatuses, Statuses
-from p2pavg.round.step_plan import StepPlan, checked_plan, checked_wait
+from p2pavg.group.places.meeting import Meeting, Stage
+from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.peer.alone import take_alone
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.shared_states import ShareSettings
+from p2pavg.peer.statuses import LOOK_SECONDS as STATUS_LOOK_SECONDS
+from p2pavg.peer.statuses import HeardStatuses, Statuses
+from p2pavg.peer.step_plan import StepPlan, checked_plan, checked_wait
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.records.board import LOOK_SECONDS, Topic
 from p2pavg.state.news import TOPIC as STATES
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.events import AnyEvent, Drifted, UpdateTaken
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer, run_peer
 from p2pavg.telemetry.status import TOPIC
-from p2pavg.vector.accumulation import Accumulation, Given
 
 T = TypeVar("T")
 

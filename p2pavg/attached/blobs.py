@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from p2pavg.errors import RemoteProtocolError, StateError
+from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.net.transport import Buffer
-from p2pavg.state.sink import MemorySink
+from p2pavg.state.joiner.sink import MemorySink
 
 SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_WRITE") else 0
 _WRITE_BYTES = 2**24

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from p2pavg.attached.guest import Guest
 from p2pavg.attached.messages import WHILE_ATTACHED, process_id
 from p2pavg.attached.words import joint_word
-from p2pavg.records.board import Board, Entry
+from p2pavg.runs.records.board import Board, Entry
 
 
 class SharedBoard:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from p2pavg.allreduce.vector.accumulation import Accumulation, Contribution, Schema
 from p2pavg.attached.link import DESCRIPTORS_WITH, Link, error_of
 from p2pavg.attached.messages import Step, process_id
 from p2pavg.attached.results import read_success
@@ -16,14 +17,13 @@ from p2pavg.attached.segments import ContributionSegment, ResultReader
 from p2pavg.attached.settings import encode_config, encode_schema, on_cpu
 from p2pavg.attached.sharing import STATE_KINDS, AttachedSharing
 from p2pavg.attached.topic import AttachedTopic
-from p2pavg.codes import FailedCode, NoPeersCode
-from p2pavg.config import AveragingConfig
-from p2pavg.encoding import checked
-from p2pavg.errors import P2PAvgError, RemoteProtocolError
-from p2pavg.records.board import Entry
-from p2pavg.result import Failed, InProgress, NoPeers, Success
-from p2pavg.round.step_plan import StepPlan
-from p2pavg.vector.accumulation import Accumulation, Contribution, Schema
+from p2pavg.base.codes import FailedCode, NoPeersCode
+from p2pavg.base.encoding import checked
+from p2pavg.base.errors import P2PAvgError, RemoteProtocolError
+from p2pavg.base.result import Failed, InProgress, NoPeers, Success
+from p2pavg.peer.step_plan import StepPlan
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.records.board import Entry
 
 CodeT = TypeVar("CodeT", NoPeersCode, FailedCode)
 _USED = {0: False, 1: True, -1: None}

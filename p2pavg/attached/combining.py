@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from p2pavg.allreduce.reduction import Contribution, average_part
-from p2pavg.errors import AccumulateError
+from p2pavg.allreduce.vector.accumulation import LIMIT
+from p2pavg.base.errors import AccumulateError
 from p2pavg.group.aggregation import RobustRule
-from p2pavg.vector.accumulation import LIMIT
 from p2pavg_compression import Fp32
 
 SLICE = 2**20

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from p2pavg.attached.messages import Step, process_id
-from p2pavg.group.limits import MAX_GROUP_SIZE
+from p2pavg.base.limits import MAX_GROUP_SIZE
 
 MAX_GONE = 1024
 """Limit of the remembered names; one that is forgotten may be waited for once more."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from p2pavg.attached.address import PREFIX, user_of
 from p2pavg.attached.messages import MAX_DESCRIPTORS, TO_PROCESS, VERSION, Frames, frame, read
-from p2pavg.errors import (
+from p2pavg.base.errors import (
     AccumulateError,
     AttachError,
     BusyError,

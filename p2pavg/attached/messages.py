@@ -14,10 +14,10 @@ from typing import Any
 
 import msgpack
 
-from p2pavg.encoding import checked
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_METRIC, MAX_METRICS, MAX_STATE_BYTES, MAX_WEIGHT
-from p2pavg.group.names import is_name
+from p2pavg.base.encoding import checked
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_METRIC, MAX_METRICS, MAX_STATE_BYTES, MAX_WEIGHT
+from p2pavg.base.names import is_name
 from p2pavg.state.choice import MAX_DONORS
 from p2pavg.state.news import MAX_EPOCH
 from p2pavg.telemetry.events import UpdateTaken

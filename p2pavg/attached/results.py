@@ -9,13 +9,13 @@ from typing import Any
 
 import msgpack
 
+from p2pavg.allreduce.vector.metrics import MetricMeans
 from p2pavg.attached.group import Begin
 from p2pavg.attached.messages import process_id, short
-from p2pavg.encoding import checked, pack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.result import Failed, NoPeers, Success, Tensors
+from p2pavg.base.encoding import checked, pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.result import Failed, NoPeers, Success, Tensors
 from p2pavg.telemetry.events import RoundEnded, RoundKind
-from p2pavg.vector.metrics import MetricMeans
 
 _DOMAIN = "p2pavg/attached/1"
 _NAMES = tuple(field.name for field in fields(Success) if field.name != "averaged")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 import trio
 
+from p2pavg.allreduce.vector.accumulation import Schema
+from p2pavg.allreduce.vector.metrics import MetricMeans
 from p2pavg.attached.combining import Part, ProcessContributionError, combine
 from p2pavg.attached.group import Begin, Gather, GiveUp, LocalGroup
 from p2pavg.attached.guest import Guest
@@ -18,16 +20,14 @@ from p2pavg.attached.results import alone_success, encode_success, joint_success
 from p2pavg.attached.segments import ContributionSegment, ResultWriter
 from p2pavg.attached.shared_states import SharedStates
 from p2pavg.attached.standing import LocalAverage
-from p2pavg.averager import DecentralizedAverager
-from p2pavg.codes import NoPeersCode
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import P2PAvgError
-from p2pavg.group.limits import MAX_GROUP_SIZE
-from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.errors import P2PAvgError
+from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.base.threads.workers import RunInThread
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.runs.config import AveragingConfig
 from p2pavg.telemetry.events import RoundEnded, RoundKind
-from p2pavg.threads.workers import RunInThread
-from p2pavg.vector.accumulation import Schema
-from p2pavg.vector.metrics import MetricMeans
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import sys
 import numpy
 import torch
 
-from p2pavg.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.errors import ConfigError, RemoteProtocolError
 
 VECTOR_AT = 2**20
 """Offset of the vector in a result segment. The description of the result is in front of it."""

@@ -34,12 +34,19 @@ from p2pavg.attached.segments import check_platform
 from p2pavg.attached.settings import at_site, check_shareable, read_config, read_schema
 from p2pavg.attached.shared_run import SharedRun
 from p2pavg.attached.state_requests import STATE_REQUESTS, take_state_request
-from p2pavg.control.unix import accept_unix, locked
-from p2pavg.errors import BusyError, ConfigError, ControlError, ListenError, P2PAvgError, RemoteProtocolError
-from p2pavg.membership.access import RunAccess
-from p2pavg.peer import Peer
-from p2pavg.records.board import MAX_ENTRY_BYTES
-from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.base.errors import (
+    BusyError,
+    ConfigError,
+    ControlError,
+    ListenError,
+    P2PAvgError,
+    RemoteProtocolError,
+)
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.net.unix import accept_unix, locked
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.records.board import MAX_ENTRY_BYTES
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.

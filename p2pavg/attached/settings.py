@@ -9,12 +9,12 @@ from typing import Any
 import msgpack
 import torch
 
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import ConfigError, RemoteProtocolError
+from p2pavg.allreduce.vector.accumulation import MAX_TENSORS, Schema
+from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.group.audits import resolve_audits
 from p2pavg.group.topology import Gossip, Hierarchical, site_of
-from p2pavg.membership.access import RunAccess
-from p2pavg.vector.accumulation import MAX_TENSORS, Schema
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.access import RunAccess
 from p2pavg_compression import CodecError, resolve_codec
 
 MAX_ELEMENTS = 2**40

@@ -8,6 +8,7 @@ import psutil
 import torch
 import trio
 
+from p2pavg.allreduce.vector.accumulation import Schema
 from p2pavg.attached.boards import SharedBoard
 from p2pavg.attached.guest import Guest
 from p2pavg.attached.messages import check_topic, read_update
@@ -17,17 +18,16 @@ from p2pavg.attached.settings import difference
 from p2pavg.attached.shared_states import SharedStates
 from p2pavg.attached.updates import Updates
 from p2pavg.attached.words import SPOKEN
-from p2pavg.averager import DecentralizedAverager
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import AccumulateError, BusyError, ConfigError, RemoteProtocolError
-from p2pavg.group.limits import MAX_MBPS
-from p2pavg.optim.progress import read_progress
-from p2pavg.optim.view import TOPIC as PROGRESS
-from p2pavg.peer import Peer
-from p2pavg.round.shared_states import ShareSettings
-from p2pavg.state.transfers import Transfer
+from p2pavg.base.errors import AccumulateError, BusyError, ConfigError, RemoteProtocolError
+from p2pavg.base.limits import MAX_MBPS
+from p2pavg.optim.coordination.progress import read_progress
+from p2pavg.optim.coordination.view import TOPIC as PROGRESS
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.peer import Peer
+from p2pavg.peer.shared_states import ShareSettings
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.state.joiner.transfers import Transfer
 from p2pavg.telemetry.events import AnyEvent, Drifted, Progressed, StateMoved
-from p2pavg.vector.accumulation import Schema
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.

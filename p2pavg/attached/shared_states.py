@@ -19,14 +19,14 @@ from p2pavg.attached.guest import Guest
 from p2pavg.attached.messages import MAX_TRANSFERS, WHILE_ATTACHED, process_id, short
 from p2pavg.attached.results import encode_success
 from p2pavg.attached.standing import LocalAverage, LocalLog, Shelved, Stand, giver, joint_stand, shown
-from p2pavg.errors import RemoteProtocolError, StateError
+from p2pavg.base.errors import RemoteProtocolError, StateError
+from p2pavg.base.threads.workers import RunInThread
 from p2pavg.state.average import ProvenAverage
+from p2pavg.state.donor.shelf import HeldSnapshot
+from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer, replayed_success
 from p2pavg.state.news import MAX_EPOCH, TOPIC, SnapshotOffer, encode_news
 from p2pavg.state.sharing import StateSharing
-from p2pavg.state.shelf import HeldSnapshot
-from p2pavg.state.transfers import AverageTransfer, SnapshotTransfer, replayed_success
 from p2pavg.state.tree import chunk_digests, root_of
-from p2pavg.threads.workers import RunInThread
 
 logger = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from p2pavg.attached.messages import process_id
 from p2pavg.attached.results import read_success
 from p2pavg.attached.standing import Shelved
 from p2pavg.attached.topic import AttachedTopic
-from p2pavg.encoding import checked
-from p2pavg.errors import ConfigError, RemoteProtocolError, StateError
+from p2pavg.base.encoding import checked
+from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
+from p2pavg.base.result import Success
 from p2pavg.net.transport import PeerId
-from p2pavg.result import Success
 from p2pavg.state.choice import voters
-from p2pavg.state.fetching import Progress
+from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
+from p2pavg.state.joiner.fetching import Progress
+from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer, Transfer
 from p2pavg.state.news import SnapshotOffer, StateNews, read_all
 from p2pavg.state.sharing import StateSharing
-from p2pavg.state.shelf import HeldSnapshot, Shelf
-from p2pavg.state.transfers import AverageTransfer, SnapshotTransfer, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ class AttachedTransfer(Transfer):
         self.failure = ""
 
     def set_donors(self, donors: Mapping[PeerId, Sequence[str]]) -> None:
-        """See :class:`~p2pavg.state.transfers.Transfer`. The peer looks at what it holds itself first."""
+        """See :class:`~p2pavg.state.joiner.transfers.Transfer`. The peer looks at what it holds itself first."""
         others = {peer_id: tuple(found) for peer_id, found in donors.items() if "/" not in peer_id}
         if others != self._donors:
             self._donors = others
             self._send("donors", self._number, tuple(others.items()))
 
     def cancel(self) -> None:
-        """See :class:`~p2pavg.state.transfers.Transfer`."""
+        """See :class:`~p2pavg.state.joiner.transfers.Transfer`."""
         self.fail("the transfer was stopped")
         self.forget()
 
@@ -129,16 +129,16 @@ class AttachedAverage(AttachedTransfer, AverageTransfer):
 
     @property
     def before(self) -> bytes | None:
-        """See :class:`~p2pavg.state.transfers.AverageTransfer`."""
+        """See :class:`~p2pavg.state.joiner.transfers.AverageTransfer`."""
         return self._before
 
     def decode(self) -> list[torch.Tensor]:
-        """See :class:`~p2pavg.state.transfers.AverageTransfer`."""
+        """See :class:`~p2pavg.state.joiner.transfers.AverageTransfer`."""
         assert self.sink is not None
         return self._unflatten(vector_of(self.sink.take()))
 
     def success(self, averaged: list[torch.Tensor]) -> Success:
-        """See :class:`~p2pavg.state.transfers.AverageTransfer`."""
+        """See :class:`~p2pavg.state.joiner.transfers.AverageTransfer`."""
         return read_success(self._description, averaged)
 
 
@@ -164,15 +164,15 @@ class AttachedShelf(Shelf):
 
     @property
     def log_first(self) -> int:
-        """See :class:`~p2pavg.state.shelf.Shelf`."""
+        """See :class:`~p2pavg.state.donor.shelf.Shelf`."""
         return self._shelved.log_first
 
     def set_log_bytes(self, log_bytes: int) -> None:
-        """See :class:`~p2pavg.state.shelf.Shelf`."""
+        """See :class:`~p2pavg.state.donor.shelf.Shelf`."""
         self._tell("log_bytes", log_bytes)
 
     def log_full(self, since: int) -> float:  # noqa: ARG002 - the peer knows its snapshot
-        """See :class:`~p2pavg.state.shelf.Shelf`."""
+        """See :class:`~p2pavg.state.donor.shelf.Shelf`."""
         return self._shelved.log_full
 
     def put(self, snapshot: HeldSnapshot | None, *, keeps_former: bool = False) -> None:  # noqa: ARG002
@@ -190,7 +190,7 @@ class AttachedShelf(Shelf):
             self._tell("unwanted")
 
     def begin(self, epoch: int) -> None:
-        """See :class:`~p2pavg.state.shelf.Shelf`."""
+        """See :class:`~p2pavg.state.donor.shelf.Shelf`."""
         root, self.loaded = self.loaded, b""
         self._tell("begin", epoch, root)
 

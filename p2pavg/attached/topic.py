@@ -9,12 +9,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from p2pavg.attached.messages import WHILE_ATTACHED
-from p2pavg.errors import ClosedError
-from p2pavg.records.board import MAX_ENTRY_BYTES, SAID_TTL_SECONDS, Entry
+from p2pavg.base.errors import ClosedError
+from p2pavg.runs.records.board import MAX_ENTRY_BYTES, SAID_TTL_SECONDS, Entry
 
 
 class AttachedTopic:
-    """One topic; see :class:`p2pavg.records.board.Topic`. Safe to use from any thread.
+    """One topic; see :class:`p2pavg.runs.records.board.Topic`. Safe to use from any thread.
 
     Args:
         say: sends this process's entry to the peer: the value, and whether it is urgent.
@@ -31,14 +31,14 @@ class AttachedTopic:
         """This process's entry; empty if there is none."""
 
     def publish(self, value: bytes, *, now: bool = False) -> None:
-        """See :meth:`p2pavg.records.board.Board.publish`."""
+        """See :meth:`p2pavg.runs.records.board.Board.publish`."""
         if not 0 < len(value) <= MAX_ENTRY_BYTES:
             raise ValueError(f"value must have 1 to {MAX_ENTRY_BYTES} bytes, got {len(value)}")
         self.said = value
         self._say(value, now)
 
     def withdraw(self) -> None:
-        """See :meth:`p2pavg.records.board.Board.withdraw`."""
+        """See :meth:`p2pavg.runs.records.board.Board.withdraw`."""
         self.said = b""
         self._say(b"", True)
 
@@ -47,7 +47,7 @@ class AttachedTopic:
 
     @property
     def version(self) -> int:
-        """See :attr:`p2pavg.records.board.Board.version`."""
+        """See :attr:`p2pavg.runs.records.board.Board.version`."""
         return self._version
 
     @property
@@ -65,7 +65,7 @@ class AttachedTopic:
             )
 
     def wait(self, version: int, timeout: float) -> None:
-        """See :meth:`p2pavg.records.board.Board.wait`."""
+        """See :meth:`p2pavg.runs.records.board.Board.wait`."""
         with self._changed:
             self._changed.wait_for(lambda: self._version > version or self._ended, timeout)
             if self._ended:

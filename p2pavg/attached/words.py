@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from p2pavg.optim.progress import MAX_SAMPLES, Progress, encode_progress, read_all
-from p2pavg.optim.view import TOPIC as PROGRESS
-from p2pavg.optim.word import TOPIC as RECIPES
+from p2pavg.optim.coordination.progress import MAX_SAMPLES, Progress, encode_progress, read_all
+from p2pavg.optim.coordination.view import TOPIC as PROGRESS
+from p2pavg.optim.coordination.word import TOPIC as RECIPES
 
 SPOKEN = frozenset((PROGRESS, RECIPES))
 """The boards on which a process may have a word; on the others the peer speaks for itself."""

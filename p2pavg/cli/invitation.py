@@ -9,12 +9,15 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.cli.authority import parse_roles, seconds_of, write_new
-from p2pavg.daemon.home import file_name
-from p2pavg.errors import ConfigError
-from p2pavg.files import PRIVATE, PUBLIC, read_text
-from p2pavg.membership.armour import certificate_text
-from p2pavg.membership.certificate import (
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import PRIVATE, PUBLIC, read_text
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.net.addresses import parse_peer_address
+from p2pavg.net.nat.reach.options import ONLY_ASKS
+from p2pavg.peer.joining.home import file_name
+from p2pavg.records.identity import load_or_make_seed, load_seed
+from p2pavg.runs.membership.armour import certificate_text
+from p2pavg.runs.membership.certificate import (
     SERIAL_BYTES,
     Certificate,
     MemberCertificateError,
@@ -22,15 +25,12 @@ from p2pavg.membership.certificate import (
     date_of,
     read_certificate,
 )
-from p2pavg.membership.files import read_access, read_run_file
-from p2pavg.membership.membership import Membership
-from p2pavg.membership.run_file import MAX_EDITED_BYTES, RunFile
-from p2pavg.membership.tokens import Link, Token, certify, make_token, parse_link, token_key
-from p2pavg.net.addresses import parse_peer_address
-from p2pavg.net.reach.options import ONLY_ASKS
-from p2pavg.records.identity import load_or_make_seed, load_seed
-from p2pavg.records.invitations import Delegate, redeem
-from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.runs.membership.files import read_access, read_run_file
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.run_file import MAX_EDITED_BYTES, RunFile
+from p2pavg.runs.membership.tokens import Link, Token, certify, make_token, parse_link, token_key
+from p2pavg.runs.records.invitations import Delegate, redeem
+from p2pavg.tools.cli.authority import parse_roles, seconds_of, write_new
 from p2pavg_dht import Ed25519Signer
 
 MAX_LINKS = 1000

@@ -1,7 +1,7 @@
 """One member's state machine for the agreement on how a round ends, as a table of transitions.
 
 It has no I/O, no clock and no random source. :func:`advance` takes an event and returns the member's next state and the
-actions to carry out. ``docs/round.md`` explains the protocol; its diagram is generated from :data:`TABLE`. Members are
+actions to carry out. ``docs/explanation/round.md`` explains the protocol; its diagram is generated from :data:`TABLE`. Members are
 named by their position in the roster.
 
 Theory of operation
@@ -79,7 +79,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from p2pavg.codes import FailedCode
+from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.choice import Stuck, ballot_leader, next_ballot
 from p2pavg.consensus.conditions import (
     all_hold,

@@ -12,10 +12,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import CertificateError, RemoteProtocolError
 from p2pavg.consensus.statements import RESULT_BYTES, Statement, is_signed_by
 from p2pavg.consensus.votes import MAX_BALLOT, Commit
-from p2pavg.encoding import checked, pack, unpack
-from p2pavg.errors import CertificateError, RemoteProtocolError
 from p2pavg.group.roster import Roster, read_roster
 
 MAX_CERTIFICATE_BYTES = 2**18 + 2**14  # a roster is one control message, of 256 KiB at most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from p2pavg.codes import FailedCode
+from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.votes import Members, Vote
 
 # ---------------------------------------------------------------------- events

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from p2pavg.codes import FailedCode
+from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.choice import ballot_leader, is_quorum
 from p2pavg.consensus.votes import Accepted, Begin, Commit, Complete, Members, Promise, Signatures
 

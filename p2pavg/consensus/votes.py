@@ -2,7 +2,7 @@
 
 Members are named by their position in the roster. A *ballot* is one leader's try to end the round. It has a number,
 which also names its leader, and a *view*: the members that must hold the result. An *attempt* is one exchange of parts
-among some members; it is named by the ballot that began it. See ``docs/round.md``.
+among some members; it is named by the ballot that began it. See ``docs/explanation/round.md``.
 
 Decoding checks lengths and ranges. Signatures are checked where votes come in (``p2pavg.round.voting``), before the
 agreement hears of them.
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from p2pavg.encoding import checked, pack, unpack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
 
 Members: TypeAlias = frozenset[int]
 
@@ -164,7 +164,7 @@ class Ping:
 class Came:
     """Told before a promise: how far the receiver's contribution to the sender's share has come.
 
-    It is no part of the agreement: see :mod:`p2pavg.allreduce.reuse`.
+    It is no part of the agreement: see :mod:`p2pavg.allreduce.movers.reuse`.
     """
 
     attempt: int
@@ -178,7 +178,7 @@ class Came:
 class Rest:
     """The member's last word of the round. When both sides have said it, the stream may carry the next round's votes.
 
-    It is no part of the agreement: see :mod:`p2pavg.allreduce.resting`.
+    It is no part of the agreement: see :mod:`p2pavg.allreduce.movers.resting`.
     """
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_ROBUST_CHARS
+from p2pavg.base.numbers import check_number, read_number
 from p2pavg.group.audits import Audits, resolve_audits
-from p2pavg.group.limits import MAX_ROBUST_CHARS
-from p2pavg.group.numbers import check_number, read_number
 from p2pavg.group.topology import BUTTERFLY, Hierarchical, Topology, resolve_topology
 from p2pavg_compression import Codec
 

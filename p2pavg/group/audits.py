@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from p2pavg.errors import ConfigError
-from p2pavg.group.limits import MAX_AUDIT_CHARS
-from p2pavg.group.numbers import check_number, read_number
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_AUDIT_CHARS
+from p2pavg.base.numbers import check_number, read_number
 
 DEFAULT_PROBABILITY = 0.125
 PARTS_PER_AUDIT = 3

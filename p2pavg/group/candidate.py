@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from p2pavg.encoding import checked, pack, unpack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.bandwidth import DEFAULT_MBPS
-from p2pavg.group.limits import (
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import (
     MAX_BANDWIDTH,
     MAX_CERTIFICATE_BYTES,
     MAX_CODEC_CHARS,
@@ -23,7 +22,8 @@ from p2pavg.group.limits import (
     MAX_WEIGHT,
     MIN_BANDWIDTH,
 )
-from p2pavg.group.names import is_name
+from p2pavg.base.names import is_name
+from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.reach import Reach
 from p2pavg.group.shares import MemberLink
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify

@@ -10,8 +10,8 @@ or has just joined, and reducers with different factors would average different 
 
 from __future__ import annotations
 
+from p2pavg.base.weights import lower_median
 from p2pavg.group.roster import Roster
-from p2pavg.group.weights import lower_median
 
 
 def norm_factors(roster: Roster, max_norm: float | None) -> dict[str, float]:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from p2pavg.encoding import pack
-from p2pavg.errors import ConfigError
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_MBPS, MAX_NAME_CHARS, MAX_TAGS
+from p2pavg.base.names import is_name
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_MBPS, MAX_NAME_CHARS, MAX_TAGS
-from p2pavg.group.names import is_name
 
 MAX_SEED = 2**63
 

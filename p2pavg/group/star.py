@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
+from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.reach import is_direct
 from p2pavg.group.shares import RELAY_MBPS
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 
 MAX_STRATEGY_CHARS = 1024
 """As JSON and as TOML: run files have room for it, and travel in one message to newcomers."""

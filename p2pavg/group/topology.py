@@ -2,7 +2,7 @@
 
 The topologies are data here, with the text that all peers of a run share. No I/O, no clock, no random source.
 :mod:`p2pavg.group.star` elects the reducer of a star, :mod:`p2pavg.group.shares` cuts the shares of a butterfly, and
-:mod:`p2pavg.group.sites` those of sites. :mod:`p2pavg.group.gossip` says where a peer looks for the small groups of
+:mod:`p2pavg.group.sites` those of sites. :mod:`p2pavg.group.places.gossip` says where a peer looks for the small groups of
 gossip.
 """
 
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from p2pavg.errors import ConfigError
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_NAME_CHARS, USUAL_GROUP_SIZE
-from p2pavg.group.names import is_name
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_NAME_CHARS, USUAL_GROUP_SIZE
+from p2pavg.base.names import is_name
 
 GRID = "grid"
 _GOSSIP = "gossip"
@@ -90,7 +90,7 @@ class Gossip:
         degree: number of peers that this one averages with in each round, 1 to 63.
         graph: the peers that may meet in a round. ``"grid"`` is the only one: peers with the same coordinate look for
             each other, and each peer draws its coordinate anew for every round, from its id and the round's number
-            (:mod:`p2pavg.group.gossip`). Rings, exponential graphs and tori need peers that are numbered without
+            (:mod:`p2pavg.group.places.gossip`). Rings, exponential graphs and tori need peers that are numbered without
             gaps. Peers come and go, and none gives out numbers.
 
     Raises:

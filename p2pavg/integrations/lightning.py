@@ -25,8 +25,8 @@ except ImportError as error:
 
 from p2pavg.blocking import Averager
 from p2pavg.integrations.samples import batch_size_of
-from p2pavg.optim.averaged import AveragedOptimizer
-from p2pavg.optim.wrapper import PeerOptimizer
+from p2pavg.optim.base.wrapper import PeerOptimizer
+from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 
 
 class PeerCallback(Callback):  # type: ignore[misc]

@@ -26,8 +26,8 @@ except ImportError as error:
         "p2pavg.integrations.transformers needs transformers: pip install 'p2pavg[transformers]'"
     ) from error
 
-from p2pavg.optim.averaged import AveragedOptimizer
-from p2pavg.optim.wrapper import PeerOptimizer
+from p2pavg.optim.base.wrapper import PeerOptimizer
+from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 
 logger = logging.getLogger(__name__)
 

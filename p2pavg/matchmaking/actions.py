@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from p2pavg.codes import NoPeersCode
+from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_WEIGHT
 from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.messages import Ask, Message, Nudge

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.matchmaking.known_peers import plausible
 from p2pavg.matchmaking.messages import Declined

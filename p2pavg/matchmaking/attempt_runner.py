@@ -9,8 +9,7 @@ from functools import partial
 
 import trio
 
-from p2pavg.context import PeerContext
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate, read_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
@@ -31,7 +30,8 @@ from p2pavg.matchmaking.search import Search
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
-from p2pavg.records.run_records import RunRecords
+from p2pavg.runs.context import PeerContext
+from p2pavg.runs.records.run_records import RunRecords
 from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class AttemptRunner:
     async def _announce(self) -> None:
         """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
 
-        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.rungs`). Each poll
+        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.places.rungs`). Each poll
         looks at one of them. Records that others store here are read at once: a lookup among hostile keepers can take
         seconds. A peer that hopes to be in its last group again only looks at these at first.
         """

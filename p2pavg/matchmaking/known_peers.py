@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
 
 FORGET_SECONDS = 60.0  # a candidate is forgotten this long after a record last named it; a record lives 30 s
 RECENT_SECONDS = 6.0  # a candidate is present if a record named it this recently: one poll and a look-up

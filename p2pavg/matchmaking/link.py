@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import trio
 
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.matchmaking.messages import Message, decode, encode
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_message, send_message

@@ -10,13 +10,12 @@ from types import MappingProxyType
 
 import trio
 
-from p2pavg.context import PeerContext
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.group.meeting import EVERYWHERE, Meeting, key_at
+from p2pavg.group.places.meeting import EVERYWHERE, Meeting, key_at
+from p2pavg.group.places.rungs import Ladder, ladder_for, slot_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
-from p2pavg.group.rungs import Ladder, ladder_for, slot_at
 from p2pavg.matchmaking.actions import (
     GaveUp,
     Refuses,
@@ -34,9 +33,10 @@ from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
 from p2pavg.net.framing import send_message
-from p2pavg.net.reach.reachability import Reachability
+from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import Stream
-from p2pavg.records.run_records import RunRecords
+from p2pavg.runs.context import PeerContext
+from p2pavg.runs.records.run_records import RunRecords
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from p2pavg.encoding import pack, unpack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate, read_signed_candidate
-from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.roster import Roster, read_roster
 from p2pavg_dht import PeerIdError, public_key_of
 from p2pavg_dht.record import pack as pack_record

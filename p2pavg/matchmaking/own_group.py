@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase

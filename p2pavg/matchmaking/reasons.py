@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from p2pavg.codes import NoPeersCode
+from p2pavg.base.codes import NoPeersCode
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.net.addresses import CIRCUIT

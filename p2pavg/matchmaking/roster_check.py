@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Settings
 

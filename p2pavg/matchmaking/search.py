@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2pavg.group.rungs import Ladder, adapted, rung_key
+from p2pavg.group.places.rungs import Ladder, adapted, rung_key
 
 
 @dataclass(slots=True)
@@ -13,7 +13,7 @@ class Search:
 
     Args:
         key: of the common place.
-        slot: number of the time slot, see :func:`p2pavg.group.rungs.slot_at`.
+        slot: number of the time slot, see :func:`p2pavg.group.places.rungs.slot_at`.
     """
 
     peer_id: str

@@ -12,7 +12,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from p2pavg.codes import FailedCode, NoPeersCode
+from p2pavg.base.codes import FailedCode, NoPeersCode
+from p2pavg.base.version import __version__
 from p2pavg.telemetry.events import (
     AnyEvent,
     Drifted,
@@ -25,7 +26,6 @@ from p2pavg.telemetry.events import (
     UpdateTaken,
     Way,
 )
-from p2pavg.version import __version__
 
 SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 """Buckets of durations: a round takes from milliseconds on one machine to ten minutes between homes."""

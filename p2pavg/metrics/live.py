@@ -10,8 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from p2pavg.metrics.sources import Source
-from p2pavg.net.reach.reachability import Kind, Reachability
-from p2pavg.peer import Peer
+from p2pavg.net.nat.reach.reachability import Kind, Reachability
+from p2pavg.peer.peer import Peer
 from p2pavg.telemetry.members import RunPeer
 
 

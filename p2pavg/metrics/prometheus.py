@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.registry import Collector
 
-    from p2pavg.peer import Peer
+    from p2pavg.peer.peer import Peer
 
 LOCALHOST = "127.0.0.1"
 _MISSING = "metrics need prometheus-client: pip install 'p2pavg[prometheus]'"

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from p2pavg.errors import ListenError
-from p2pavg.hostnames import is_loopback, may_ask
+from p2pavg.base.errors import ListenError
+from p2pavg.base.hostnames import is_loopback, may_ask
 
 LOCALHOST = "127.0.0.1"
 _App: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]

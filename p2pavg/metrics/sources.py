@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from p2pavg.config import AveragingConfig
-from p2pavg.net.reach.reachability import Reachability
+from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.runs.config import AveragingConfig
 from p2pavg.telemetry.hub import OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 from multiaddr import Multiaddr
 
-from p2pavg.errors import AddressError
+from p2pavg.base.errors import AddressError
 from p2pavg_dht import PeerIdError, public_key_of
 
 MAX_ADDRESS_CHARS = 256

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from p2pavg.errors import AddressError, RefusedError, UnreachableError
+from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.transport import Buffer, Stream
 
 LENGTH_BYTES = 4

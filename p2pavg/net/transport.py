@@ -9,8 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable, Sequence
 
-from p2pavg.errors import UnreachableError
-from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
+from p2pavg.base.errors import UnreachableError
+from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,18 +1,16 @@
 """Training with the averager: large batches, local updates with an outer optimizer, error feedback."""
 
-from p2pavg.optim.averaged import AveragedOptimizer
-from p2pavg.optim.cell_optimizer import CellOptimizer
-from p2pavg.optim.cells import Cells
-from p2pavg.optim.display import RunProgress
-from p2pavg.optim.divided import divided_optimizer
-from p2pavg.optim.feedback import ErrorFeedback
-from p2pavg.optim.joined import JoinedOptimizer
-from p2pavg.optim.local import LocalUpdates
-from p2pavg.optim.loggers import FiguresLog, TensorBoardLog, WandbLog
-from p2pavg.optim.mesh import PeerMesh
-from p2pavg.optim.mixed import MixedUpdates
-from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
-from p2pavg.optim.recipes import (
+from p2pavg.optim.base.joined import JoinedOptimizer
+from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.catching_up.run_state import RunState
+from p2pavg.optim.cells.cell_optimizer import CellOptimizer
+from p2pavg.optim.cells.cells import Cells
+from p2pavg.optim.large_batch.averaged import AveragedOptimizer
+from p2pavg.optim.large_batch.sync import SyncError, sync_parameters
+from p2pavg.optim.local.feedback import ErrorFeedback
+from p2pavg.optim.local.local import LocalUpdates
+from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
+from p2pavg.optim.local.recipes import (
     diloco,
     fedadagrad,
     fedadam,
@@ -23,11 +21,13 @@ from p2pavg.optim.recipes import (
     noloco,
     sparseloco,
 )
-from p2pavg.optim.replicas import ReplicatedOptimizer
-from p2pavg.optim.report import StepReport
-from p2pavg.optim.run_state import RunState
-from p2pavg.optim.shards import shard_config
-from p2pavg.optim.sync import SyncError, sync_parameters
+from p2pavg.optim.logging.display import RunProgress
+from p2pavg.optim.logging.loggers import FiguresLog, TensorBoardLog, WandbLog
+from p2pavg.optim.mixing.mixed import MixedUpdates
+from p2pavg.optim.ranks.divided import divided_optimizer
+from p2pavg.optim.ranks.mesh import PeerMesh
+from p2pavg.optim.ranks.replicas import ReplicatedOptimizer
+from p2pavg.optim.ranks.shards import shard_config
 from p2pavg.state.progress import StateProgress
 
 __all__ = [

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
+from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
-from p2pavg.encoding import pack
-from p2pavg.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
-from p2pavg.optim.arguments import check_averager, check_meets_all
-from p2pavg.optim.digest import digest_of
-from p2pavg.optim.lineage import Lineage
-from p2pavg.optim.progress import Average, Behind
-from p2pavg.optim.state import checked_amount
-from p2pavg.optim.together import Together
-from p2pavg.result import Failed, InProgress, NoPeers, Success
+from p2pavg.optim.base.arguments import check_averager, check_meets_all
+from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.state import checked_amount
+from p2pavg.optim.coordination.progress import Average, Behind
+from p2pavg.optim.coordination.together import Together
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from p2pavg.errors import StateError
-from p2pavg.optim.joined import JoinedOptimizer
-from p2pavg.optim.shards import local_of
+from p2pavg.base.errors import StateError
+from p2pavg.optim.base.joined import JoinedOptimizer
+from p2pavg.optim.ranks.shards import local_of
 
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that choose an implementation of the same arithmetic for a device. A peer keeps its own."""

@@ -13,7 +13,8 @@ import trio
 from torch import nn
 from torch.optim import Optimizer
 
-from p2pavg.averager import DecentralizedAverager
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.population.copying import Pause
 from p2pavg.population.core import Core, Evaluate, Options
 from p2pavg.population.history import History
@@ -23,8 +24,7 @@ from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import Value
 from p2pavg.population.weights import Apply, Weights
 from p2pavg.population.words import TOPIC
-from p2pavg.records.board import Board
-from p2pavg.round.shared_states import ShareSettings
+from p2pavg.runs.records.board import Board
 
 T = TypeVar("T")
 

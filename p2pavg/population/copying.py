@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from p2pavg.state.joiner.transfers import SnapshotTransfer, Transfer
 from p2pavg.state.sharing import StateSharing
-from p2pavg.state.transfers import SnapshotTransfer, Transfer
 
 LOOK_SECONDS = 0.5  # between two looks at words and transfers, when nothing is heard
 STILL_SECONDS = 8.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from p2pavg.errors import ConfigError, StateError
+from p2pavg.base.errors import ConfigError, StateError
 from p2pavg.population.copying import LOOK_SECONDS, Donors, Pause, donors_of, fetch
 from p2pavg.population.history import History
 from p2pavg.population.lineage import MAX_ANCESTORS, Ancestor
@@ -32,13 +32,13 @@ from p2pavg.population.words import (
     lineage_after,
     read_words,
 )
-from p2pavg.records.board import Topic
+from p2pavg.runs.records.board import Topic
+from p2pavg.state.donor.shelf import HeldSnapshot
+from p2pavg.state.joiner.transfers import SnapshotTransfer
 from p2pavg.state.news import SnapshotOffer
 from p2pavg.state.progress import amount
 from p2pavg.state.sharing import StateSharing
-from p2pavg.state.shelf import HeldSnapshot
 from p2pavg.state.snapshot import copy_of, read
-from p2pavg.state.transfers import SnapshotTransfer
 from p2pavg.state.tree import chunk_digests, root_of
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.population.space import MAX_HYPERPARAMETERS, Value, is_name, is_value
 from p2pavg.population.words import MAX_GENERATION, MAX_MEMBER_CHARS, MAX_STEPS
 

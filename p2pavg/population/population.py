@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.arguments import check_averager
+from p2pavg.optim.base.arguments import check_averager
+from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.population.copying import Pause
 from p2pavg.population.core import Core, Evaluate, Options
 from p2pavg.population.history import History
@@ -22,7 +23,6 @@ from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import Value
 from p2pavg.population.weights import Apply, Weights
 from p2pavg.population.words import TOPIC
-from p2pavg.round.shared_states import ShareSettings
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 
 Value: TypeAlias = "float | int | str | bool"
 """A hyperparameter's value."""

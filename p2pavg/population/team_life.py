@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from p2pavg.errors import RemoteProtocolError, StateError
+from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.population.lineage import MAX_ANCESTORS, Ancestor, pack_ancestors, read_ancestors
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import Value

@@ -8,19 +8,19 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.consensus.certificate import verified_commit
-from p2pavg.optim.averaged import AveragedOptimizer
-from p2pavg.optim.common_state import Extra
-from p2pavg.optim.report import StepReport
-from p2pavg.optim.run_state import RunState
+from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.catching_up.common_state import Extra
+from p2pavg.optim.catching_up.run_state import RunState
+from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.team_life import TeamLife, pack_life, read_life
 from p2pavg.population.team_rules import is_vote, winner
 from p2pavg.population.team_words import Ballot
 from p2pavg.population.weights import Apply, Loaded, Weights
 from p2pavg.population.words import Standing
-from p2pavg.result import Success
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,12 @@ class TeamMember(AveragedOptimizer):
         self._carry_out(decided, success)
 
     def replay(self, averaged: list[Any], success: Success) -> None:
-        """See :class:`~p2pavg.optim.following.Replays`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
         super().replay(averaged, success)
         self._carry_out(self._count(success), success)
 
     def adopted(self) -> None:
-        """See :class:`~p2pavg.optim.following.Replays`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
         super().adopted()
         self._forget_turn()
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from p2pavg.encoding import pack
+from p2pavg.base.encoding import pack
 from p2pavg.population.rules import counted, decide, is_of
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.team_words import Ballot, TeamWord, short_peer

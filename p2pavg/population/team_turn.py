@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.population.copying import LOOK_SECONDS, Donors, Pause, donors_of, fetch
 from p2pavg.population.rules import worst
 from p2pavg.population.settings import PopulationSettings
@@ -29,11 +29,11 @@ from p2pavg.population.team_words import (
     short_peer,
     short_peers,
 )
-from p2pavg.records.board import Topic
+from p2pavg.runs.records.board import Topic
+from p2pavg.state.donor.shelf import HeldSnapshot
 from p2pavg.state.news import SnapshotOffer
 from p2pavg.state.progress import amount
 from p2pavg.state.sharing import StateSharing
-from p2pavg.state.shelf import HeldSnapshot
 from p2pavg.state.snapshot import copy_of, read
 from p2pavg.state.tree import chunk_digests, root_of
 

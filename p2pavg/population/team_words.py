@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from p2pavg.encoding import checked, pack, unpack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.population.words import (
     MAX_BASIS,
     MAX_SCORE,

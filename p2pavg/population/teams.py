@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_RUN_ID_CHARS
 from p2pavg.blocking import Averager
-from p2pavg.errors import ConfigError
-from p2pavg.group.limits import MAX_RUN_ID_CHARS
-from p2pavg.optim.arguments import check_averager
-from p2pavg.optim.batches import NO_METRICS
-from p2pavg.optim.report import StepReport
-from p2pavg.optim.run_state import RunState, run_state_of
+from p2pavg.optim.base.arguments import check_averager
+from p2pavg.optim.base.batches import NO_METRICS
+from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.catching_up.run_state import RunState, run_state_of
+from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.population.copying import Pause
 from p2pavg.population.core import Options
 from p2pavg.population.lineage import Ancestor
@@ -32,7 +33,6 @@ from p2pavg.population.team_member import Concluded, TeamMember
 from p2pavg.population.team_turn import Held, TurnOptions, Turns
 from p2pavg.population.team_words import TEAM_TOPIC
 from p2pavg.population.weights import Apply
-from p2pavg.round.shared_states import ShareSettings
 
 REFUSED = ("scheduler", "overlap", "process_group", "min_peers")
 """Options of :class:`~p2pavg.optim.AveragedOptimizer` that a team cannot use."""

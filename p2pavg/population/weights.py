@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from p2pavg.errors import ConfigError, RemoteProtocolError, StateError
+from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.optim.state_check import checked_optimizer
 from p2pavg.population.lineage import Ancestor, pack_ancestors, read_ancestors
 from p2pavg.population.space import Value

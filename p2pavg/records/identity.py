@@ -7,8 +7,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from p2pavg.errors import IdentityError
-from p2pavg.files import PRIVATE, create_file
+from p2pavg.base.errors import IdentityError
+from p2pavg.base.files import PRIVATE, create_file
 
 SEED_BYTES = 32
 

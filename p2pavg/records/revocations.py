@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.membership.membership import Membership
-from p2pavg.membership.revocation import RevocationList, read_revocations
-from p2pavg.records.run_records import RunRecords
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.revocation import RevocationList, read_revocations
+from p2pavg.runs.records.run_records import RunRecords
 from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)

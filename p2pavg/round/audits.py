@@ -14,9 +14,16 @@ import trio
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
-from p2pavg.audit.keeping import KeptShare
-from p2pavg.audit.layout import Share
-from p2pavg.audit.requests import (
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.consensus.statements import Statement, result_digest
+from p2pavg.consensus.votes import Commit
+from p2pavg.group.audits import Audits
+from p2pavg.group.roster import Roster
+from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
+from p2pavg.net.transport import Buffer, Stream
+from p2pavg.verification.audit.keeping import KeptShare
+from p2pavg.verification.audit.layout import Share
+from p2pavg.verification.audit.requests import (
     REQUEST_BYTES,
     AuditRequest,
     answer_pieces,
@@ -24,14 +31,7 @@ from p2pavg.audit.requests import (
     seconds_a_byte,
     ticket_bytes,
 )
-from p2pavg.audit.task import AuditTask, Lie, shares_of, tasks_of
-from p2pavg.consensus.statements import Statement, result_digest
-from p2pavg.consensus.votes import Commit
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.group.audits import Audits
-from p2pavg.group.roster import Roster
-from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
-from p2pavg.net.transport import Buffer, Stream
+from p2pavg.verification.audit.task import AuditTask, Lie, shares_of, tasks_of
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 One stream a pair, opened by the later of the two in the roster. It is kept for the whole round; when it ends, or is
 silent for too long, the other member is lost, for good. When both have said their last word, the stream rests until the
-next round of the two: :mod:`p2pavg.allreduce.resting`.
+next round of the two: :mod:`p2pavg.allreduce.movers.resting`.
 
 In a round without trouble, the leader of the first ballot hears from all members, and tells all of them its end. The
 others have nothing to say to each other. So in a short round (:mod:`p2pavg.round.quiet`), two of them open their stream
@@ -23,23 +23,23 @@ from typing import Protocol, cast
 
 import trio
 
-from p2pavg.allreduce.lobby import ExpectedGroup, InboundLane
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
-from p2pavg.allreduce.resting import RestingStreams
-from p2pavg.consensus.failure_detector import PING_SECONDS, Pace
-from p2pavg.consensus.votes import MAX_VOTE_BYTES, Commit, Ping, Rest, Vote, decode_vote, encode_vote
-from p2pavg.errors import (
+from p2pavg.allreduce.movers.lobby import ExpectedGroup, InboundLane
+from p2pavg.allreduce.movers.resting import RestingStreams
+from p2pavg.base.errors import (
     ClosedError,
     RefusedError,
     RemoteProtocolError,
     StreamBrokenError,
     UnreachableError,
 )
+from p2pavg.base.threads.processor import ProcessorWait, Waits, never_waits
+from p2pavg.consensus.failure_detector import PING_SECONDS, Pace
+from p2pavg.consensus.votes import MAX_VOTE_BYTES, Commit, Ping, Rest, Vote, decode_vote, encode_vote
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.quiet import QUIET_SECONDS
-from p2pavg.threads.processor import ProcessorWait, Waits, never_waits
 
 logger = logging.getLogger(__name__)
 

@@ -20,15 +20,15 @@ import trio
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.lobby import ExpectedGroup
+from p2pavg.allreduce.movers.lobby import ExpectedGroup
+from p2pavg.allreduce.movers.reuse import START, Mark
 from p2pavg.allreduce.reduction import Verdict
-from p2pavg.allreduce.reuse import START, Mark
-from p2pavg.codes import FailedCode
+from p2pavg.base.codes import FailedCode
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.member import Phase, new_member
 from p2pavg.consensus.votes import Came, Commit, Unknown
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size

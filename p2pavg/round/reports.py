@@ -7,9 +7,9 @@ from typing import Any
 
 import trio
 
-from p2pavg.codes import NoPeersCode
+from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.result import Failed, Success
 from p2pavg.group.candidate import Candidate
-from p2pavg.result import Failed, Success
 from p2pavg.round.exchange import Outcome
 from p2pavg.round.timing import Timing
 from p2pavg.telemetry.events import RoundEnded, RoundKind, Way

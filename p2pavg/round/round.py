@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 
 import trio
 
-from p2pavg.allreduce.lobby import ExpectedGroup
-from p2pavg.codes import NoPeersCode
-from p2pavg.group.meeting import EVERYWHERE, Stage
+from p2pavg.allreduce.movers.lobby import ExpectedGroup
+from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.result import EXCHANGES, FORMS, InProgress
+from p2pavg.group.places.meeting import EVERYWHERE, Stage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
-from p2pavg.result import EXCHANGES, FORMS, InProgress
 from p2pavg.round.exchange import Exchange
 from p2pavg.round.roles import Offer, Role
 from p2pavg.round.rounds import Rounds

@@ -13,13 +13,13 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import Verdict
-from p2pavg.audit.evidence import MAX_EVIDENCE_BYTES
-from p2pavg.audit.task import Lie
-from p2pavg.codes import NoPeersCode
+from p2pavg.base.codes import NoPeersCode
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.round.audits import Finding
 from p2pavg.round.exchange import Exchange, Outcome
+from p2pavg.verification.audit.evidence import MAX_EVIDENCE_BYTES
+from p2pavg.verification.audit.task import Lie
 
 logger = logging.getLogger(__name__)
 

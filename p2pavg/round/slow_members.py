@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import trio
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.codes import FailedCode
+from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.events import GivenUp
 from p2pavg.consensus.member import Phase
 from p2pavg.round.voting import Voting

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import trio
 
+from p2pavg.base.errors import RefusedError
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.events import (
@@ -30,7 +31,6 @@ from p2pavg.consensus.events import (
 from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.proof import asks_further
 from p2pavg.consensus.votes import Begin, Came, Commit, Gather, Left, Promise, Trouble, Unknown, Vote
-from p2pavg.errors import RefusedError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.net.blame import guarded

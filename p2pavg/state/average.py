@@ -17,10 +17,10 @@ from blake3 import blake3
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.reduction import parts_of_share
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.certificate import MAX_CERTIFICATE_BYTES, verified_commit
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part

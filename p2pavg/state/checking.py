@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.state.layout import Spec
 from p2pavg.state.snapshot import Content
 

@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from p2pavg.errors import ConfigError, StateError
-from p2pavg.files import PUBLIC, remove_drafts, replacing
+from p2pavg.base.errors import ConfigError, StateError
+from p2pavg.base.files import PUBLIC, remove_drafts, replacing
 from p2pavg.state.layout import LENGTH_BYTES, Layout, read_header, write_header
 from p2pavg.state.snapshot import VALUES_KEY, Content, specs_of, tensors_in, values_in, values_text
 from p2pavg.state.tree import CHUNK_BYTES, ChunkDigester, root_of

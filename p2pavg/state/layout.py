@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.net.transport import Buffer
 
 LENGTH_BYTES = 8

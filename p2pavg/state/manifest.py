@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.state.messages import DIGEST_BYTES, MAX_PIECE_BYTES, MAX_PIECES
 
 

@@ -23,9 +23,9 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-from p2pavg.encoding import pack, unpack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.limits import MAX_CERTIFICATE_BYTES
+from p2pavg.base.encoding import pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 
 PROTOCOL = "/p2pavg/state/1"
 KEY_BYTES = 32

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.state.values import MAX_DEPTH, a_kind
 
 _TENSOR = "p2pavg/tensor"  # the only key of a dict that stands for a tensor; the value is the tensor's name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2pavg.errors import ClosedError, P2PAvgError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, P2PAvgError, RemoteProtocolError, StreamBrokenError
 
 ENDINGS = (RemoteProtocolError, StreamBrokenError, ClosedError)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.net.transport import Buffer
 from p2pavg.state.layout import MAX_TENSORS, Layout, Spec, read_header, write_header
 from p2pavg.state.values import MAX_VALUES_BYTES, pack_values, unpack_values

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 
 MAX_VALUES_BYTES = 2**20  # of all values of a state; those of a stranger take 32 MiB of memory at most
 MAX_CONTAINERS = 2**16  # lists, tuples and dicts of a state; an empty one has 2 bytes and takes 64 of memory

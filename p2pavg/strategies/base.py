@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import ConfigError
 from p2pavg.group.strategy import VERSION, canonical, read_table, toml_lines
-from p2pavg.optim.arguments import check_averager
+from p2pavg.optim.base.arguments import check_averager
+from p2pavg.runs.config import AveragingConfig
 
 MAX_TOLD = 3  # fields in which two strategies differ
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
-from p2pavg.errors import ConfigError
 from p2pavg.group.participation import RandomFraction
 from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
 from p2pavg.optim import (
@@ -31,8 +31,8 @@ from p2pavg.optim import (
     noloco,
     sparseloco,
 )
-from p2pavg.optim.intervals import SyncEvery
-from p2pavg.optim.local_options import checked_options
+from p2pavg.optim.local.intervals import SyncEvery
+from p2pavg.optim.local.local_options import checked_options
 from p2pavg.strategies.base import Strategy
 from p2pavg.strategies.cell_table import checked_cells, table_of
 from p2pavg.strategies.checks import (

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
-from p2pavg.errors import ConfigError
 from p2pavg.optim import (
     AveragedOptimizer,
     CellOptimizer,

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
-from p2pavg.errors import ConfigError
 from p2pavg.population import Population, PopulationSettings, TeamPopulation
 from p2pavg.population.settings import Exploit, Explore, Mode
 from p2pavg.population.space import Choice, Range, Uniform

@@ -8,11 +8,11 @@ from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
 
-from p2pavg.config import AveragingConfig
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.group.strategy import VERSION, canonical, read_table
-from p2pavg.membership.run_file import RunFile
 from p2pavg.population.space import Choice, LogUniform, Range, Uniform
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.strategies.base import Strategy
 from p2pavg.strategies.kinds import Custom, DataParallel, Federated, Local
 from p2pavg.strategies.model_parallel import ModelParallel

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from p2pavg.encoding import checked, pack, unpack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MBPS, MAX_MEMBERS, MAX_METRIC, MAX_METRICS, MAX_WEIGHT
-from p2pavg.group.names import is_name
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MBPS, MAX_MEMBERS, MAX_METRIC, MAX_METRICS, MAX_WEIGHT
+from p2pavg.base.names import is_name
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.text import KEY_BYTES, is_harmless
 
@@ -131,7 +131,7 @@ class PeerStatus:
     uptime: float = 0.0
     """Seconds since the averager was opened."""
     reach: str = "unknown"
-    """:class:`~p2pavg.net.reach.reachability.Kind` of its reachability."""
+    """:class:`~p2pavg.net.nat.reach.reachability.Kind` of its reachability."""
     reach_sentence: str = ""
     upload_mbps: float = 0.0
     """Mbit/s, measured in rounds; 0 if that is not known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from p2pavg.formats import in_bytes
+from p2pavg.base.formats import in_bytes
 from p2pavg.telemetry.events import RoundEnded, RoundKind
 
 MAX_NAMED = 3

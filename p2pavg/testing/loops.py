@@ -20,18 +20,19 @@ from unittest.mock import patch
 import outcome
 import trio
 
-from p2pavg.averager import DecentralizedAverager
+from p2pavg.base.threads.holding import hold_in
+from p2pavg.base.threads.trio_thread import TrioThread
 from p2pavg.blocking import Averager
-from p2pavg.config import AveragingConfig
-from p2pavg.net.reach.reachability import Kind
-from p2pavg.peer import Peer
-from p2pavg.records import board
-from p2pavg.state import sharing, transfers
+from p2pavg.net.nat.reach.reachability import Kind
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.records import board
+from p2pavg.state import sharing
+from p2pavg.state.joiner import transfers
 from p2pavg.testing import simulation
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.memory import MemoryNetwork
-from p2pavg.threads.holding import hold_in
-from p2pavg.threads.trio_thread import TrioThread
 
 T = TypeVar("T")
 R = TypeVar("R")

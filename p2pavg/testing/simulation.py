@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import trio
 from trio.testing import MockClock
 
+from p2pavg.base.threads.processor import never_waits
 from p2pavg.net.addresses import with_peer_id
-from p2pavg.net.reach.reachability import Kind
-from p2pavg.peer import Peer, peer_over
+from p2pavg.net.nat.reach.reachability import Kind
+from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.memory import DIRECT_KINDS, MemoryNetwork, MemoryTransport
-from p2pavg.threads.processor import never_waits
 from p2pavg_dht import Ed25519Signer
 
 T = TypeVar("T")

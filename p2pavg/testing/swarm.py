@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from p2pavg import blocking
-from p2pavg.config import AveragingConfig
+from p2pavg.runs.config import AveragingConfig
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.forking import Process, can_fork, fork_process
 from p2pavg.testing.swarm_faults import carrying_out

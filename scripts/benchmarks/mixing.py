@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from p2pavg.group.gossip import stages_of
-from p2pavg.optim.mixing import contraction
+from p2pavg.group.places.gossip import stages_of
+from p2pavg.optim.mixing.mixing import contraction
 
 PEERS = (10, 30, 100, 300, 1000)
 VALUES = 64

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.shares import MAX_PART_ELEMENTS
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec, resolve_codec
 from scripts.benchmarks.figures import Report
 

@@ -21,7 +21,7 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from scripts.benchmarks.figures import Report
 

@@ -12,7 +12,7 @@ import torch
 import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, RunState
-from p2pavg.round.shared_states import ShareSettings
+from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.state.sharing import StateSharing
 from scripts.benchmarks.meter import Meter
 from scripts.benchmarks.worker import Line

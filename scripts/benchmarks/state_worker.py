@@ -9,14 +9,14 @@ from typing import Any
 import trio
 
 import p2pavg
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.state.fetching import Fetch, Wanted
+from p2pavg.state.donor.service import stored_key
+from p2pavg.state.joiner.fetching import Fetch, Wanted
+from p2pavg.state.joiner.sessions import Sessions, open_sessions
+from p2pavg.state.joiner.sink import MemorySink
+from p2pavg.state.joiner.sink import digest_of as piece_digest
 from p2pavg.state.manifest import Manifest
-from p2pavg.state.service import stored_key
-from p2pavg.state.sessions import Sessions, open_sessions
-from p2pavg.state.sink import MemorySink
-from p2pavg.state.sink import digest_of as piece_digest
 from scripts.benchmarks.state_vectors import bytes_of, digest_of, state_of
 from scripts.benchmarks.worker import Line
 

@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 
 import p2pavg
-from p2pavg import blocking, logs
+from p2pavg import blocking
+from p2pavg.base import logs
 from p2pavg.metrics import PrometheusMetrics
 from scripts.benchmarks.worker import Line
 

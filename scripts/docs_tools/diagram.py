@@ -1,4 +1,4 @@
-"""Write the table and the diagram of the agreement protocol into docs/round.md: scripts/docs diagram."""
+"""Write the table and the diagram of the agreement protocol into docs/explanation/round.md: scripts/docs diagram."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A run is created, three peers are invited and start with `p2pavg join` and a training program; they are watched; one is
 revoked; the bootstrap peer is restarted on another port, and upgraded; everything is stopped and started again from the
 checkpoints. It ends with 1 if anything is lost or not as documented. --write puts each step's output into
-docs/operating.md.
+docs/how-to/operate-a-run.md.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def main() -> int:
     """See the top of this file."""
     parser = argparse.ArgumentParser(prog="scripts/faults day", description=__doc__)
     parser.add_argument("--updates", type=int, default=5, help="updates between two steps (5)")
-    parser.add_argument("--write", action="store_true", help="put the output into docs/operating.md")
+    parser.add_argument("--write", action="store_true", help="put the output into docs/how-to/operate-a-run.md")
     parser.add_argument("--folder", type=Path, help="empty folder to keep; otherwise one that is removed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

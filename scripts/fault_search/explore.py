@@ -12,7 +12,7 @@ import time
 from tests.unit.consensus.hostile import HostileGroup
 from tests.unit.consensus.world import Faults, Group
 
-# (size, faults, auxiliaries, true if a contribution may never count twice); see docs/round.md.
+# (size, faults, auxiliaries, true if a contribution may never count twice); see docs/explanation/round.md.
 CASES = [
     (2, Faults(crashes=1, suspicions=2, timeouts=2), 0, True),
     (3, Faults(crashes=1, timeouts=1), 1, True),

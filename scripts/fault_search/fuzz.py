@@ -38,7 +38,8 @@ import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
-from p2pavg.allreduce.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.consensus.choice import next_ballot
 from p2pavg.consensus.member import Member
 from p2pavg.consensus.statements import (
@@ -67,10 +68,23 @@ from p2pavg.consensus.votes import (
     decode_vote,
     encode_vote,
 )
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.evidence.accusation import Named, digest_of, read_accusation
-from p2pavg.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
-from p2pavg.evidence.messages import (
+from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
+from p2pavg.group.roster import Roster
+from p2pavg.matchmaking import messages
+from p2pavg.matchmaking.attempt_runner import AttemptRunner
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import Stream
+from p2pavg.optim.coordination.progress import Progress, encode_progress
+from p2pavg.peer.peer import Peer
+from p2pavg.round import control, exchange
+from p2pavg.round.signing import Signing
+from p2pavg.runs.records.board import board_key
+from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
+from p2pavg.testing import MemoryNetwork, run_peers, simulate
+from p2pavg.testing.simulation import simulated_signer
+from p2pavg.verification.evidence.accusation import Named, digest_of, read_accusation
+from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.verification.evidence.messages import (
     Notice,
     Request,
     accusations_key,
@@ -79,20 +93,6 @@ from p2pavg.evidence.messages import (
     encode_request,
     read_request,
 )
-from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
-from p2pavg.group.roster import Roster
-from p2pavg.matchmaking import messages
-from p2pavg.matchmaking.attempt_runner import AttemptRunner
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
-from p2pavg.optim.progress import Progress, encode_progress
-from p2pavg.peer import Peer
-from p2pavg.records.board import board_key
-from p2pavg.records.run_entry import RunEntry, encode_entry, run_key
-from p2pavg.round import control, exchange
-from p2pavg.round.signing import Signing
-from p2pavg.testing import MemoryNetwork, run_peers, simulate
-from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Ed25519Signer, Record, sign_record
 from p2pavg_dht.messages import Find, Locate, Store

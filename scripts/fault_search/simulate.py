@@ -29,7 +29,7 @@ import trio
 
 import p2pavg
 from p2pavg.allreduce import reduction
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import FaultPlan, MemoryNetwork, Milestone, Stop, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
 

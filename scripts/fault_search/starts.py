@@ -1,7 +1,7 @@
 """Start the documented program as DiLoCo peers, again and again: scripts/faults starts [--starts 20 --late 0 1.5 7].
 
 Each start is a daemon to bootstrap from, two peers at once, and a last one at once or some seconds later. The program
-is the first one of ``docs/training.md`` with the optimizer of its section "Local updates". A start succeeds if all
+is the first one of ``docs/how-to/train.md`` with the optimizer of its section "Local updates". A start succeeds if all
 three programs end with the same lineage at the last update. A third peer that cannot join has to report that.
 """
 
@@ -54,7 +54,7 @@ def program(epochs: int = EPOCHS) -> str:
             "        if report.updated:\n",
         ),
     ):
-        assert text.count(was) == 1, f"docs/training.md has no longer: {was}"
+        assert text.count(was) == 1, f"docs/how-to/train.md has no longer: {was}"
         text = text.replace(was, becomes)
     return text + f'    print("{ENDED}", optimizer.lineage.state.hex(), flush=True)\n'
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import p2pavg
-import p2pavg.peer
+import p2pavg.peer.peer
 from p2pavg.testing.swarm import Member
 from tests.integration.swarm_work import tile
 
@@ -24,7 +24,7 @@ def run_rounds(member: Member) -> None:
     torch.set_num_threads(1)
     off = member.arguments.get("clock", 0.0)
     if off:
-        p2pavg.peer.peer_over = partial(p2pavg.peer.peer_over, wall_clock=lambda: time.time() + off)
+        p2pavg.peer.peer.peer_over = partial(p2pavg.peer.peer.peer_over, wall_clock=lambda: time.time() + off)
     fields: dict[str, Any] = {name: bytes.fromhex(text) for name, text in member.arguments["access"].items()}
     config = p2pavg.AveragingConfig(
         run_id="admission",

@@ -11,10 +11,10 @@ from functools import partial
 
 import trio
 
-from p2pavg.net.reach import mapping
-from p2pavg.net.reach.facts import Mapped
-from p2pavg.net.reach.mapping import PortMapper
-from p2pavg.net.reach.pcp import Pcp
+from p2pavg.net.nat.reach import mapping
+from p2pavg.net.nat.reach.facts import Mapped
+from p2pavg.net.nat.reach.mapping import PortMapper
+from p2pavg.net.nat.reach.pcp import Pcp
 
 GREETING = b"hello"
 

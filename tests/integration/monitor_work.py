@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import torch
 
 import p2pavg
-from p2pavg.monitor.serving import serve_monitor
 from p2pavg.optim import AveragedOptimizer, RunState
 from p2pavg.testing.swarm import Member
+from p2pavg.tools.monitor.serving import serve_monitor
 
 NAMES = ("garage", "lab-3090", "office", "attic", "cloud-1", "cloud-2", "laptop", "late")
 

@@ -11,7 +11,7 @@ import torch
 import p2pavg
 from p2pavg.net.transport import Buffer
 from p2pavg.population import LogUniform, Population, PopulationSettings
-from p2pavg.state.shelf import Shelf
+from p2pavg.state.donor.shelf import Shelf
 from p2pavg.testing.swarm import Member
 from tests.integration.optim.state_work import digest_of
 

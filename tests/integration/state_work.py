@@ -11,10 +11,10 @@ import trio
 
 import p2pavg
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.state.fetching import Fetch, Progress
-from p2pavg.state.service import stored_key
-from p2pavg.state.sessions import open_sessions
-from p2pavg.state.sink import FileSink
+from p2pavg.state.donor.service import stored_key
+from p2pavg.state.joiner.fetching import Fetch, Progress
+from p2pavg.state.joiner.sessions import open_sessions
+from p2pavg.state.joiner.sink import FileSink
 from p2pavg.testing.swarm import Member
 from tests.integration.hosts import LOOPBACK
 from tests.unit.state.blobs import Blob, Held

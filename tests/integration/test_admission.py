@@ -11,14 +11,14 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2pavg.membership.access import RunAccess
-from p2pavg.membership.certificate import Certificate, Role, issue, read_certificate
-from p2pavg.membership.membership import Membership
-from p2pavg.membership.revocation import revoke
-from p2pavg.peer import open_peer
+from p2pavg.peer.peer import open_peer
 from p2pavg.records.identity import load_or_make_seed
 from p2pavg.records.revocations import spread
-from p2pavg.records.run_records import RunRecords
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.certificate import Certificate, Role, issue, read_certificate
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.revocation import revoke
+from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import SwarmProcess
 from p2pavg_dht import Ed25519Signer

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from p2pavg import Failed, InProgress, NoPeers, NoPeersCode, RoundResult, Success
+from p2pavg.base.errors import ClosedError
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.errors import ClosedError
 from tests.integration.loopback import (
     LOOPBACK,
     WATCHDOG_SECONDS,

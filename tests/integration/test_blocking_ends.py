@@ -223,7 +223,7 @@ class TestMistakes:
                 never_entered(listen=[f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"])
 
     def test_no_bootstrap_peer_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 0.3)
+        monkeypatch.setattr("p2pavg.peer.peer.BOOTSTRAP_SECONDS", 0.3)
         with socket.socket() as silent:  # bound, but not listening
             silent.bind(("127.0.0.1", 0))
             address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
@@ -232,7 +232,7 @@ class TestMistakes:
         assert address in str(caught.value)
 
     def test_a_bootstrap_peer_with_another_id(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 1.0)
+        monkeypatch.setattr("p2pavg.peer.peer.BOOTSTRAP_SECONDS", 1.0)
         with open_averager(config(), listen=LOOPBACK) as other:
             address = other.addresses[0].replace(other.peer_id, SOME_PEER)
             with pytest.raises(BootstrapError):
@@ -302,7 +302,7 @@ import torch
 from p2pavg import AveragingConfig
 from p2pavg.blocking import open_averager
 from p2pavg.round.round import Round
-from p2pavg.threads import trio_thread
+from p2pavg.base.threads import trio_thread
 
 trio_thread.STOP_SECONDS = 1000.0
 changed = Round.changed

@@ -24,8 +24,8 @@ import torch
 import p2pavg
 from p2pavg import Success
 from p2pavg.blocking import open_averager
-from p2pavg.cli.main import main
-from p2pavg.daemon.words import ExitCode
+from p2pavg.tools.cli.main import main
+from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -139,7 +139,7 @@ def daemon(*arguments: str) -> Iterator[Daemon]:
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # an import of it fails
-from p2pavg.cli.main import main
+from p2pavg.tools.cli.main import main
 main()
 """
 
@@ -432,7 +432,7 @@ class TestMistakes:
 
     def test_no_bootstrap_peer_answers(self, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         """The test shortens the timeout of the bootstrap, and waits for all of it."""
-        monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 0.3)
+        monkeypatch.setattr("p2pavg.peer.peer.BOOTSTRAP_SECONDS", 0.3)
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from p2pavg.cli.authority import create, invite, open_authority
-from p2pavg.daemon.words import ExitCode
 from p2pavg.records.identity import load_or_make_seed
+from p2pavg.tools.cli.authority import create, invite, open_authority
+from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
 from tests.unit.packaging.test_files import settings
 

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import trio
 
-from p2pavg.cli.authority import create, invite, open_authority
-from p2pavg.cli.authority import revoke as revoke_certificates
-from p2pavg.cli.publishing import publish
-from p2pavg.doctor.examination import Options, examine
-from p2pavg.membership.armour import certificate_text
-from p2pavg.membership.certificate import Role, issue
 from p2pavg.records.identity import make_seed
+from p2pavg.runs.membership.armour import certificate_text
+from p2pavg.runs.membership.certificate import Role, issue
+from p2pavg.tools.cli.authority import create, invite, open_authority
+from p2pavg.tools.cli.authority import revoke as revoke_certificates
+from p2pavg.tools.cli.publishing import publish
+from p2pavg.tools.doctor.examination import Options, examine
 from p2pavg_dht import Ed25519Signer
 from tests.integration.doctor_peers import ABSENT_RUN, LATE_RUN, LATE_SECONDS, RECIPES
-from tests.unit.cli.commands import Commands
+from tests.unit.tools.cli.commands import Commands
 
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

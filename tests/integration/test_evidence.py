@@ -6,9 +6,9 @@ import pytest
 import trio
 
 import p2pavg
-from p2pavg.peer import open_peer
-from tests.unit.evidence.large import admit_large, large_evidence
-from tests.unit.evidence.samples import LIAR, contradiction
+from p2pavg.peer.peer import open_peer
+from tests.unit.verification.evidence.large import admit_large, large_evidence
+from tests.unit.verification.evidence.samples import LIAR, contradiction
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 PATIENCE = 60.0

@@ -11,14 +11,14 @@ import pytest
 import trio
 import trio.lowlevel
 
-from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits import memory_budget
 from p2pavg.net.limits.call_budget import CallRates
 from p2pavg.net.limits.dial_policy import HOST_FAILURES, HOST_FAILURES_PER_SECOND
 from p2pavg.net.transport import Stream
-from p2pavg.peer import Peer, peer_over
+from p2pavg.peer.peer import Peer, peer_over
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Contact, Ed25519Signer, sign_record
 from p2pavg_dht.messages import Find, Found, Locate, Located, Request, Store, Stored, decode_request, encode
 from tests.integration.hosts import (

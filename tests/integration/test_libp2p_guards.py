@@ -17,7 +17,7 @@ from libp2p.utils.varint import encode_delim
 from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message
 from p2pavg.net.libp2p import guarded_yamux, guards, speed
 from p2pavg.net.libp2p.patient_stream import PatientStream

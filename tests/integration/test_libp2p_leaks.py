@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.transport import open_libp2p_transport

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import trio.testing
 
-from p2pavg.errors import ListenError
+from p2pavg.base.errors import ListenError
 from p2pavg.net.libp2p import listening, transport
-from p2pavg.net.reach import watcher
+from p2pavg.net.nat.reach import watcher
 from tests.integration.hosts import TIMEOUT, watched
 from tests.integration.libp2p_hosts import assert_serves_strangers, open_host
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.testing.transport_conformance import ECHO

@@ -4,7 +4,7 @@ import pytest
 import trio
 from libp2p.stream_muxer.yamux.yamux import TYPE_DATA
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.libp2p import opening
 from p2pavg.net.libp2p import stream as libp2p_stream
 from p2pavg.net.transport import Stream

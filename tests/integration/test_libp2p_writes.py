@@ -22,7 +22,7 @@ from libp2p.stream_muxer.yamux.yamux import (
     YAMUX_HEADER_FORMAT,
 )
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.libp2p import guarded_yamux
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.speed import (

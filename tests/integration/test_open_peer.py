@@ -22,7 +22,7 @@ async def test_a_bootstrap_peer_may_be_given_by_name() -> None:
 
 
 async def test_an_unknown_host_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 0.5)
+    monkeypatch.setattr("p2pavg.peer.peer.BOOTSTRAP_SECONDS", 0.5)
     async with p2pavg.open_peer(listen=LOOPBACK) as first:
         address = f"/dns4/nobody.invalid/tcp/1/p2p/{first.id}"
     with pytest.raises(p2pavg.BootstrapError, match=r"the name nobody\.invalid is not known"):

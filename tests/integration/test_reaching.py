@@ -14,7 +14,7 @@ import pytest
 from p2pavg.net.libp2p import reaching
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.reach.reachability import Kind
+from p2pavg.net.nat.reach.reachability import Kind
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, hide, open_host, watched
 from tests.integration.relay.meeting import connections_to, echoed, open_echo, open_relay
 

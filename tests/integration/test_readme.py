@@ -51,7 +51,7 @@ def started(path: Path, bootstrap: list[str]) -> Iterator[subprocess.Popen[str]]
 
 def test_four_processes_average_with_the_documented_loop(tmp_path: Path) -> None:
     path = tmp_path / "averaging.py"
-    path.write_text(snippets("docs/averaging.md")[0] + DRIVER, encoding="utf-8")
+    path.write_text(snippets("docs/how-to/average-tensors.md")[0] + DRIVER, encoding="utf-8")
     with started(path, []) as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
@@ -73,14 +73,14 @@ def test_the_quickstarts_optimizers_train() -> None:
     before = model.weight.detach().clone()
     with open_averager(p2pavg.AveragingConfig(run_id="readme"), listen=["/ip4/127.0.0.1/tcp/0"]) as averager:
         names = {"torch": torch, "model": model, "averager": averager, "inputs": inputs, "loss": loss}
-        exec(snippets("docs/quickstart.md")[1], names)
+        exec(snippets("docs/tutorial/quickstart.md")[1], names)
     assert isinstance(names["report"], StepReport)
     assert not torch.equal(model.weight, before), "the inner optimizer took a step"
 
 
 def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(snippets("docs/training.md")[0], encoding="utf-8")
+    path.write_text(snippets("docs/how-to/train.md")[0], encoding="utf-8")
     with started(path, []) as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
@@ -94,16 +94,16 @@ def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/quickstart.md"])
 def test_the_quickstart_is_the_program_that_the_other_tests_run(page: str) -> None:
-    assert snippets(page)[0] == snippets("docs/training.md")[0]
+    assert snippets(page)[0] == snippets("docs/how-to/train.md")[0]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
-    path.write_text(snippets("docs/testing.md")[position], encoding="utf-8")
+    path.write_text(snippets("docs/how-to/test-your-code.md")[position], encoding="utf-8")
     run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -114,14 +114,14 @@ def test_the_documented_test_runs_under_pytest(mode: str, tmp_path: Path) -> Non
     """pytest is started in the root, and the test is in a folder that no new process can import from."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["p2pavg.testing.fixtures"]\n', encoding="utf-8")
-    (tmp_path / "tests/test_mine.py").write_text(snippets("docs/testing.md")[3], encoding="utf-8")
+    (tmp_path / "tests/test_mine.py").write_text(snippets("docs/how-to/test-your-code.md")[3], encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--import-mode={mode}"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_the_documented_sampler_runs(tmp_path: Path) -> None:
-    (code,) = (code for code in snippets("docs/training.md") if "PeerSampler(" in code)
+    (code,) = (code for code in snippets("docs/how-to/train.md") if "PeerSampler(" in code)
     path = tmp_path / "sampling.py"
     path.write_text(code, encoding="utf-8")
     run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
@@ -162,6 +162,6 @@ def test_every_link_outside_the_site_has_a_target(document: str) -> None:
     ids=lambda module: module.__name__,
 )
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
-    reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8").splitlines()
+    reference = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8").splitlines()
     for name in set(module.__all__) - {"blocking"}:
         assert f"::: {module.__name__}.{name}" in reference, name

@@ -12,15 +12,15 @@ import pytest
 import trio
 
 import p2pavg
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import DirectLane
-from p2pavg.peer import Peer
-from p2pavg.state import serving
-from p2pavg.state.service import stored_key
-from p2pavg.state.session import open_session
-from p2pavg.state.sessions import Sessions, open_sessions
+from p2pavg.peer.peer import Peer
+from p2pavg.state.donor import serving
+from p2pavg.state.donor.service import stored_key
+from p2pavg.state.joiner.session import open_session
+from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.testing import LocalSwarm
 from tests.integration.hosts import LOOPBACK, eventually, watched
 from tests.integration.state_work import donate_or_join

@@ -23,7 +23,7 @@ from tests.nat.lab import Host, Lab
 from tests.nat.namespaces import LabError
 
 ROOT = Path(__file__).parents[2]
-DAEMON = "p2pavg.cli.main:main"
+DAEMON = "p2pavg.tools.cli.main:main"
 LYING_DAEMON = "tests.nat.lying_relay:main"
 KEEP_LOGS = "P2PAVG_LAB_LOGS"
 """The variable of the environment that names a folder, in which the logs of all processes are kept."""

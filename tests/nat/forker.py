@@ -20,7 +20,13 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-PRELOADED = ("torch", "p2pavg", "p2pavg.net.libp2p.transport", "p2pavg.cli.main", "p2pavg.cli.daemon")
+PRELOADED = (
+    "torch",
+    "p2pavg",
+    "p2pavg.net.libp2p.transport",
+    "p2pavg.tools.cli.main",
+    "p2pavg.tools.cli.daemon",
+)
 _CLONE_NEWNET = 0x40000000
 _PDEATHSIG = 1
 _REAP_SECONDS = 0.2

@@ -6,8 +6,8 @@ import sys
 import threading
 from typing import Any, cast
 
-from p2pavg.net.relay.limits import Circuit
-from p2pavg.net.relay.service import RelayService
+from p2pavg.net.nat.relay.limits import Circuit
+from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import Stream
 
 HONEST_PIECES = 20
@@ -48,7 +48,7 @@ def _listen() -> None:
 
 def main() -> None:
     """Run the daemon."""
-    from p2pavg.cli.main import main as run
+    from p2pavg.tools.cli.main import main as run
 
     RelayService._carry = lie  # type: ignore[assignment, method-assign]
     threading.Thread(target=_listen, daemon=True).start()

@@ -27,8 +27,8 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.averager import DecentralizedAverager
 from p2pavg.net.transport import Transport
+from p2pavg.peer.averager import DecentralizedAverager
 
 _LOOK_SECONDS = 0.25
 _PAUSE_AFTER_FAILURE = 0.2

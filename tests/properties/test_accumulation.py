@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.vector.accumulation import Accumulation, Contribution
+from p2pavg.allreduce.vector.accumulation import Accumulation, Contribution
 
 values = st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3)
 weights = st.floats(1e-6, 1e6)

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.optim.attendance import CLAIM_MARGIN, FIRST_BATCHES, NEWCOMERS, Attendance
-from p2pavg.optim.progress import (
+from p2pavg.optim.coordination.attendance import CLAIM_MARGIN, FIRST_BATCHES, NEWCOMERS, Attendance
+from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
     MAX_EPOCH,
     MAX_SAMPLES,

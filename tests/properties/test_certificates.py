@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pavg.base.errors import CertificateError
 from p2pavg.consensus.certificate import (
     MAX_CERTIFICATE_BYTES,
     encode_certificate,
@@ -15,7 +16,6 @@ from p2pavg.consensus.certificate import (
 )
 from p2pavg.consensus.statements import Statement
 from p2pavg.consensus.votes import Commit
-from p2pavg.errors import CertificateError
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.testing.simulation import simulated_signer

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header, encode_header
+from p2pavg.base.encoding import pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import MAX_BALLOT
-from p2pavg.encoding import pack, unpack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.records.run_entry import RunEntry, encode_entry, read_entry
+from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entry
 
 TYPES: list[type] = [int, float, str, bytes, bool, tuple]
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.encoding import first_text
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.evidence.accusation import read_accusation
-from p2pavg.evidence.messages import (
+from p2pavg.base.encoding import first_text
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.verification.evidence.accusation import read_accusation
+from p2pavg.verification.evidence.messages import (
     Notice,
     Request,
     encode_answer,
@@ -23,7 +23,7 @@ from p2pavg.evidence.messages import (
     read_notice,
     read_request,
 )
-from tests.unit.evidence.samples import KIND, contradiction, named, signer
+from tests.unit.verification.evidence.samples import KIND, contradiction, named, signer
 
 PEERS = [signer(number).peer_id for number in range(3)]
 VALUES = st.recursive(

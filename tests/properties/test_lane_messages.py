@@ -8,8 +8,8 @@ import msgpack
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import OwnCertificate
 from p2pavg.net.lanes.messages import MAX_ADDRESSES, Ask, Back, Meet, Offer, Verdict, decode_next_way

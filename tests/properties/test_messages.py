@@ -8,7 +8,7 @@ import msgpack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster, read_roster
 from p2pavg.matchmaking.messages import (

@@ -9,10 +9,10 @@ import msgpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.limits.sources import parse_host
-from p2pavg.net.punch.messages import Answer, DialMe, Propose, Sync, Verdict, decode_request
-from p2pavg.net.punch.plan import LOWEST_PORT, TRIES, Endpoint
+from p2pavg.net.nat.punch.messages import Answer, DialMe, Propose, Sync, Verdict, decode_request
+from p2pavg.net.nat.punch.plan import LOWEST_PORT, TRIES, Endpoint
 
 KINDS = (Propose, Answer, Sync, Verdict, DialMe)
 

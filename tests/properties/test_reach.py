@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.reach.facts import Mapped
-from p2pavg.net.reach.knowledge import Knowledge
-from p2pavg.net.reach.messages import (
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.net.nat.reach.facts import Mapped
+from p2pavg.net.nat.reach.knowledge import Knowledge
+from p2pavg.net.nat.reach.messages import (
     MAX_REASON_CHARS,
     NONCE_BYTES,
     DialBack,
@@ -27,9 +27,9 @@ from p2pavg.net.reach.messages import (
     read_observed,
     read_question,
 )
-from p2pavg.net.reach.probes import Probe
-from p2pavg.net.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour
-from p2pavg.net.reach.whoami import ANSWER_BYTES, encode_answer, read_answer
+from p2pavg.net.nat.reach.probes import Probe
+from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour
+from p2pavg.net.nat.reach.whoami import ANSWER_BYTES, encode_answer, read_answer
 
 NONCE = bytes(range(NONCE_BYTES))
 

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.allreduce.robust import combine
+from p2pavg.base.weights import units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
-from p2pavg.group.weights import units_of
 from p2pavg_compression import MAX_MAGNITUDE
 
 ROUNDING = 1e-5

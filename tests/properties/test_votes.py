@@ -8,6 +8,7 @@ import msgpack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import (
     DIGEST_BYTES,
     MAX_BALLOT,
@@ -33,7 +34,6 @@ from p2pavg.consensus.votes import (
     decode_vote,
     encode_vote,
 )
-from p2pavg.errors import RemoteProtocolError
 
 SIZE = 8
 KINDS = [

@@ -14,10 +14,10 @@ import trio
 from torch.nn import functional
 
 import p2pavg
-from p2pavg.averager import DecentralizedAverager
+from p2pavg.base.result import Success
 from p2pavg.optim import CellOptimizer, Cells, RunState, StepReport
-from p2pavg.optim.digest import digest_of
-from p2pavg.result import Success
+from p2pavg.optim.base.digest import digest_of
+from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.simulation import simulate
 from tests.simulation.churn import Churn, Course, Life, Setting, Update

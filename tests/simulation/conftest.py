@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2pavg.optim import together, view, watch
+from p2pavg.optim.coordination import together, view, watch
 from tests.simulation.stage import Stage
 
 

@@ -14,7 +14,7 @@ import p2pavg
 from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.values import Values
 from p2pavg.net.transport import Buffer
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import name
 from tests.simulation.swarm import LAN, config, values

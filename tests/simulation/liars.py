@@ -11,7 +11,7 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer

@@ -16,10 +16,10 @@ from typing import Any, cast
 import torch
 
 import p2pavg
+from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.optim.view import TOPIC
-from p2pavg.records.board import Entry
-from p2pavg.result import InProgress, NoPeers, RoundResult, Success
+from p2pavg.optim.coordination.view import TOPIC
+from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.hub import Events
 
 END = 900.0  # of virtual time, after which a test has failed

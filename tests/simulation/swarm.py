@@ -8,7 +8,7 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing.simulation import simulated_signer
 
 LAN = (0.0005, 0.002)

@@ -13,20 +13,20 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.membership.certificate import Role, read_certificate
-from p2pavg.membership.membership import Membership
-from p2pavg.membership.revocation import revoke
-from p2pavg.membership.sealing import sealed_key
-from p2pavg.peer import Peer
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
 from p2pavg.records.revocations import LOOK_SECONDS, revocations_key, spread
-from p2pavg.records.run_entry import run_key
-from p2pavg.records.run_records import RunRecords
-from p2pavg.round.auxiliary import assist
+from p2pavg.runs.membership.certificate import Role, read_certificate
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.revocation import revoke
+from p2pavg.runs.membership.sealing import sealed_key
+from p2pavg.runs.records.run_entry import run_key
+from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg_dht import Ed25519Signer, Record, sign_record
 from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
-from tests.unit.membership.runs import SECRET, Authority
+from tests.unit.runs.membership.runs import SECRET, Authority
 
 RUN = Authority()
 

@@ -12,12 +12,12 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.values import Values
-from p2pavg.audit import keeping, task
-from p2pavg.audit.keeping import KeptShare
-from p2pavg.audit.task import AuditTask
 from p2pavg.group.audits import Audits
 from p2pavg.round.audits import RoundAudits
 from p2pavg.round.signing import Signing
+from p2pavg.verification.audit import keeping, task
+from p2pavg.verification.audit.keeping import KeptShare
+from p2pavg.verification.audit.task import AuditTask
 from tests.simulation.false_averages import Rounds, lie, nudge
 from tests.simulation.liars import name
 from tests.simulation.swarm import mean, tensors_of

@@ -15,7 +15,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer, peer_over
+from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.testing import MemoryNetwork, simulate, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
 from tests.simulation.swarm import ELEMENTS, LAN, Swarm, config, mean, same_bits, tensors_of, values
 

@@ -11,12 +11,12 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_AT_ONCE, MAX_BLOCKS
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.records.bandwidth import (
+from p2pavg.runs.records.bandwidth import (
     GRANTED,
     PROTOCOL,
     QUESTION,

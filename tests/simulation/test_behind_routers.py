@@ -12,8 +12,8 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.consensus.certificate import verified_commit
 from p2pavg.group.reach import Reach
-from p2pavg.net.reach.reachability import Kind
-from p2pavg.peer import Peer
+from p2pavg.net.nat.reach.reachability import Kind
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
     Crash,

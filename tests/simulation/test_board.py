@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
-from p2pavg.records.board import LOOK_SECONDS, SAID_TTL_SECONDS, Board
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.records.board import LOOK_SECONDS, SAID_TTL_SECONDS, Board
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 LAN = (0.0005, 0.002)

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
-from p2pavg.records.board import Board
-from p2pavg.records.departures import CHECK_SECONDS, LOOK_SECONDS
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.records.board import Board
+from p2pavg.runs.records.departures import CHECK_SECONDS, LOOK_SECONDS
 from p2pavg.testing import MemoryNetwork, run_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN, config

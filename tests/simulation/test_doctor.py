@@ -8,8 +8,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.doctor import examination
-from p2pavg.doctor.examination import (
+from p2pavg.doctor.probes import machine
+from p2pavg.tools.doctor import examination
+from p2pavg.tools.doctor.examination import (
     BANDWIDTH_SECONDS,
     CLOCK_SECONDS,
     JOIN_SECONDS,
@@ -20,9 +21,8 @@ from p2pavg.doctor.examination import (
     Options,
     examine,
 )
-from p2pavg.doctor.findings import OPTIONAL, ORDER, Finding, Level, ok
-from p2pavg.doctor.probes import machine
-from p2pavg.doctor.probes.addresses import ADDRESS_SECONDS
+from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, Level, ok
+from p2pavg.tools.doctor.probes.addresses import ADDRESS_SECONDS
 
 
 async def _hang() -> list[Finding]:

@@ -7,20 +7,20 @@ from typing import Any
 
 from trio.testing import MockClock
 
-from p2pavg.doctor.probes import run as probes
-from p2pavg.doctor.probes.run import RunReader, unreached
-from p2pavg.encoding import pack
+from p2pavg.base.encoding import pack
 from p2pavg.group.candidate import ready_key, sign_candidate
-from p2pavg.membership.certificate import Certificate
-from p2pavg.membership.revocation import revoke
-from p2pavg.membership.run_file import RunFile
-from p2pavg.membership.sealing import NONCE_BYTES, seal, sealed_key
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.records.revocations import revocations_key
-from p2pavg.records.run_entry import RunEntry, encode_entry, run_key
+from p2pavg.runs.membership.certificate import Certificate
+from p2pavg.runs.membership.revocation import revoke
+from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key
+from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
-from tests.unit.membership.runs import SECRET, Authority
+from p2pavg.tools.doctor.probes import run as probes
+from p2pavg.tools.doctor.probes.run import RunReader, unreached
+from tests.unit.runs.membership.runs import SECRET, Authority
 
 AUTHORITY = Authority()
 FILE = RunFile(run_id="lab", authority=AUTHORITY.public, secret=SECRET, compression="fp32")

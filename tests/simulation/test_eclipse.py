@@ -11,8 +11,8 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer, peer_over
-from p2pavg.records.run_records import RunRecords
+from p2pavg.peer.peer import Peer, peer_over
+from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import run_on_loop, simulated_clock
 from p2pavg_dht import Ed25519Signer

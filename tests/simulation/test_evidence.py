@@ -15,14 +15,24 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import Commit
-from p2pavg.encoding import pack
-from p2pavg.errors import StreamBrokenError
-from p2pavg.evidence import service
-from p2pavg.evidence.accusation import MAX_EVIDENCE_BYTES, Named, digest_of, read_accusation
-from p2pavg.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
-from p2pavg.evidence.messages import (
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import Stream
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
+from p2pavg.round import exchange
+from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.records.run_records import RunRecords
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
+from p2pavg.verification.evidence import service
+from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES, Named, digest_of, read_accusation
+from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
+from p2pavg.verification.evidence.messages import (
     MAX_NAMED,
     PROTOCOL,
     Notice,
@@ -33,23 +43,13 @@ from p2pavg.evidence.messages import (
     encode_request,
     read_answer,
 )
-from p2pavg.evidence.spreading import LOOK_SECONDS, NOTICE_TTL_SECONDS, PAUSE_SECONDS
-from p2pavg.membership.certificate import Role
-from p2pavg.membership.membership import Membership
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
-from p2pavg.peer import Peer
-from p2pavg.records.run_records import RunRecords
-from p2pavg.round import exchange
-from p2pavg.round.auxiliary import assist
-from p2pavg.testing import MemoryNetwork, simulated_peers
-from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
+from p2pavg.verification.evidence.spreading import LOOK_SECONDS, NOTICE_TTL_SECONDS, PAUSE_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
-from tests.unit.evidence.large import admit_large, large_evidence
-from tests.unit.evidence.samples import LIAR
 from tests.unit.group.samples import SIGNERS, candidate
-from tests.unit.membership.runs import Authority
+from tests.unit.runs.membership.runs import Authority
+from tests.unit.verification.evidence.large import admit_large, large_evidence
+from tests.unit.verification.evidence.samples import LIAR
 
 RUN = Authority()
 KEY = accusations_key("sim")

@@ -10,10 +10,10 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
+from p2pavg.base.result import EXCHANGES
 from p2pavg.net.transport import Transport
-from p2pavg.peer import Peer
-from p2pavg.result import EXCHANGES
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import At, Fault, FaultPlan, MemoryNetwork, Throttle, run_peers
 from tests.simulation.swarm import LAN, config, values
 

@@ -8,7 +8,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, run_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN, config, values

@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
     At,
@@ -54,7 +54,7 @@ def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice
 def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) -> None:
     """A round that gives back a used contribution is reported with the command that repeats it."""
     broken = (
-        "import p2pavg.vector.accumulation as a, scripts.fault_search.simulate as s, sys\n"
+        "import p2pavg.allreduce.vector.accumulation as a, scripts.fault_search.simulate as s, sys\n"
         "a.Accumulation.release = a.Accumulation.give_back\n"
         "sys.argv[1:] = ['--rounds', '1', '--first', '3', '--processes', '1']\n"
         "sys.exit(s.main())\n"
@@ -117,7 +117,7 @@ class Watch:
             try:
                 await peer.context.transport.dial(f"{location}/p2p/{signer.peer_id}", timeout=0.4)
                 await peer.context.transport.disconnect(signer.peer_id)
-            except p2pavg.errors.UnreachableError:
+            except p2pavg.base.errors.UnreachableError:
                 pass
             else:
                 self.heard.setdefault((index, other), []).append(trio.current_time())

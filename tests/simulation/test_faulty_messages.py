@@ -16,7 +16,7 @@ import p2pavg
 from p2pavg.matchmaking import link
 from p2pavg.matchmaking.attempt_state import AttemptState
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 

@@ -15,9 +15,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.gossip import MAX_LAG, ROUND, Rotation
-from p2pavg.peer import Peer
-from p2pavg.result import RoundResult
+from p2pavg.base.result import RoundResult
+from p2pavg.group.places.gossip import MAX_LAG, ROUND, Rotation
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
     Crash,

@@ -12,16 +12,16 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.encoding import pack
-from p2pavg.errors import ConfigError, InvitationError, StreamBrokenError, UnreachableError
-from p2pavg.membership.certificate import Certificate, Role
-from p2pavg.membership.membership import Membership
-from p2pavg.membership.revocation import revoke
-from p2pavg.membership.run_file import RunFile
-from p2pavg.membership.tokens import Link, Token, make_token, token_key
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import ConfigError, InvitationError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.records.invitations import (
+from p2pavg.runs.membership.certificate import Certificate, Role
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.revocation import revoke
+from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.tokens import Link, Token, make_token, token_key
+from p2pavg.runs.records.invitations import (
     MAX_STREAMS,
     PROTOCOL,
     STREAM_SECONDS,
@@ -32,7 +32,7 @@ from p2pavg.records.invitations import (
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.simulation import EPOCH, run_on_loop, simulated_clock
 from p2pavg_dht import Ed25519Signer
-from tests.unit.membership.runs import SECRET, Authority, signer
+from tests.unit.runs.membership.runs import SECRET, Authority, signer
 
 RUN = Authority()
 OTHER_RUN = Authority(b"b" * 32)

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group import rungs
-from p2pavg.peer import Peer
-from p2pavg.records import spread_records
+from p2pavg.group.places import rungs
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.records import spread_records
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg_dht import Record
 from p2pavg_dht.routing import RoutingTable

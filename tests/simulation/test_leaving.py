@@ -6,9 +6,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
-from p2pavg.round.auxiliary import assist
-from p2pavg.round.helping import HelpedRounds
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.helping import HelpedRounds
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, Swarm, config, values
 

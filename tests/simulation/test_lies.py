@@ -22,6 +22,8 @@ from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, e
 from p2pavg.allreduce.proofs import part_digest
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.sender import Sender
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.consensus import agreement
 from p2pavg.consensus.events import Event, Heard
 from p2pavg.consensus.member import Member
@@ -37,8 +39,6 @@ from p2pavg.consensus.votes import (
     encode_vote,
 )
 from p2pavg.consensus.votes import Commit as VotedCommit
-from p2pavg.encoding import pack
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster, read_roster
@@ -51,7 +51,7 @@ from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange, traffic, voting
 from p2pavg.round.control import Control
 from p2pavg.round.rounds import Rounds

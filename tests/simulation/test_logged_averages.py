@@ -9,8 +9,8 @@ import pytest
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
-from p2pavg.result import RoundResult
+from p2pavg.base.result import RoundResult
+from p2pavg.peer.peer import Peer
 from p2pavg.round.exchange import Outcome
 from p2pavg.round.roles import Contributor
 from p2pavg.round.timing import Timing

@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.meeting import MAX_PLACE_BYTES, Meeting
-from p2pavg.peer import Peer
+from p2pavg.group.places.meeting import MAX_PLACE_BYTES, Meeting
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
 

@@ -8,10 +8,10 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
-from p2pavg.records.board import SAID_TTL_SECONDS
-from p2pavg.round.auxiliary import assist
-from p2pavg.round.statuses import LOOK_SECONDS, PUBLISH_SECONDS
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
+from p2pavg.peer.statuses import LOOK_SECONDS, PUBLISH_SECONDS
+from p2pavg.runs.records.board import SAID_TTL_SECONDS
 from p2pavg.telemetry.events import AnyEvent, PeerGone, PeerSeen, RoundEnded, RoundKind, UpdateTaken
 from p2pavg.telemetry.text import key_of
 from p2pavg.testing import MemoryNetwork, simulated_peers

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.values import Values
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 ELEMENTS = 10_007  # a length that no table or scratch buffer of a codec has

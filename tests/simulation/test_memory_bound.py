@@ -12,16 +12,16 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.lobby import MAX_WAITING_LANES, Lobby
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, Lobby
+from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
-from p2pavg.allreduce.resting import RestingStreams
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather
-from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.round.control import MAX_UNSENT, Control
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.simulation import run_on_loop

@@ -11,8 +11,8 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.group.participation import ByCapability, RandomFraction
-from p2pavg.peer import Peer
-from p2pavg.round.auxiliary import assist
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
     Crash,

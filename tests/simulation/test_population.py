@@ -27,7 +27,7 @@ from p2pavg.population import (
     open_population,
 )
 from p2pavg.population.words import TOPIC
-from p2pavg.state.service import StateService
+from p2pavg.state.donor.service import StateService
 from p2pavg.testing import FaultPlan, MemoryNetwork, SimulatedLoop, run_loops, simulated_peers
 from tests.simulation.swarm import LAN
 

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.consensus.failure_detector import PING_SECONDS
 from p2pavg.consensus.votes import Commit, Vote
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.round.control import Control
 from p2pavg.round.quiet import QUIET_BYTES, QUIET_SECONDS
 from p2pavg.testing import MemoryNetwork

@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, MemoryTransport, simulated_peers
 
 LAN = (0.0005, 0.002)

@@ -3,10 +3,10 @@
 import trio
 from trio.testing import MockClock
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import CallRates
-from p2pavg.records.calls import MAX_STREAMS_PER_PEER
+from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_clock, simulated_peer, simulated_signer
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Ed25519Signer, sign_record

@@ -10,7 +10,7 @@ import p2pavg
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.matchmaking.messages import Ask
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
 

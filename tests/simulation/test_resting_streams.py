@@ -10,12 +10,12 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce import lobby
-from p2pavg.allreduce.resting import REST_SECONDS
+from p2pavg.allreduce.movers import lobby
+from p2pavg.allreduce.movers.resting import REST_SECONDS
 from p2pavg.consensus.votes import Commit, Ping, Rest, Vote, decode_vote, encode_vote
 from p2pavg.net.framing import send_messages
 from p2pavg.net.transport import Stream
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.round import control
 from p2pavg.round.control import Control
 from p2pavg.round.quiet import QUIET_BYTES

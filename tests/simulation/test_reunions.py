@@ -10,12 +10,12 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.rungs import Ladder
+from p2pavg.group.places.rungs import Ladder
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.matchmaking.reunion import MOST_OTHERS
 from p2pavg.matchmaking.timing import REUNION_SECONDS
-from p2pavg.peer import Peer
-from p2pavg.records.run_records import RunRecords
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
 

@@ -13,10 +13,10 @@ import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.carry import Carry
 from p2pavg.allreduce.messages import Lane, LaneHeader
+from p2pavg.allreduce.movers.reuse import START, Mark
 from p2pavg.allreduce.plan import AttemptPlan
-from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.group.milestones import Milestone
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, run_peers
 from p2pavg.testing.faults import After, Crash, Fault, FaultPlan
 from p2pavg.testing.simulation import simulated_signer

@@ -12,8 +12,8 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.robust import combine
 from p2pavg.group.aggregation import Median, RobustRule, TrimmedMean, resolve_rule
-from p2pavg.peer import Peer
-from p2pavg.round.auxiliary import assist
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, run_peers, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values

@@ -17,11 +17,11 @@ import p2pavg
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.values import Values
+from p2pavg.base.result import RoundResult, Success
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer, Stream
-from p2pavg.peer import Peer
-from p2pavg.result import RoundResult, Success
-from p2pavg.round.auxiliary import assist
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
     At,

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.round.auxiliary import assist
+from p2pavg.peer.auxiliary import assist
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg_compression import TopK
 from tests.simulation.false_averages import Rounds, lie

@@ -13,16 +13,16 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.allreduce.vector.accumulation import schema_of
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.matchmaking.messages import PROTOCOL, Ask, Joined, Message, Propose, Status, decode, encode
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.vector.accumulation import schema_of
 
 LAN = (0.0005, 0.002)
 ONES = [torch.ones(1_000)]

@@ -16,12 +16,12 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.inputs import Inputs
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.sender import Sender
+from p2pavg.base.result import RoundResult, Success
 from p2pavg.group.candidate import Candidate
 from p2pavg.net.transport import Buffer
-from p2pavg.peer import Peer
-from p2pavg.result import RoundResult, Success
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange
-from p2pavg.round.auxiliary import assist
 from p2pavg.testing import (
     After,
     At,

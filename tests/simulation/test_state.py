@@ -15,12 +15,22 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Buffer, Stream
-from p2pavg.peer import Peer
-from p2pavg.state.donors import PIECE_SECONDS, SILENT_SECONDS, STALLED_SECONDS
-from p2pavg.state.fetching import Fetch, Progress
+from p2pavg.peer.peer import Peer
+from p2pavg.state.donor.service import stored_key
+from p2pavg.state.donor.serving import (
+    IDLE_SECONDS,
+    SEND_BYTES,
+    YIELD_SECONDS,
+    spared_bytes,
+)
+from p2pavg.state.joiner.donors import PIECE_SECONDS, SILENT_SECONDS, STALLED_SECONDS
+from p2pavg.state.joiner.fetching import Fetch, Progress
+from p2pavg.state.joiner.pieces import MAX_RANGES, PATIENCE_SECONDS
+from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
+from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.manifest import Manifest
 from p2pavg.state.messages import (
     FRAME_BYTES,
@@ -31,16 +41,6 @@ from p2pavg.state.messages import (
     encode_frame,
     encode_welcome,
 )
-from p2pavg.state.pieces import MAX_RANGES, PATIENCE_SECONDS
-from p2pavg.state.service import stored_key
-from p2pavg.state.serving import (
-    IDLE_SECONDS,
-    SEND_BYTES,
-    YIELD_SECONDS,
-    spared_bytes,
-)
-from p2pavg.state.sessions import MAX_FETCHES, Sessions, open_sessions
-from p2pavg.state.sink import FileSink, MemorySink, Sink
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN

@@ -11,11 +11,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.errors import StreamBrokenError
-from p2pavg.membership.membership import Membership
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.state.donor.service import HELLO_SECONDS, MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
+from p2pavg.state.donor.serving import (
+    IDLE_SECONDS,
+    LOOK_SECONDS,
+    MAX_REQUESTS,
+    SEND_SECONDS,
+)
+from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.messages import (
     PROTOCOL,
     AskPieces,
@@ -25,20 +33,12 @@ from p2pavg.state.messages import (
     encode_request,
     read_welcome,
 )
-from p2pavg.state.service import HELLO_SECONDS, MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
-from p2pavg.state.serving import (
-    IDLE_SECONDS,
-    LOOK_SECONDS,
-    MAX_REQUESTS,
-    SEND_SECONDS,
-)
-from p2pavg.state.sessions import open_sessions
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_signer
 from tests.simulation.swarm import LAN
 from tests.simulation.test_evidence import evidence_against
 from tests.simulation.test_state import RUN, check_fetch, company, fetch_of, name
-from tests.unit.membership.runs import Authority
+from tests.unit.runs.membership.runs import Authority
 from tests.unit.state.blobs import KIND, Blob, Held
 
 

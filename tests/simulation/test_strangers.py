@@ -1,6 +1,6 @@
 """Attacks by strangers on a run with an authority. They know the run's secret and have no genuine certificate.
 
-Each of these attacks changed results or ended rounds in version 0.1. The numbers are those of ``docs/security.md``'s
+Each of these attacks changed results or ended rounds in version 0.1. The numbers are those of ``docs/explanation/security.md``'s
 sources: a stranger that reduces, invented records, invented progress, invented run entries.
 """
 
@@ -14,20 +14,20 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.encoding import pack
+from p2pavg.base.encoding import pack
 from p2pavg.group.candidate import sign_candidate
-from p2pavg.membership.certificate import Role
-from p2pavg.membership.sealing import seal, sealed_key
-from p2pavg.peer import Peer
-from p2pavg.records.board import board_key
-from p2pavg.records.run_entry import RunEntry, encode_entry, read_entries, run_key
-from p2pavg.round.auxiliary import assist
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.membership.sealing import seal, sealed_key
+from p2pavg.runs.records.board import board_key
+from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entries, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg_dht import MAX_VALUE_BYTES, Ed25519Signer, sign_record
 from p2pavg_dht.messages import Store, encode
 from tests.simulation.swarm import LAN, config, values
-from tests.unit.membership.runs import SECRET, Authority
+from tests.unit.runs.membership.runs import SECRET, Authority
 
 RUN, STRANGER = Authority(), Authority(b"s" * 32)
 HONEST = 3

@@ -29,7 +29,7 @@ from p2pavg.population.team_member import TeamMember
 from p2pavg.population.team_rules import vote_for
 from p2pavg.population.team_turn import Turns
 from p2pavg.state.checkpoint import read as read_checkpoint
-from p2pavg.state.service import StateService
+from p2pavg.state.donor.service import StateService
 from p2pavg.testing import FaultPlan, MemoryNetwork, SimulatedLoop, run_loops
 from tests.simulation.swarm import LAN
 

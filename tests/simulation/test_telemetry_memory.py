@@ -15,9 +15,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.logs import make_handler
+from p2pavg.base.logs import make_handler
 from p2pavg.metrics import PrometheusMetrics, RoundTraces
-from p2pavg.optim.loggers import FiguresLog
+from p2pavg.optim.logging.loggers import FiguresLog
 from p2pavg.telemetry import round_log
 from p2pavg.telemetry.events import AnyEvent, Drifted, PeerGone, PeerSeen, Progressed, StateMoved
 from p2pavg.testing import MemoryNetwork, simulated_peers

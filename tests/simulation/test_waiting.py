@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from p2pavg.base.result import Success
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
-from p2pavg.optim.progress import Progress, encode_progress
-from p2pavg.records.board import Entry
-from p2pavg.result import Success
+from p2pavg.optim.coordination.progress import Progress, encode_progress
+from p2pavg.runs.records.board import Entry
 from tests.simulation.stage import Player, Stage
 
 BATCH_SECONDS = 0.5
@@ -180,7 +180,9 @@ class TestReasons:
             )
             assert report.waited_seconds >= 10.0
         warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert len([record for record in warnings if record.name == "p2pavg.optim.together"]) == 2
+        assert (
+            len([record for record in warnings if record.name == "p2pavg.optim.coordination.together"]) == 2
+        )
         assert all("another seed" in record.getMessage() for record in warnings)
 
     @both

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pavg.doctor.findings import Finding, fault, not_known, note, ok, warning
+from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 
 FEW_FILES = 256
 """With fewer open files, a peer holds some dozens of connections, and a DataLoader with workers may find no room."""

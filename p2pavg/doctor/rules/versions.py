@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2pavg.doctor.findings import Finding, fault, not_known, note, ok
+from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok
 
 _RELEASE = re.compile(r"\s*v?(\d+(?:\.\d+)*)(.*)")
 _BEFORE_RELEASE = re.compile(r"[._-]?(a|b|c|rc|alpha|beta|pre|preview|dev)[._-]?\d*", re.IGNORECASE)

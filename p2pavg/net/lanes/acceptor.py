@@ -13,7 +13,7 @@ from functools import cached_property
 import trio
 from multiaddr import Multiaddr
 
-from p2pavg.errors import AddressError, UnreachableError
+from p2pavg.base.errors import AddressError, UnreachableError
 from p2pavg.net.lanes.certificates import OwnCertificate, listening_context
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.limits.dial_gate import DialGate

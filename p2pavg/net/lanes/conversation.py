@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import receive_message
 from p2pavg.net.lanes.messages import MAX_MESSAGE_BYTES, Verdict

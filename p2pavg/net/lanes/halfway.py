@@ -15,8 +15,8 @@ from p2pavg.net.lanes.acceptor import Doorway
 from p2pavg.net.lanes.conversation import SkippedWayError, expect_verdict, next_message
 from p2pavg.net.lanes.messages import Meet, Offer, Verdict
 from p2pavg.net.lanes.tls_connection import TlsConnection
-from p2pavg.net.punch.meeting import Puncher
-from p2pavg.net.punch.messages import Propose
+from p2pavg.net.nat.punch.meeting import Puncher
+from p2pavg.net.nat.punch.messages import Propose
 from p2pavg.net.transport import Stream
 
 

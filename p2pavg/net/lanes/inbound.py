@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import trio
 
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.net.lanes.limits import IDLE_SECONDS, InboundSlots
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import trio
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import PeerId
 

@@ -10,7 +10,7 @@
     receiver  Verdict 2   the receiver's dial has succeeded; or it has failed, with the reason
     sender    Meet        only after failures: both shall connect at once
     receiver  Verdict 3   the receiver is ready; or it is not, with the reason
-    both      the messages of a punch, see p2pavg.net.punch.messages
+    both      the messages of a punch, see p2pavg.net.nat.punch.messages
 
 The sender skips a way that makes no sense: a dial without addresses, or a punch through a router that allows none. Then
 it sends the first message of the next way at once. The verdict of a skipped way may still arrive.
@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from p2pavg.encoding import first_text, pack, unpack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import first_text, pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import check_certificate

@@ -54,7 +54,9 @@ from functools import partial
 
 import trio
 
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.processor import ProcessorWait, Waits, never_waits
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes.acceptor import Doorway, Visitor
 from p2pavg.net.lanes.conversation import Search, SkippedWayError, direct, expect_verdict, next_message
@@ -74,10 +76,8 @@ from p2pavg.net.lanes.messages import (
 )
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
-from p2pavg.net.punch.meeting import Puncher
+from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
-from p2pavg.threads.exceptions import bare_exceptions
-from p2pavg.threads.processor import ProcessorWait, Waits, never_waits
 
 logger = logging.getLogger(__name__)
 

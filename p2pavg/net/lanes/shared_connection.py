@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.transport import PeerId
 

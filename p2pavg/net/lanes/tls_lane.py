@@ -7,7 +7,7 @@ import sys
 
 import trio
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.shared_connection import SharedConnection
 from p2pavg.net.lanes.tls_connection import PIECE_BYTES, TlsConnection
 from p2pavg.net.transport import Buffer, DirectLane, PeerId

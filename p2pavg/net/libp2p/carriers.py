@@ -10,7 +10,7 @@ from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.io.trio import TrioTCPStream
 
-from p2pavg.errors import ClosedError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.admission import Arrival
 from p2pavg.net.transport import PeerId, Stream

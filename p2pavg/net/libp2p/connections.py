@@ -15,7 +15,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from p2pavg.errors import AddressError, RefusedError, UnreachableError
+from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
 from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
 from p2pavg.net.libp2p.errors import error_text, is_refusal
@@ -25,7 +25,7 @@ from p2pavg.net.libp2p.host import Places
 from p2pavg.net.limits.admission import Arrival, Standing
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
-from p2pavg.net.relay.choice import RelayRecord
+from p2pavg.net.nat.relay.choice import RelayRecord
 from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import trio
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 
 # Errors that a peer or the network causes. UnicodeDecodeError: a protocol name that is not text.
 _OF_THE_NETWORK = (

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.errors import ClosedError, UnreachableError
-from p2pavg.net.reach.reachability import Reachability
+from p2pavg.base.errors import ClosedError, UnreachableError
+from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from p2pavg.errors import ClosedError
+from p2pavg.base.errors import ClosedError
 
 
 class Lifetime:

@@ -8,7 +8,7 @@ from typing import cast
 from libp2p.transport.tcp.tcp import TCPListener
 from multiaddr import Multiaddr
 
-from p2pavg.errors import ListenError
+from p2pavg.base.errors import ListenError
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 
 

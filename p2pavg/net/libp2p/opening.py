@@ -15,7 +15,7 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux

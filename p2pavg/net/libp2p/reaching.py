@@ -21,32 +21,32 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
+from p2pavg.base.shortage import is_shortage
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.improving import Improver
 from p2pavg.net.limits.sources import parse_host
-from p2pavg.net.punch.meeting import Puncher
-from p2pavg.net.punch.plan import OwnSide
-from p2pavg.net.punch.service import PunchService
-from p2pavg.net.punch.sockets import FreshPort
-from p2pavg.net.reach import whoami
-from p2pavg.net.reach.dial_backs import Endpoint
-from p2pavg.net.reach.facts import version_of
-from p2pavg.net.reach.mapping import PortMapper
-from p2pavg.net.reach.options import ReachOptions
-from p2pavg.net.reach.questions import Neighbour
-from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
-from p2pavg.net.reach.service import ReachService
-from p2pavg.net.reach.watcher import ReachWatcher, machine_hosts
-from p2pavg.net.relay.choice import Candidate
-from p2pavg.net.relay.circuits import InboundCircuits
-from p2pavg.net.relay.reservations import Reservations
-from p2pavg.net.relay.service import RelayService
+from p2pavg.net.nat.punch.meeting import Puncher
+from p2pavg.net.nat.punch.plan import OwnSide
+from p2pavg.net.nat.punch.service import PunchService
+from p2pavg.net.nat.punch.sockets import FreshPort
+from p2pavg.net.nat.reach import whoami
+from p2pavg.net.nat.reach.dial_backs import Endpoint
+from p2pavg.net.nat.reach.facts import version_of
+from p2pavg.net.nat.reach.mapping import PortMapper
+from p2pavg.net.nat.reach.options import ReachOptions
+from p2pavg.net.nat.reach.questions import Neighbour
+from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
+from p2pavg.net.nat.reach.service import ReachService
+from p2pavg.net.nat.reach.watcher import ReachWatcher, machine_hosts
+from p2pavg.net.nat.relay.choice import Candidate
+from p2pavg.net.nat.relay.circuits import InboundCircuits
+from p2pavg.net.nat.relay.reservations import Reservations
+from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import PeerId, Stream, Transport
-from p2pavg.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 

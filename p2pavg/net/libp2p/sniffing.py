@@ -1,7 +1,7 @@
 """One listening port for three protocols, which the first byte of a connection tells apart.
 
 A TLS handshake begins with 0x16. libp2p's negotiation begins with the length of a line, 0x13 in every implementation.
-A whoami probe begins with ``P`` (:mod:`p2pavg.net.reach.whoami`).
+A whoami probe begins with ``P`` (:mod:`p2pavg.net.nat.reach.whoami`).
 """
 
 from __future__ import annotations

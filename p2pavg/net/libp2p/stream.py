@@ -14,7 +14,7 @@ from libp2p.network.stream.net_stream import NetStream, StreamState
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE
 
-from p2pavg.errors import ClosedError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime

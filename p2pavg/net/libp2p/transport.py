@@ -56,7 +56,9 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from p2pavg.errors import AddressError, ListenError, RefusedError, UnreachableError
+from p2pavg.base.errors import AddressError, ListenError, RefusedError, UnreachableError
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.processor import wait_of_this_thread
 from p2pavg.net.addresses import (
     CircuitAddress,
     is_circuit,
@@ -81,12 +83,10 @@ from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
 from p2pavg.net.libp2p.speed import install as install_speed
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.limits.admission import ConnectionLimits
-from p2pavg.net.reach.options import ReachOptions
-from p2pavg.net.reach.reachability import Reachability
-from p2pavg.net.relay.circuits import open_circuit
+from p2pavg.net.nat.reach.options import ReachOptions
+from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.net.nat.relay.circuits import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
-from p2pavg.threads.exceptions import bare_exceptions
-from p2pavg.threads.processor import wait_of_this_thread
 
 logger = logging.getLogger(__name__)
 

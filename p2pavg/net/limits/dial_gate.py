@@ -13,12 +13,12 @@ import psutil
 import trio
 from multiaddr import Multiaddr
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
+from p2pavg.base.shortage import is_shortage
 from p2pavg.net.addresses import parse_address_of
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_policy import DialBudget, DialPolicy, Network
 from p2pavg.net.transport import PeerId
-from p2pavg.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 

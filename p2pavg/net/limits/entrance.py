@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import trio
 
-from p2pavg.errors import P2PAvgError
+from p2pavg.base.errors import P2PAvgError
 from p2pavg.net.limits.admission import Admission, Arrival
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 import miniupnpc
 import trio
 
-from p2pavg.errors import UnreachableError
-from p2pavg.net.reach.router_udp import Granted
+from p2pavg.base.errors import UnreachableError
+from p2pavg.net.nat.reach.router_udp import Granted
 
 Result = TypeVar("Result")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pavg.group.reach import Reach
-from p2pavg.net.reach.reachability import Kind
+from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.testing.memory.connection import End
 
 DIRECT_KINDS = frozenset(Kind) - {Kind.PUNCHABLE, Kind.RELAYED}

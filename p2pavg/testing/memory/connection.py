@@ -10,7 +10,7 @@ from functools import partial
 
 import trio
 
-from p2pavg.errors import P2PAvgError
+from p2pavg.base.errors import P2PAvgError
 from p2pavg.net.transport import PeerId, StreamHandler
 from p2pavg.testing.memory.links import Links
 from p2pavg.testing.memory.locations import Locations

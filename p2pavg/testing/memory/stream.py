@@ -8,7 +8,7 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net.transport import Buffer, PeerId, Stream
 from p2pavg.testing.memory.machine import Machine
 

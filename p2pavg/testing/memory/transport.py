@@ -8,7 +8,7 @@ from typing import Literal
 
 import trio
 
-from p2pavg.errors import AddressError, ClosedError, RefusedError, UnreachableError
+from p2pavg.base.errors import AddressError, ClosedError, RefusedError, UnreachableError
 from p2pavg.group.reach import is_direct
 from p2pavg.net.addresses import (
     CircuitAddress,
@@ -19,7 +19,7 @@ from p2pavg.net.addresses import (
     with_peer_id,
 )
 from p2pavg.net.dialling import Dialler, timed_out
-from p2pavg.net.reach.reachability import Kind, Reachability
+from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
 from p2pavg.testing.memory.circuits import DIRECT_KINDS, Circuits, reach_of
 from p2pavg.testing.memory.connection import End, Wire

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import trio
 
-from p2pavg.errors import AddressError, ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import AddressError, ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance.tools import (
     ECHO,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from p2pavg.errors import ClosedError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, StreamBrokenError
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance.tools import (

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
 

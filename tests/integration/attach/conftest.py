@@ -10,8 +10,8 @@ import trio
 
 import p2pavg
 from p2pavg.attached import share_peer
+from p2pavg.base.threads.trio_thread import TrioThread
 from p2pavg.telemetry.events import AnyEvent
-from p2pavg.threads.trio_thread import TrioThread
 from tests.integration.optim.company import LISTEN
 
 

@@ -18,10 +18,10 @@ import torch
 
 import p2pavg
 from p2pavg.attached import AttachedAverager, share_peer
+from p2pavg.base.result import Failed, InProgress, NoPeers, Success
+from p2pavg.base.threads.workers import NICENESS
 from p2pavg.optim import AveragedOptimizer, RunState
-from p2pavg.result import Failed, InProgress, NoPeers, Success
 from p2pavg.telemetry.events import AnyEvent, RoundEnded
-from p2pavg.threads.workers import NICENESS
 from tests.integration.attach.daemon import daemon
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model
 

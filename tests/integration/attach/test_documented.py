@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.long
 def test_two_processes_share_a_peer_with_the_documented_program(tmp_path: Path) -> None:
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/train.md").read_text(encoding="utf-8")
     [code] = (
         code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "p2pavg.attach(" in code
     )

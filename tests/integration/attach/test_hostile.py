@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import p2pavg
+from p2pavg.allreduce.vector.accumulation import schema_of
 from p2pavg.attached import combining, guest, rounds, serving
 from p2pavg.attached.messages import MAX_MESSAGE_BYTES, VERSION, frame
 from p2pavg.attached.settings import encode_config, encode_schema, on_cpu
-from p2pavg.net.reach import watcher
-from p2pavg.vector.accumulation import schema_of
+from p2pavg.net.nat.reach import watcher
 from tests.integration.optim.company import config
 
 SCHEMA = encode_schema(on_cpu(schema_of([torch.ones(3)])[0]))

@@ -14,9 +14,9 @@ pytest.importorskip("lightning", reason="lightning is not installed: pip install
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
+from p2pavg.base.result import Success
 from p2pavg.integrations.lightning import PeerCallback
-from p2pavg.optim import attendance
-from p2pavg.result import Success
+from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, local
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,8 @@ from transformers import Trainer, TrainingArguments
 
 from p2pavg.integrations.samples import SampleCounter
 from p2pavg.integrations.transformers import PeerCallback, optimizers
-from p2pavg.optim import AveragedOptimizer, attendance
+from p2pavg.optim import AveragedOptimizer
+from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, large_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""The code of ``docs/your-loop.md`` runs as it stands."""
+"""The code of ``docs/how-to/change-your-loop.md`` runs as it stands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import open_averager
-from p2pavg.optim import AveragedOptimizer, attendance, diloco
+from p2pavg.optim import AveragedOptimizer, diloco
+from p2pavg.optim.coordination import attendance
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "your-loop.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 import psutil
 import trio
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.libp2p.transport import Libp2pTransport

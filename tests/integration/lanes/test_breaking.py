@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched

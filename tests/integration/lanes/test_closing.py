@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net.lanes import pool
 from p2pavg.net.lanes.messages import PROTOCOL
 from p2pavg.net.transport import DirectLane, Stream

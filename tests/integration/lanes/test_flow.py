@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.errors import StreamBrokenError
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched

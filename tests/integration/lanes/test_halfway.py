@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import acceptor, limits, pool
 from p2pavg.net.lanes.certificates import OwnCertificate
@@ -17,12 +17,12 @@ from p2pavg.net.lanes.halfway import Halfway
 from p2pavg.net.lanes.messages import PROTOCOL, Ask, Back, Meet, Offer, Verdict
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.punch import plan
-from p2pavg.net.punch.meeting import Puncher
-from p2pavg.net.punch.messages import Answer, Propose, Sync
-from p2pavg.net.punch.messages import Verdict as PunchVerdict
-from p2pavg.net.punch.plan import Endpoint, OwnSide
-from p2pavg.net.punch.sockets import FreshPort, punch
+from p2pavg.net.nat.punch import plan
+from p2pavg.net.nat.punch.meeting import Puncher
+from p2pavg.net.nat.punch.messages import Answer, Propose, Sync
+from p2pavg.net.nat.punch.messages import Verdict as PunchVerdict
+from p2pavg.net.nat.punch.plan import Endpoint, OwnSide
+from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
 from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, post

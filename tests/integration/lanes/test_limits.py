@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.lanes import limits, pool
 from p2pavg.testing import MemoryNetwork
 from p2pavg_dht import Ed25519Signer

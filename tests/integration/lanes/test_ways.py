@@ -7,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import pool
 from p2pavg.net.lanes.certificates import OwnCertificate

@@ -12,7 +12,7 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.optim.wrapper import PeerOptimizer
+from p2pavg.optim.base.wrapper import PeerOptimizer
 
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 WATCHDOG_SECONDS = 300.0

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from p2pavg import Success
+from p2pavg.base.errors import BehindError, P2PAvgError
+from p2pavg.base.files import PUBLIC, replace_file
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.errors import BehindError, P2PAvgError
-from p2pavg.files import PUBLIC, replace_file
 from p2pavg.optim import AveragedOptimizer, RunState, diloco, shard_config
 from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from p2pavg.base.result import Success
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, StepReport, diloco, fedyogi
-from p2pavg.result import Success
 from tests.integration.optim.company import LISTEN, WATCHDOG_SECONDS, Batches, config
 
 BATCH = 8

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from p2pavg.base.errors import P2PAvgError
+from p2pavg.base.files import PUBLIC, replace_file
+from p2pavg.base.result import Success
 from p2pavg.blocking import open_averager
-from p2pavg.errors import P2PAvgError
-from p2pavg.files import PUBLIC, replace_file
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, ReplicatedOptimizer, RunState, StepReport, diloco
-from p2pavg.optim.shards import Ranks
-from p2pavg.optim.whole import WholeCopy, full_of
-from p2pavg.result import Success
+from p2pavg.optim.ranks.shards import Ranks
+from p2pavg.optim.ranks.whole import WholeCopy, full_of
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 from tests.integration.optim.ddp_work import BATCH, all_ranks_say, open_peer_of, wait_until
 from tests.integration.optim.process_group import with_ranks

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import p2pavg
+from p2pavg.base.result import Success
 from p2pavg.optim import AveragedOptimizer, RunState, StepReport
-from p2pavg.result import Success
 from p2pavg.state.blobs import BlobKind
-from p2pavg.state.fetching import Fetch
+from p2pavg.state.donor.shelf import Shelf
+from p2pavg.state.joiner.fetching import Fetch
 from p2pavg.state.progress import StateProgress
-from p2pavg.state.shelf import Shelf
 from p2pavg.testing.swarm import Member
 
 INPUTS = 8

@@ -16,8 +16,8 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, SyncError, sync_parameters
 from p2pavg.optim import fedavg as make_fedavg
-from p2pavg.optim import sync as sync_module
-from p2pavg.optim.digest import digest_of
+from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.large_batch import sync as sync_module
 from tests.integration.optim.company import (
     Batches,
     config,

@@ -16,10 +16,10 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import p2pavg
+from p2pavg.base.errors import StateError
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.errors import StateError
 from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, RunState, diloco, fedavg
-from p2pavg.round.shared_states import ShareSettings
+from p2pavg.peer.shared_states import ShareSettings
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, train_together, until
 
 PEERS = 3

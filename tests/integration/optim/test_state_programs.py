@@ -13,7 +13,7 @@ import pytest
 
 from scripts.fault_search.starts import Program, running
 
-TRAINING = Path(__file__).parents[3] / "docs/training.md"
+TRAINING = Path(__file__).parents[3] / "docs/how-to/train.md"
 LATE_SECONDS = 10.0  # a peer that starts this late has missed updates
 WATCHDOG_SECONDS = 200.0
 DIGEST = """
@@ -54,7 +54,7 @@ def program(folder: Path, name: str, state: str = "RunState(model)", identity: b
             f"bootstrap=sys.argv[1:], identity={str(folder / (name + '.key')) if identity else None!r})",
         ),
     ):
-        assert text.count(was) == 1, f"docs/training.md has no longer: {was}"
+        assert text.count(was) == 1, f"docs/how-to/train.md has no longer: {was}"
         text = text.replace(was, becomes)
     path = folder / f"{name}.py"
     path.write_text(LOGGED + text + DIGEST, encoding="utf-8")

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import trio
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_gate import DialGate
-from p2pavg.net.punch.meeting import Puncher
-from p2pavg.net.punch.plan import OwnSide
-from p2pavg.net.punch.service import PunchService
-from p2pavg.net.punch.sockets import FreshPort
+from p2pavg.net.nat.punch.meeting import Puncher
+from p2pavg.net.nat.punch.plan import OwnSide
+from p2pavg.net.nat.punch.service import PunchService
+from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import PeerId
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport

@@ -9,13 +9,13 @@ from functools import partial
 
 import trio
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message
-from p2pavg.net.punch import plan
-from p2pavg.net.punch.meeting import Puncher
-from p2pavg.net.punch.messages import Propose
-from p2pavg.net.punch.plan import OwnSide
-from p2pavg.net.punch.sockets import FreshPort
+from p2pavg.net.nat.punch import plan
+from p2pavg.net.nat.punch.meeting import Puncher
+from p2pavg.net.nat.punch.messages import Propose
+from p2pavg.net.nat.punch.plan import OwnSide
+from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Buffer, PeerId, Stream
 from tests.integration.punch.peers import new_gate, shake_hands
 from tests.unit.group.samples import SIGNERS

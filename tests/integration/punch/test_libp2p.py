@@ -7,11 +7,11 @@ import socket
 import pytest
 import trio
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.punch.meeting import RefusedPunchError
-from p2pavg.net.punch.service import PunchService
-from p2pavg.net.reach.reachability import Kind, Reachability
+from p2pavg.net.nat.punch.meeting import RefusedPunchError
+from p2pavg.net.nat.punch.service import PunchService
+from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, watched
 from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
 from tests.integration.punch.peers import kept

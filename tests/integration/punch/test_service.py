@@ -9,14 +9,14 @@ from contextlib import suppress
 import pytest
 import trio
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import HOST_FAILURES
-from p2pavg.net.punch import limits, plan, service
-from p2pavg.net.punch.meeting import RefusedPunchError
-from p2pavg.net.punch.messages import PROTOCOL, Answer, Propose, Sync, Verdict
-from p2pavg.net.punch.plan import TRIES, Endpoint, OwnSide
-from p2pavg.net.punch.sockets import FreshPort
+from p2pavg.net.nat.punch import limits, plan, service
+from p2pavg.net.nat.punch.meeting import RefusedPunchError
+from p2pavg.net.nat.punch.messages import PROTOCOL, Answer, Propose, Sync, Verdict
+from p2pavg.net.nat.punch.plan import TRIES, Endpoint, OwnSide
+from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import watched
 from tests.integration.lanes.company import descriptors

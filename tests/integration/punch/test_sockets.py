@@ -6,10 +6,10 @@ from contextlib import suppress
 import pytest
 import trio
 
-from p2pavg.errors import UnreachableError
-from p2pavg.net.punch import sockets
-from p2pavg.net.punch.plan import Endpoint, Version
-from p2pavg.net.punch.sockets import FreshPort, punch
+from p2pavg.base.errors import UnreachableError
+from p2pavg.net.nat.punch import sockets
+from p2pavg.net.nat.punch.plan import Endpoint, Version
+from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from tests.integration.hosts import watched
 from tests.integration.lanes.company import descriptors
 

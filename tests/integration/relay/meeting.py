@@ -11,10 +11,10 @@ from typing import Any
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.reach.options import ReachOptions
-from p2pavg.net.relay.limits import RelayLimits
-from p2pavg.net.relay.messages import PROTOCOL, Connect, Message, Refused, decode, encode
-from p2pavg.net.relay.service import RelayService
+from p2pavg.net.nat.reach.options import ReachOptions
+from p2pavg.net.nat.relay.limits import RelayLimits
+from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, Message, Refused, decode, encode
+from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance import ECHO
 from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host

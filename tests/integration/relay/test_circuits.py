@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import trio
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.relay.messages import CIRCUIT_PROTOCOL, PROTOCOL, Connected, Incoming, Refused, decode, encode
+from p2pavg.net.nat.relay.messages import (
+    CIRCUIT_PROTOCOL,
+    PROTOCOL,
+    Connected,
+    Incoming,
+    Refused,
+    decode,
+    encode,
+)
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, watched
 from tests.integration.libp2p_hosts import hold

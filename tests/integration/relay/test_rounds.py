@@ -10,9 +10,9 @@ import torch
 import trio
 
 from p2pavg import AveragingConfig, RoundResult, Success, open_peer
-from p2pavg.averager import DecentralizedAverager
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.peer import Peer
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.peer import Peer
 from tests.integration.hosts import LOOPBACK, eventually
 from tests.integration.relay.meeting import change_bytes, service_of
 

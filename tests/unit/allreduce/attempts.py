@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Stream, StreamHandler, Transport
 from tests.unit.allreduce.streams import SaidBefore

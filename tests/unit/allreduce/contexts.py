@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.roster import share_cutter
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
 from p2pavg.testing.simulation import run_on_loop, simulated_signer
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 
 NO_AUDITS = Aggregation(audits=None)

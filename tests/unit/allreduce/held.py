@@ -12,11 +12,11 @@ import torch
 
 from p2pavg.allreduce.reduction import Contribution, Ledger, average_part
 from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Blockwise8, Codec, Fp16, Fp32, Int8
 from tests.unit.group.samples import SIGNERS, candidate, roster
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import trio
 
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.transport import Buffer, DirectLane
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 
 
 class PairLane(DirectLane):

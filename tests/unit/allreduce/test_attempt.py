@@ -13,7 +13,6 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import (
     FRAME_BYTES,
     Lane,
@@ -21,8 +20,9 @@ from p2pavg.allreduce.messages import (
     members_digest,
     part_frame,
 )
+from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.errors import StreamBrokenError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import DirectLane, Stream
@@ -641,7 +641,7 @@ class TestKeepingDirectLanes:
         monkeypatch.setattr(side.transport, "open_lane", open_lane)
         monkeypatch.setattr(side.transport, "keep_lane", kept.append)
         monkeypatch.setattr("p2pavg.allreduce.sender.in_own_thread", run)
-        monkeypatch.setattr("p2pavg.allreduce.loop_driver.SMALL_ELEMENTS", 0)
+        monkeypatch.setattr("p2pavg.allreduce.movers.loop_driver.SMALL_ELEMENTS", 0)
         async with side.running():
             await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
             await side.comes(C, Lane.CONTRIBUTIONS, part(3.0))

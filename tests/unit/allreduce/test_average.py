@@ -12,7 +12,7 @@ import torch
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.norm_check import NormCheck, vector_norm
 from p2pavg.allreduce.reduction import Contribution, average_part, reduce_part
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg_compression import MAX_MAGNITUDE, NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 from p2pavg_dht import Signer
 from tests.unit.group.samples import SIGNERS, candidate, roster

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.movers.reuse import START, Leftover, Mark
 from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.reuse import START, Leftover, Mark
 from p2pavg.allreduce.values import Values
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.allreduce.vector.buffers import Buffers
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation, read_aggregation
 from p2pavg.group.roster import Roster, share_cutter
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Blockwise8, Codec, Fp32
-from tests.unit.audit.played import ELEMENTS, IDS, group_of, vector
 from tests.unit.group.samples import SIGNERS
+from tests.unit.verification.audit.played import ELEMENTS, IDS, group_of, vector
 
 SIZE = 4
 CODEC: Codec = Blockwise8(block_size=64)

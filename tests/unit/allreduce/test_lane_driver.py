@@ -14,14 +14,14 @@ import trio
 
 import p2pavg
 from p2pavg.allreduce.carry import Carry
-from p2pavg.allreduce.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.consensus.votes import Vote
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.peer import Peer
+from p2pavg.peer.peer import Peer
 from p2pavg.round.control import Control
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.threads.workers import in_own_thread
 from tests.unit.allreduce.laid import Laid, PairLane, lanes_among
 
 ELEMENTS = 40_000
@@ -38,7 +38,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What moves the parts: threads, as with large vectors, or the event loop, as with small ones."""
     monkeypatch.setattr(
-        "p2pavg.allreduce.loop_driver.SMALL_ELEMENTS", 0 if request.param == "threads" else 2 * ELEMENTS
+        "p2pavg.allreduce.movers.loop_driver.SMALL_ELEMENTS",
+        0 if request.param == "threads" else 2 * ELEMENTS,
     )
     return str(request.param)
 
@@ -283,7 +284,7 @@ async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:
             return 3600.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("p2pavg.round.contributing.RateLimit", Stuck)
+        patch.setattr("p2pavg.peer.contributing.RateLimit", Stuck)
         await over_lanes(test)
 
 
@@ -300,7 +301,7 @@ async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: 
             asked.setdefault(id(self), []).append(count)
             return 0.0
 
-    monkeypatch.setattr("p2pavg.round.contributing.RateLimit", Counting)
+    monkeypatch.setattr("p2pavg.peer.contributing.RateLimit", Counting)
     monkeypatch.setattr("p2pavg.net.limits.rate.MAX_PIECE_BYTES", 256)
 
     async def test(rounds: Rounds) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.reduction import Ledger
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import MIN_PART_ELEMENTS as PART_ELEMENTS
 from tests.unit.group.samples import SIGNERS, candidate, roster

@@ -9,7 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.allreduce.lobby import (
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.movers.lobby import (
     HEADER_SECONDS,
     MAX_REMEMBERED,
     MAX_RESTING_INBOUND,
@@ -19,10 +20,9 @@ from p2pavg.allreduce.lobby import (
     Lanes,
     Lobby,
 )
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
-from p2pavg.allreduce.resting import REST_SECONDS
+from p2pavg.allreduce.movers.resting import REST_SECONDS
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import Commit, Ping, Unknown, Vote, decode_vote
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_message
 from p2pavg.net.transport import Buffer, DirectLane, Stream
 from tests.unit.allreduce.streams import SaidBefore, Silent

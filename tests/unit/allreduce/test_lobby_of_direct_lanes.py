@@ -10,10 +10,10 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.allreduce import lobby as lobby_module
-from p2pavg.allreduce.lobby import MAX_WAITING_LANES, InboundLane, Lanes, Lobby
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.allreduce.movers import lobby as lobby_module
+from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, InboundLane, Lanes, Lobby
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.transport import DirectLane
 from tests.unit.allreduce.laid import PairLane
 

@@ -12,8 +12,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.inputs import Coming
-from p2pavg.allreduce.loop_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, LoopUse, is_small
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.movers.loop_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, LoopUse, is_small
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.group.aggregation import Aggregation, Median
 from p2pavg.group.shares import Part

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec, Fp32
 from tests.unit.allreduce.held import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.resting import MAX_RESTING, REST_SECONDS, RestingStreams
+from p2pavg.allreduce.movers.resting import MAX_RESTING, REST_SECONDS, RestingStreams
 from tests.unit.allreduce.streams import Silent
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.reuse import START, Mark, Received, goes_on_at, has_come, same_parts
+from p2pavg.allreduce.movers.reuse import START, Mark, Received, goes_on_at, has_come, same_parts
 from p2pavg.group.shares import Part, cut_into_parts
 
 BEFORE = cut_into_parts(0, 40, 1, 10)

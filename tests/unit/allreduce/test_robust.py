@@ -14,8 +14,8 @@ from p2pavg.allreduce import robust
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.reduction import Contribution, average_part
 from p2pavg.allreduce.robust import combine, merge_exchange
+from p2pavg.base.weights import lower_median, units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
-from p2pavg.group.weights import lower_median, units_of
 from p2pavg_compression import MAX_MAGNITUDE, Blockwise8, Codec, Fp32
 
 RULES: list[RobustRule] = [

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.movers.routes import Routes
 from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.routes import Routes
 from p2pavg.allreduce.values import Values
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.allreduce.vector.buffers import Buffers
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.group.sites import sites_of
 from p2pavg.group.topology import Hierarchical
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Fp32
 from tests.unit.group.samples import candidate, roster
 

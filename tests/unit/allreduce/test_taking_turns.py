@@ -8,16 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from p2pavg.allreduce.lane_driver import TURN_BYTES, UNSENT_BYTES, UNSENT_IN_TURNS_BYTES, DirectUse
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader
+from p2pavg.allreduce.movers.lane_driver import TURN_BYTES, UNSENT_BYTES, UNSENT_IN_TURNS_BYTES, DirectUse
 from p2pavg.allreduce.part_schedule import outgoing
 from p2pavg.allreduce.reduction import Ledger
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.milestones import Milestone
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Buffer
-from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.laid import Takes
 from tests.unit.group.samples import SIGNERS, candidate, roster

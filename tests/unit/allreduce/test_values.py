@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.values import check_index
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer

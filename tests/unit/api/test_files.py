@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.files import PRIVATE, PUBLIC, create_file, creating, replace_file, replacing
+from p2pavg.base.files import PRIVATE, PUBLIC, create_file, creating, replace_file, replacing
 
 
 @pytest.mark.parametrize("mode", [PRIVATE, PUBLIC])

@@ -14,8 +14,16 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg import logs
-from p2pavg.logs import MAX_CAUSES, JsonFormatter, RepeatFilter, Repeats, TextFormatter, configure, printable
+from p2pavg.base import logs
+from p2pavg.base.logs import (
+    MAX_CAUSES,
+    JsonFormatter,
+    RepeatFilter,
+    Repeats,
+    TextFormatter,
+    configure,
+    printable,
+)
 from p2pavg_dht import Ed25519Signer
 
 PEER, OTHER = (Ed25519Signer(bytes([seed]) * 32).peer_id for seed in (1, 2))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg import FailedCode, NoPeersCode, errors
-from p2pavg.errors import BootstrapError, ConfigError, P2PAvgError
+from p2pavg import FailedCode, NoPeersCode
+from p2pavg.base import errors
+from p2pavg.base.errors import BootstrapError, ConfigError, P2PAvgError
 
 ERRORS = [
     found
@@ -44,7 +45,7 @@ def test_an_error_keeps_its_remedy_between_processes() -> None:
 def test_the_reference_lists_all_codes_with_their_remedies() -> None:
     """A code that the page lacks, or that it describes in other words, fails here."""
     listed = {
-        value: text.replace("`", "") for value, text in ROW.findall(Path("docs/reference.md").read_text())
+        value: text.replace("`", "") for value, text in ROW.findall(Path("docs/reference/api.md").read_text())
     }
     codes: list[NoPeersCode | FailedCode] = [*NoPeersCode, *FailedCode]
     assert listed == {code.value: code.remedy.replace("`", "") for code in codes}

@@ -11,14 +11,14 @@ import torch
 import trio
 import trio.testing
 
+from p2pavg.allreduce.vector.accumulation import schema_of
 from p2pavg.attached.messages import Step
 from p2pavg.attached.rounds import Seat, SharedRounds
 from p2pavg.attached.segments import ContributionSegment, ResultWriter
-from p2pavg.codes import NoPeersCode
-from p2pavg.config import AveragingConfig
-from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult
+from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult
+from p2pavg.runs.config import AveragingConfig
 from p2pavg.telemetry.hub import Events
-from p2pavg.vector.accumulation import schema_of
 
 STATE, OTHER = bytes(32), bytes([1]) * 32
 ELEMENTS = 3

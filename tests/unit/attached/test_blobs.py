@@ -16,7 +16,7 @@ from p2pavg.attached.blobs import (
     vector_file,
     vector_of,
 )
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 
 
 def test_a_sealed_file_has_its_content_and_cannot_be_changed() -> None:

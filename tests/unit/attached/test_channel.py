@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import p2pavg
+from p2pavg.allreduce.vector.accumulation import Accumulation
 from p2pavg.attached.channel import AttachedRound, Channel
 from p2pavg.attached.group import Begin
 from p2pavg.attached.link import Link
 from p2pavg.attached.results import alone_success, encode_success
 from p2pavg.attached.segments import ContributionSegment, ResultWriter
-from p2pavg.codes import FailedCode
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.result import Failed, InProgress, NoPeers, Success
-from p2pavg.round.step_plan import StepPlan
-from p2pavg.vector.accumulation import Accumulation
+from p2pavg.base.codes import FailedCode
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.result import Failed, InProgress, NoPeers, Success
+from p2pavg.peer.step_plan import StepPlan
 
 SERIAL = 77
 PLAN = Begin(members=("me",), contributors=("me",), state=b"", remote=0, remote_contributors=0, target=1)

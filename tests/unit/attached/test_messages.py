@@ -22,8 +22,8 @@ from p2pavg.attached.messages import (
     read_step,
 )
 from p2pavg.attached.results import alone_success, encode_success, joint_success, read_success
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.result import Success
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.result import Success
 
 STEP = Step(
     number=1, weight=4.0, metrics=(("loss", 2.0),), state=bytes(32), target=2, hinted=True, expected=("P/b",)

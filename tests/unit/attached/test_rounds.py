@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.errors import P2PAvgError
+from p2pavg.base.errors import P2PAvgError
 from tests.unit.attached.rounds import OTHER, World, settle, world
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2pavg.attached.segments import ContributionSegment, ResultReader, ResultWriter, result_size
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 
 ELEMENTS = 1000
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import p2pavg
+from p2pavg.allreduce.vector.accumulation import schema_of
 from p2pavg.attached.settings import (
     at_site,
     check_shareable,
@@ -18,9 +19,8 @@ from p2pavg.attached.settings import (
     read_config,
     read_schema,
 )
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.topology import site_of
-from p2pavg.vector.accumulation import schema_of
 
 FULL = p2pavg.AveragingConfig(
     run_id="run ü",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pavg.attached.words import joint_progress, joint_word
-from p2pavg.optim.progress import Progress, encode_progress, read_progress
+from p2pavg.optim.coordination.progress import Progress, encode_progress, read_progress
 
 STATE, LATER = bytes(32), bytes([1]) * 32
 

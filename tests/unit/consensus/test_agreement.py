@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.codes import FailedCode
+from p2pavg.base.codes import FailedCode
 from p2pavg.consensus import agreement, proof
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Completed, Dead, Drop, Exclude, GivenUp, Heard, Lost, PassOn, Run, Tell
@@ -120,7 +120,7 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_and_the_diagram_in_the_docs_are_those_of_the_code() -> None:
-    text = Path("docs/round.md").read_text(encoding="utf-8")
+    text = Path("docs/explanation/round.md").read_text(encoding="utf-8")
     assert in_docs(text) == table_and_diagram(), "run scripts/docs diagram"
 
 

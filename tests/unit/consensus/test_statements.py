@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.statements import (
     MAX_EVIDENCE_BYTES,
     Signed,
@@ -16,7 +17,6 @@ from p2pavg.consensus.statements import (
     read_evidence,
     result_digest,
 )
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.testing.simulation import simulated_signer
 
 LIAR, OTHER = simulated_signer(0), simulated_signer(1)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 from p2pavg.consensus.votes import (
     DIGEST_BYTES,
     MAX_BALLOT,
@@ -29,9 +32,6 @@ from p2pavg.consensus.votes import (
     decode_vote,
     encode_vote,
 )
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 
 SIZE = 4
 NO_MEMBERS: Members = frozenset()

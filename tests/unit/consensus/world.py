@@ -311,11 +311,11 @@ class Group:
         return None
 
     def _adopted_without(self, member: Member, committed: Member) -> bool:
-        """The one way in which a contribution may count twice: see docs/round.md, "What can still go wrong"."""
+        """The one way in which a contribution may count twice: see docs/explanation/round.md, "What can still go wrong"."""
         return not self.strict and committed.begun.must and member.me not in committed.begun.view
 
     def _excused(self, world: World, member: Member, committed: Member) -> bool:
-        """The two ways in which members may commit different results: see docs/round.md."""
+        """The two ways in which members may commit different results: see docs/explanation/round.md."""
         died = not world.crashed.isdisjoint({member.me, committed.me})
         return self._adopted_without(member, committed) or (not self.strict and died)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.doctor.findings import Finding, Level
 from p2pavg.doctor.rules.machine import (
     FEW_FILES,
     LITTLE_MEMORY,
@@ -13,6 +12,7 @@ from p2pavg.doctor.rules.machine import (
     judge_memory,
     judge_open_files,
 )
+from p2pavg.tools.doctor.findings import Finding, Level
 
 
 def one(findings: list[Finding]) -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.doctor.findings import Level
 from p2pavg.doctor.rules.versions import (
     Installed,
     allows,
@@ -12,6 +11,7 @@ from p2pavg.doctor.rules.versions import (
     judge_python,
     read_requirement,
 )
+from p2pavg.tools.doctor.findings import Level
 
 
 @pytest.mark.parametrize(

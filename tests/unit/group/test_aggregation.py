@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.group.aggregation import (
     PLAIN,
     Aggregation,

@@ -9,8 +9,8 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.group.candidate import read_candidate
-from p2pavg.peer import Peer
-from p2pavg.round.auxiliary import assist
+from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
 
 LAN = (0.0005, 0.002)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.group.aggregation import Aggregation, Median, read_aggregation
 from p2pavg.group.audits import Audits, drawn_parts, resolve_audits
 

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.candidate import read_candidate, read_signed_candidate, ready_key
-from p2pavg.group.limits import (
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import (
     MAX_BANDWIDTH,
     MAX_CERTIFICATE_BYTES,
     MAX_CODEC_CHARS,
@@ -16,6 +15,7 @@ from p2pavg.group.limits import (
     MAX_WEIGHT,
     MIN_BANDWIDTH,
 )
+from p2pavg.group.candidate import read_candidate, read_signed_candidate, ready_key
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import share_cutter
 from p2pavg_dht.record import pack as pack_record

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2pavg.group.gossip import (
+from p2pavg.group.places.gossip import (
     MAX_LAG,
     ROUND,
     Rotation,
@@ -18,7 +18,7 @@ from p2pavg.group.gossip import (
     place_of,
     stages_of,
 )
-from p2pavg.group.meeting import EVERYWHERE, Meeting, Stage, stages_at
+from p2pavg.group.places.meeting import EVERYWHERE, Meeting, Stage, stages_at
 
 ids = st.text(st.characters(codec="ascii"), min_size=1, max_size=60)
 rounds = st.integers(0, 2**53)

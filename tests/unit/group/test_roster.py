@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_METRIC, MAX_WEIGHT
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_METRIC, MAX_WEIGHT
 from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, OTHER_KEY, candidate, roster

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.group.rungs import (
+from p2pavg.group.places.rungs import (
     ANYWAY_SECONDS,
     FACTOR,
     FOLLOWING_SECONDS,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import p2pavg
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.group.aggregation import Aggregation, check_codec_for, read_aggregation
 from p2pavg.group.audits import Audits
 from p2pavg.group.candidate import Candidate

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.aggregation import Aggregation, Median, read_aggregation, topology_in
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import share_cutter
 from p2pavg.group.star import MAX_AUXILIARY_INPUTS, elect

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from p2pavg.base.limits import MAX_MEMBERS
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.group.limits import MAX_MEMBERS
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
 from p2pavg.matchmaking.attempt_state import Phase

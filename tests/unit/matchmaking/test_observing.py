@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.reasons import short, unreached_peers
 from p2pavg.matchmaking.rules import Matchmaking

@@ -26,7 +26,7 @@ from p2pavg.matchmaking.timing import (
     REUNIONS_SECONDS,
     STATUS_SECONDS,
 )
-from p2pavg.records.run_records import MAX_MATES
+from p2pavg.runs.records.run_records import MAX_MATES
 from tests.unit.matchmaking.bus import EPOCH, candidate, settings
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import p2pavg
-from p2pavg.net.reach.reachability import Kind, Reachability
+from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.telemetry.events import RoundEnded, RoundKind, UpdateTaken, Way
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer

@@ -13,7 +13,7 @@ from contextlib import closing
 
 import pytest
 
-from p2pavg.errors import ListenError
+from p2pavg.base.errors import ListenError
 from p2pavg.metrics import PrometheusMetrics
 from p2pavg.telemetry.events import Drifted, PeerGone, PeerSeen, Progressed, RoundKind, StateMoved
 from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, updated

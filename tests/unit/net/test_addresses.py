@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import AddressError
+from p2pavg.base.errors import AddressError
 from p2pavg.net.addresses import (
     MAX_ADDRESS_CHARS,
     CircuitAddress,

@@ -7,7 +7,7 @@ import logging
 import pytest
 import trio
 
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.blame import guarded
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.dialling import Dialler, timed_out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.optim import attendance
+from p2pavg.optim.coordination import attendance
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import p2pavg
+from p2pavg.allreduce.vector.accumulation import Accumulation
+from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
-from p2pavg.optim.recipes import Inner
-from p2pavg.records.board import Entry
-from p2pavg.result import InProgress, RoundResult, Success
+from p2pavg.optim.local.recipes import Inner
+from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.hub import Events
-from p2pavg.vector.accumulation import Accumulation
 
 GROUP = "00" * 32
 RUNS = InProgress(ready_peers=2, target_size=2, reason="it runs")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport
-from p2pavg.optim.word import TOPIC
-from p2pavg.records.board import Entry
+from p2pavg.optim.coordination.word import TOPIC
+from p2pavg.runs.records.board import Entry
 from tests.unit.optim.fakes import Alone, Board
 
 Either = AveragedOptimizer | LocalUpdates

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 
 import p2pavg
+from p2pavg.base.result import RoundResult
 from p2pavg.blocking import Averager
 from p2pavg.optim import ErrorFeedback, diloco
-from p2pavg.result import RoundResult
 from tests.unit.optim.fakes import Alone, both, large_batch, local, parameter
 from tests.unit.optim.loops import Either, Make, batch, plain, small
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
-from p2pavg.optim.word import encode_word, read_word
+from p2pavg.optim.coordination.word import encode_word, read_word
 from tests.unit.optim.fakes import Alone, both, large_batch, local, parameter
 from tests.unit.optim.loops import Either, Make, batch, plain, with_talk
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
+from p2pavg.base.result import InProgress, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates
-from p2pavg.optim.digest import digest_of
-from p2pavg.optim.progress import Progress, encode_progress
-from p2pavg.optim.recipe import hyperparameters, numbers_digest
-from p2pavg.result import InProgress, Success
+from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.base.recipe import hyperparameters, numbers_digest
+from p2pavg.optim.coordination.progress import Progress, encode_progress
 from tests.unit.optim.fakes import GROUP, Alone, Make, both, large_batch, local, parameter
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.daemon.life import FINISH_SECONDS
-from p2pavg.daemon.words import NEEDS_A_PERSON
+from p2pavg.tools.daemon.life import FINISH_SECONDS
+from p2pavg.tools.daemon.words import NEEDS_A_PERSON
 
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "packaging" / "p2pavg@.service"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.population import Choice, LogUniform, PopulationSettings, Uniform
 from p2pavg.population.draws import Draws
 from p2pavg.population.settings import MAX_SEED

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.population.team_life import TeamLife, pack_life, read_life
 from p2pavg.state.values import pack_values, unpack_values
 from tests.unit.population.samples import SETTINGS, standing

@@ -8,7 +8,7 @@ from typing import Any, cast
 from p2pavg.population.team_rules import vote_for
 from p2pavg.population.team_turn import TurnOptions, Turns
 from p2pavg.population.team_words import TeamWord, encode_team_word
-from p2pavg.records.board import Entry
+from p2pavg.runs.records.board import Entry
 from tests.unit.population.test_team_rules import HALF, ballot_of, team
 
 

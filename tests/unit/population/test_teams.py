@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from p2pavg import AveragingConfig, blocking
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.optim import AveragedOptimizer, RunState, StepReport
 from p2pavg.population import TeamPopulation
 from p2pavg.population.team_member import TeamMember

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2pavg.errors import ConfigError, StateError
+from p2pavg.base.errors import ConfigError, StateError
 from p2pavg.population.lineage import Ancestor
 from p2pavg.population.weights import Weights
 from p2pavg.state.snapshot import Content, copy_of, read

@@ -6,16 +6,16 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.audit.requests import ANSWER_SECONDS, AuditRequest
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.audits import Audits
 from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.round.audits import REQUEST_SECONDS, RoundAudits
 from p2pavg.testing import MemoryNetwork
+from p2pavg.verification.audit.requests import ANSWER_SECONDS, AuditRequest
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import Silent
-from tests.unit.audit.played import ALWAYS, IDS, Played
+from tests.unit.verification.audit.played import ALWAYS, IDS, Played
 
 
 def _ignore(*_arguments: object, **_named: object) -> None:

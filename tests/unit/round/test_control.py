@@ -8,16 +8,16 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import decode_header
-from p2pavg.allreduce.resting import RestingStreams
+from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.resting import RestingStreams
+from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, PING_SECONDS
 from p2pavg.consensus.votes import Behind, Commit, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
-from p2pavg.errors import StreamBrokenError
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.round.control import ASK_AGAIN_SECONDS, FLUSH_SECONDS, Control
 from p2pavg.round.quiet import QUIET_SECONDS
-from p2pavg.threads.processor import ProcessorWait, never_waits
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.round.hearing import Hearing

@@ -9,8 +9,8 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
+from p2pavg.allreduce.movers.lobby import Lobby
 from p2pavg.consensus.statements import Statement
 from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.net.transport import Stream, Transport

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.state.fetching import Wanted
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.state.joiner.fetching import Wanted
+from p2pavg.state.joiner.sink import digest_of
 from p2pavg.state.manifest import Manifest
-from p2pavg.state.sink import digest_of
 
 KIND = 1
 MAX_MANIFEST_BYTES = 1 << 20

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import RemoteProtocolError, StateError, StreamBrokenError
-from p2pavg.state.answers import Answers, RefusedError, Request, WrongPieceError
+from p2pavg.base.errors import RemoteProtocolError, StateError, StreamBrokenError
+from p2pavg.state.joiner.answers import Answers, RefusedError, Request, WrongPieceError
 from p2pavg.state.messages import Frame, FrameKind, encode_frame, encode_refusal
 
 PIECES = [b"first", b"second piece", b"3"]

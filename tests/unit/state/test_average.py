@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.reduction import parts_of_share
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES, Commit
-from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.state.average import (

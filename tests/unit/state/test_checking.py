@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.state.checking import EXTRA_ELEMENTS, check, is_finite
 from p2pavg.state.layout import DTYPES, Spec
 from p2pavg.state.snapshot import Content

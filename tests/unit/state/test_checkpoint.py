@@ -19,8 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import ConfigError, StateError
-from p2pavg.files import PUBLIC, replacing
+from p2pavg.base.errors import ConfigError, StateError
+from p2pavg.base.files import PUBLIC, replacing
 from p2pavg.state.checkpoint import CheckpointFolder, read, verify, write_checkpoint
 from p2pavg.state.snapshot import Content, copy_of
 from p2pavg.state.tree import CHUNK_BYTES

@@ -9,10 +9,10 @@ import trio
 import trio.testing
 
 from p2pavg.net.transport import Buffer
-from p2pavg.state.answers import WrongPieceError
-from p2pavg.state.keeping import Keeping
+from p2pavg.state.joiner.answers import WrongPieceError
+from p2pavg.state.joiner.keeping import Keeping
+from p2pavg.state.joiner.sink import MemorySink
 from p2pavg.state.manifest import Manifest
-from p2pavg.state.sink import MemorySink
 from tests.unit.state.blobs import Blob
 
 BLOB = Blob(0, 3, 100)

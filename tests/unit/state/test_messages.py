@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.limits import MAX_CERTIFICATE_BYTES
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.state import messages
 from p2pavg.state.manifest import Manifest
 from p2pavg.state.messages import (

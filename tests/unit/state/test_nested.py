@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import optim
 from torch.optim import lr_scheduler as schedulers
 
-from p2pavg.errors import StateError
-from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
+from p2pavg.base.errors import StateError
+from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
 from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of, read
 from tests.unit.state import contents

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pavg.state.donors import (
+from p2pavg.state.joiner.donors import (
     AMONG_OTHERS,
     FIRST_PAUSE_SECONDS,
     MAX_PAUSE_SECONDS,
@@ -20,8 +20,7 @@ from p2pavg.state.donors import (
     Meter,
     Range,
 )
-from p2pavg.state.messages import MAX_RANGE
-from p2pavg.state.pieces import (
+from p2pavg.state.joiner.pieces import (
     HEDGE_SECONDS,
     MAX_RANGES,
     PATIENCE_SECONDS,
@@ -30,6 +29,7 @@ from p2pavg.state.pieces import (
     Pieces,
     Wait,
 )
+from p2pavg.state.messages import MAX_RANGE
 
 MIB = 1 << 20
 

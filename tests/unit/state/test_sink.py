@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.errors import StateError
-from p2pavg.state.sink import SUFFIX, FileSink, MemorySink
+from p2pavg.base.errors import StateError
+from p2pavg.state.joiner.sink import SUFFIX, FileSink, MemorySink
 from tests.unit.state.blobs import Blob
 
 BLOB = Blob(0, 20, 5_000, 123)

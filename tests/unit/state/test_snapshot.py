@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.state.layout import MAX_NAME_BYTES, MAX_TENSORS
 from p2pavg.state.snapshot import VALUES_KEY, Content, copy_of, read, values_text
 from tests.unit.state import contents

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.state.uploads import END_SECONDS, Upload, Uploads
+from p2pavg.state.donor.uploads import END_SECONDS, Upload, Uploads
 
 
 def test_bytes_to_several_peers_are_one_report() -> None:

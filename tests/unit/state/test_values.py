@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.errors import StateError
+from p2pavg.base.errors import StateError
 from p2pavg.state import values as module
 from p2pavg.state.values import MAX_DEPTH, MAX_VALUES_BYTES, pack_values, unpack_values
 from tests.unit.state import contents

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from p2pavg import AveragingConfig, Star
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.optim import AveragedOptimizer, LocalUpdates
 from p2pavg.strategies import DataParallel, Federated, ModelParallel, PopulationBased
 from tests.unit.strategies.test_optimizers import made_by

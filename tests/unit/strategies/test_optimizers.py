@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from p2pavg import AveragingConfig, RandomFraction
+from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
-from p2pavg.errors import ConfigError
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, RunState
 from p2pavg.strategies import Custom, DataParallel, Federated, Local, Strategy, read_json
 from tests.unit.optim.fakes import Alone

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from p2pavg import AveragingConfig, Median, RunFile
-from p2pavg.errors import ConfigError
+from p2pavg.base.errors import ConfigError
 from p2pavg.group.strategy import MAX_STRATEGY_CHARS, canonical, check_text, mark, mark_in, read_table
-from p2pavg.membership.run_file import MAX_RUN_FILE_BYTES, parse_run_file
 from p2pavg.optim import Cells
 from p2pavg.population import Choice, Uniform
-from p2pavg.records.run_entry import RunEntry, why_apart
+from p2pavg.runs.membership.run_file import MAX_RUN_FILE_BYTES, parse_run_file
+from p2pavg.runs.records.run_entry import RunEntry, why_apart
 from p2pavg.strategies import (
     Custom,
     DataParallel,

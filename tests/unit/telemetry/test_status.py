@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import (
     MAX_STATUS_BYTES,

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from p2pavg.formats import in_bytes
+from p2pavg.base.formats import in_bytes
 from p2pavg.telemetry.events import Progressed, RoundEnded, RoundKind, Way
 from p2pavg.telemetry.round_log import log_round
 from p2pavg.telemetry.words import round_sentence

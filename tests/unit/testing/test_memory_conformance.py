@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from trio.testing import MockClock
 
-from p2pavg.net.reach.reachability import Kind
+from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.net.transport import Transport
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.transport_conformance import CHECKS, Check

@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream

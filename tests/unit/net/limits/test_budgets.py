@@ -4,7 +4,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.framing import MESSAGE_SECONDS, receive_message, send_message
 from p2pavg.net.limits.call_budget import LONGEST_DELAY, MAX_ACCOUNTS, OVERHEAD, CallBudget, CallRates
 from p2pavg.net.limits.memory_budget import MemoryBudget

@@ -7,7 +7,7 @@ import socket
 import pytest
 from trio.testing import MockClock
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
 from p2pavg.net.limits import dial_gate
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_gate import DialGate, own_networks

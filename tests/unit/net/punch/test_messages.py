@@ -2,10 +2,18 @@
 
 import pytest
 
-from p2pavg.encoding import pack
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.punch.messages import MAX_BUSY_SECONDS, Answer, DialMe, Propose, Sync, Verdict, decode_request
-from p2pavg.net.punch.plan import Endpoint
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.net.nat.punch.messages import (
+    MAX_BUSY_SECONDS,
+    Answer,
+    DialMe,
+    Propose,
+    Sync,
+    Verdict,
+    decode_request,
+)
+from p2pavg.net.nat.punch.plan import Endpoint
 
 FOUR, SIX = Endpoint("203.0.113.1", 4001), Endpoint("2001:db8::1", 4001)
 Any_ = Propose | Answer | Sync | Verdict | DialMe

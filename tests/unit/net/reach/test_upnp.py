@@ -7,9 +7,9 @@ import threading
 import pytest
 import trio
 
-from p2pavg.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError
+from p2pavg.net.nat.reach.router_udp import Granted
 from p2pavg.net.reach import upnp
-from p2pavg.net.reach.router_udp import Granted
 from p2pavg.net.reach.upnp import Upnp
 
 PORT, LEASE = 4001, 3600

@@ -1,0 +1,301 @@
+"""The lobby: inbound streams of an exchange wait here for the group and the attempt that they belong to.
+
+A member may hear of a commit, or of a new attempt, later than another one's first lane of it arrives. So a group is
+expected from the moment in which this peer accepts its roster, and lanes wait for their attempt. A lane of any other
+group is refused at once. How the last rounds ended is told to their members that ask, or open a stream of votes late.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from types import TracebackType
+
+import trio
+
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
+from p2pavg.allreduce.movers.resting import REST_SECONDS, RestingStreams
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.consensus.votes import Ping, Unknown, Vote, encode_vote
+from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
+from p2pavg.net.transport import DirectLane, Stream
+
+logger = logging.getLogger(__name__)
+
+HEADER_SECONDS = 10.0
+MAX_WAITING_LANES = 8  # of one peer in one group, that no attempt has taken yet
+MAX_REMEMBERED = 256  # rounds that ended
+MAX_RESTING_INBOUND = (
+    2  # streams of votes of one peer between two rounds; it keeps one, and may just open another
+)
+
+HowItEnded = Callable[[str], Vote]
+"""Answer to a peer that asks how a round ended."""
+ServeAudit = Callable[[Stream, int], Awaitable[None]]
+"""Serves a member that audits an attempt."""
+ServeTicket = Callable[[DirectLane], Awaitable[bool]]
+"""Reads the direct lane for which a ticket was given; returns whether it was read to its end."""
+
+
+class InboundLane:
+    """A stream or a direct lane that another member opened, with its header read."""
+
+    def __init__(self, stream: Stream | DirectLane, header: LaneHeader) -> None:
+        self.stream = stream
+        self.header = header
+        self.finished = trio.Event()
+        """Set by the task that took the lane; a stream that is not ``clean`` is reset after it."""
+        self.taken = False
+        """True once a task has taken the lane for good. That task sets ``finished`` then, however it ends."""
+        self.clean = False
+        """True if all that was sent for this header was read, so that another header may follow."""
+
+    @property
+    def remote(self) -> str:
+        """Id of the member that opened it."""
+        return self.stream.remote
+
+
+class Lanes:
+    """The inbound lanes of one attempt, or the control streams of one group, as they arrive."""
+
+    def __init__(self) -> None:
+        self._waiting: list[InboundLane] = []
+        self._arrive, self._arriving = trio.open_memory_channel[InboundLane](math.inf)
+        self.closed = False
+
+    def arrived(self, lane: InboundLane) -> None:
+        """Never blocks: how many wait is bounded by the group."""
+        self._waiting.append(lane)
+        self._arrive.send_nowait(lane)
+
+    def left(self, lane: InboundLane) -> None:
+        """It is not used any more."""
+        self._waiting.remove(lane)
+
+    async def receive(self) -> InboundLane:
+        """The next one."""
+        return await self._arriving.receive()
+
+    def close(self) -> None:
+        """None is wanted any more; all that wait are let go.
+
+        A lane with :attr:`InboundLane.taken` is let go by its task, which ends soon. Its sender may have read the
+        acknowledgement already, and keeps the lane for the next attempt, which would find it broken.
+        """
+        self.closed = True
+        for lane in self._waiting:
+            if not lane.taken:
+                lane.finished.set()
+
+
+class ExpectedGroup:
+    """The streams of one group. Close it, or they wait for ever."""
+
+    def __init__(self, lobby: Lobby, group_id: bytes, on_arrival: Callable[[bytes, str], None]) -> None:
+        self.group_id = group_id
+        self.members: frozenset[str] | None = None
+        """Peer ids; ``None`` until they are known."""
+        self._on_arrival = on_arrival
+        self.on_asked: Callable[[str], None] = lambda _: None
+        """Is told the id of each peer that asks how the round stands."""
+        self.controls = Lanes()
+        self._lobby = lobby
+        self._attempts: dict[int, Lanes] = {}
+        self._newest = 0
+        self._lanes_of: Counter[str] = Counter()
+        lobby.groups[group_id] = self
+
+    def __enter__(self) -> ExpectedGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def consists_of(self, members: Iterable[str]) -> None:
+        """Note the peer ids of the group, once it has committed."""
+        self.members = frozenset(members)
+        self._lobby.on_members(self.members)
+
+    def lanes(self, attempt: int) -> Lanes:
+        """Return the lanes of an attempt. Those of older ones that wait are let go, and later ones are refused."""
+        self._newest = attempt
+        for older in [number for number in self._attempts if number < attempt]:
+            self._attempts.pop(older).close()
+        return self._attempts.setdefault(attempt, Lanes())
+
+    def close(self) -> None:
+        """No stream of this group is expected any more; those that wait are let go."""
+        self.end()
+        self.controls.close()
+
+    def end(self) -> None:
+        """As :meth:`close`, but what is still to be said on control streams is said."""
+        if self._lobby.groups.get(self.group_id) is self:
+            del self._lobby.groups[self.group_id]
+        for lanes in self._attempts.values():
+            lanes.close()
+
+    async def arrived(self, stream: Stream | DirectLane, header: LaneHeader) -> bool:
+        """Hand a stream over and keep it for as long as it is used; whether it was read to its end."""
+        if header.lane is not Lane.CONTROL and header.attempt < self._newest:
+            logger.debug("%s opened a lane of an attempt that is over", stream.remote)
+            return False
+        # Of a group of 32 a member opens two lanes, and passes on the shares of those that were lost.
+        if self._lanes_of[stream.remote] >= MAX_WAITING_LANES and header.attempt > self._newest:
+            raise RemoteProtocolError("it opened more lanes ahead of time than a member needs")
+        if self._lanes_of[stream.remote] >= 128:
+            raise RemoteProtocolError("it opened more lanes than a member needs")
+        lanes = self.controls
+        if header.lane is not Lane.CONTROL:
+            lanes = self._attempts.setdefault(header.attempt, Lanes())
+        self._lanes_of[stream.remote] += 1
+        lane = InboundLane(stream, header)
+        try:
+            lanes.arrived(lane)
+            self._on_arrival(self.group_id, stream.remote)
+            await lane.finished.wait()
+        finally:
+            lanes.left(lane)
+            self._lanes_of[stream.remote] -= 1
+        return lane.clean
+
+
+class Lobby:
+    """Serves the exchange protocol of one peer."""
+
+    def __init__(self) -> None:
+        self.groups: dict[bytes, ExpectedGroup] = {}
+        self.resting = RestingStreams()
+        """Streams of votes that this peer opened, between two rounds."""
+        self._rests: Counter[str] = Counter()  # streams of votes that each peer opened, between two rounds
+        self.on_members: Callable[[frozenset[str]], None] = lambda _: None
+        """Is told the peer ids of each group that has committed."""
+        self.audited: dict[bytes, ServeAudit] = {}
+        """By group id: serves the members that audit this peer's share."""
+        self.tickets: dict[bytes, tuple[str, ServeTicket]] = {}
+        """Tickets of 32 random bytes, each with the peer that may open a direct lane with it."""
+        self._ended: OrderedDict[bytes, HowItEnded] = OrderedDict()
+
+    def expect(
+        self, group_id: bytes, on_arrival: Callable[[bytes, str], None] = lambda _group, _peer: None
+    ) -> ExpectedGroup:
+        """Let streams of this group in from now on.
+
+        Args:
+            on_arrival: called for each stream, with the group's id and the id of the peer that opened it.
+        """
+        return ExpectedGroup(self, group_id, on_arrival)
+
+    def wants_lane(self, peer_id: str) -> bool:
+        """Return whether a direct lane of this peer is expected: it has a ticket, or may be in a group that is."""
+        return any(peer_id == holder for holder, _ in self.tickets.values()) or any(
+            group.members is None or peer_id in group.members for group in self.groups.values()
+        )
+
+    def remember(self, group_id: bytes, how_it_ended: HowItEnded) -> None:
+        """Keep the answer for peers that ask about a group. Of many, the oldest answer is forgotten."""
+        self._ended[group_id] = how_it_ended
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    async def serve(self, stream: Stream) -> None:
+        """One inbound stream of the exchange protocol; one of votes serves a round after another."""
+        header = await _header_within(HEADER_SECONDS, stream)
+        if header is None:
+            return
+        if header.lane is Lane.ASK:
+            await self._answer(stream, header.group_id)
+            return
+        if header.lane is Lane.AUDIT:
+            if header.group_id in self.audited:
+                await self.audited[header.group_id](stream, header.attempt)
+            return
+        if header.lane is Lane.STATE:
+            raise RemoteProtocolError("pieces of states go over a direct lane or a stream of their own")
+        may_rest = await self._serve_round(stream, header) and header.lane is Lane.CONTROL
+        while may_rest and self._rests[stream.remote] < MAX_RESTING_INBOUND:
+            self._rests[stream.remote] += 1
+            try:
+                header = await _header_within(REST_SECONDS, stream)
+            finally:
+                self._rests -= Counter([stream.remote])  # without those that have none left
+            if header is None:
+                return
+            if header.lane is not Lane.CONTROL:
+                raise RemoteProtocolError("a stream of votes goes on with something else")
+            may_rest = await self._serve_round(stream, header)
+
+    async def _serve_round(self, stream: Stream, header: LaneHeader) -> bool:
+        """Hand a stream to the round that its header names; return whether it was read to the end of its use."""
+        if header.lane is Lane.CONTROL and header.group_id in self._ended:
+            # It comes late, and its sender may not know the end yet.
+            await self._answer(stream, header.group_id)
+            return False
+        group = self.groups.get(header.group_id)
+        if group is None:
+            logger.debug("%s opened a lane of a group that is not expected", stream.remote)
+            return False
+        return await group.arrived(stream, header)
+
+    async def serve_lane(self, lane: DirectLane) -> None:
+        """A direct lane on which another use begins."""
+        header = decode_header(await _receive_header(lane))
+        if header.lane is Lane.STATE:
+            await self._admit(lane, header.group_id)
+            return
+        if header.lane not in (Lane.PARTS, Lane.PASSED_ON):
+            raise RemoteProtocolError("a direct lane that carries no parts")
+        group = self.groups.get(header.group_id)
+        if group is None or not await group.arrived(lane, header):
+            raise StreamBrokenError("the parts on the direct lane are no longer wanted")
+
+    async def _admit(self, lane: DirectLane, ticket: bytes) -> None:
+        holder, serve = self.tickets.get(ticket, ("", None))
+        if serve is None or lane.remote != holder:
+            raise StreamBrokenError("a direct lane with a ticket that this peer has not given its sender")
+        if not await serve(lane):
+            raise StreamBrokenError("the pieces on the direct lane are no longer wanted")
+
+    async def _answer(self, stream: Stream, group_id: bytes) -> None:
+        group = self.groups.get(group_id)
+        if group_id in self._ended:
+            answer = self._ended[group_id](stream.remote)
+        else:
+            answer = Unknown() if group is None else Ping()
+        if group is not None:
+            group.on_asked(stream.remote)
+        with trio.move_on_after(HEADER_SECONDS):
+            await send_message(stream, encode_vote(answer))
+            await stream.aclose()
+
+
+async def _header_within(seconds: float, stream: Stream) -> LaneHeader | None:
+    """Return the header that comes on a stream; ``None`` if none comes in time, or the stream ends."""
+    with trio.move_on_after(seconds) as scope:
+        message = await receive_message(stream, max_bytes=MAX_HEADER_BYTES)
+    return None if scope.cancelled_caught or message is None else decode_header(message)
+
+
+async def _receive_header(lane: DirectLane) -> bytes:
+    """The message with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
+    try:
+        with trio.fail_after(HEADER_SECONDS):
+            return await _read_header(lane)
+    except trio.TooSlowError:
+        lane.abort()
+        raise StreamBrokenError(f"{lane.remote} sent no header within {HEADER_SECONDS:.0f} s") from None
+    except BaseException:
+        lane.abort()
+        raise
+
+
+async def _read_header(lane: DirectLane) -> bytes:
+    count = int.from_bytes(await lane.receive_exactly(LENGTH_BYTES), "big")
+    if not 0 < count <= MAX_HEADER_BYTES:
+        raise RemoteProtocolError(f"a header of {count} bytes on a direct lane")
+    return await lane.receive_exactly(count)

@@ -1,0 +1,154 @@
+"""Files that have their whole content or do not exist, also if the process is killed while it writes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from p2pavg.base.errors import ConfigError
+
+if sys.platform != "win32":
+    import fcntl
+
+Buffer = bytes | bytearray | memoryview
+PRIVATE = 0o600
+PUBLIC = 0o644
+_DRAFT = re.compile(r"\.(.+)\.[0-9]+\.[0-9a-f]{8}")  # the file's name, a process, a random number
+
+
+def create_file(file: Path, data: Buffer, *, mode: int) -> None:
+    """Create a file. It is linked into place when it is complete.
+
+    Raises:
+        FileExistsError: there is a file of this name, which stays as it is.
+        OSError: the file cannot be written.
+    """
+    with creating(file, mode=mode) as opened:
+        opened.write(data)
+
+
+def replace_file(file: Path, data: Buffer, *, mode: int) -> None:
+    """Write a file in place of the one that has its name, if any. The data are not copied.
+
+    Raises:
+        OSError: the file cannot be written; the earlier one stays as it is.
+    """
+    with replacing(file, mode=mode) as opened:
+        opened.write(data)
+
+
+@contextmanager
+def creating(file: Path, *, mode: int) -> Iterator[BinaryIO]:
+    """Open a new file. It gets its name at the end of the block, unless the block raises.
+
+    Raises:
+        FileExistsError: there is a file of this name, which stays as it is.
+        OSError: the file cannot be written.
+    """
+    with _draft(file, mode) as (draft, opened):
+        yield opened
+        _store(opened)
+        os.link(draft, file)
+
+
+@contextmanager
+def replacing(file: Path, *, mode: int) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of the one that has its name, if any, at the end of the block.
+
+    Raises:
+        OSError: the file cannot be written. The earlier one stays as it is then, and also if the block raises.
+    """
+    with _draft(file, mode) as (draft, opened):
+        yield opened
+        _store(opened)
+        os.replace(draft, file)
+    if os.name == "posix":  # else a crash of the system may bring back the earlier file
+        directory = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def remove_drafts(directory: Path, names: re.Pattern[str]) -> None:
+    """Remove what killed processes left of files with such names. What a process is writing now stays.
+
+    Raises:
+        OSError: the directory cannot be read, or a draft cannot be removed.
+    """
+    for entry in directory.iterdir():
+        found = _DRAFT.fullmatch(entry.name)
+        if found and names.fullmatch(found[1]) and not _is_being_written(entry):
+            entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def _draft(file: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
+    draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as opened:
+            _lock(opened.fileno())
+            yield draft, opened
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _store(opened: BinaryIO) -> None:
+    opened.flush()
+    os.fsync(opened.fileno())
+    if os.name != "posix":
+        opened.close()  # such systems do not rename an open file
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed or the process ends. Return whether this is the only lock.
+
+    A file system without locks has the only effect that drafts of killed processes stay there.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_being_written(draft: Path) -> bool:
+    try:
+        descriptor = os.open(draft, os.O_RDONLY)
+    except FileNotFoundError:
+        return True  # until a moment ago
+    try:
+        return not _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(file: Path, what: str, *, max_bytes: int) -> str:
+    """Return the text of a file of the user.
+
+    Args:
+        what: the name of the file in messages, such as ``"run file"``.
+
+    Raises:
+        ConfigError: the file cannot be read, is too long, or is no UTF-8; the message names it.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {file}: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise ConfigError(f"{file} is no {what}: it has more than {max_bytes} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is no {what}: it is not text") from None

@@ -1,0 +1,210 @@
+"""A background thread that runs trio, and calls from other threads into it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import trio
+
+from p2pavg.base.errors import ClosedError
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.holding import hold_in
+from p2pavg.base.threads.workers import prepare_thread
+
+if TYPE_CHECKING:
+    # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
+    pass
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# The timeout of stop(). A peer leaves within 5 s: withdrawing, serving other peers and closing are each bounded.
+STOP_SECONDS = 10.0
+TELL_SECONDS = 3.0  # of closing, after which the log says what it waits for
+
+Live = Callable[[Callable[[R], None], trio.Event], Awaitable[None]]
+"""The main function of the thread: it passes the start result to the callback, and returns when the event is set."""
+
+
+class TrioThread(Generic[R]):
+    """Runs ``live`` in trio, in a thread of its own.
+
+    If an exception ends it early, every waiting call and every later call raises that exception.
+    """
+
+    def __init__(self, live: Live[R], *, name: str) -> None:
+        self._live = live
+        self._ready: concurrent.futures.Future[R] = concurrent.futures.Future()
+        self._pending: set[concurrent.futures.Future[Any]] = {self._ready}
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._told = False
+        self._ended = False
+        self._stopping = False
+        self._process = os.getpid()
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._nursery: trio.Nursery | None = None
+        self._stop = trio.Event()
+        self._scope = trio.CancelScope()
+        # A daemon: a program that ends without leaving its block must not hang.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> R:
+        """Start the thread and return the start result of ``live``. Raise the exception that prevented the start."""
+        self._thread.start()
+        return self._ready.result()
+
+    def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run ``await function()`` in the thread and return its result. Interrupting the caller cancels it there."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._check_process()
+        with self._lock:
+            self._check()
+            self._pending.add(future)
+        scope = trio.CancelScope()
+        try:
+            self._soon(lambda: self._spawn(function, future, scope))
+            return future.result()
+        except ClosedError:
+            # Closed although stop() was not called: an exception is ending the thread. Wait for it and raise it.
+            if not self._stopping:
+                self._thread.join(STOP_SECONDS)
+                self.check()
+            raise
+        except BaseException:
+            if not future.done():  # Ctrl-C
+                self._soon(scope.cancel)
+            raise
+        finally:
+            with self._lock:
+                self._pending.discard(future)
+
+    async def hold(
+        self, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
+    ) -> tuple[T, Callable[[], None]]:
+        """Enter ``enter(*args)`` in the thread. Return its value, and a function that leaves it and waits.
+
+        Call this in the thread, and the returned function in any other thread.
+        """
+        assert self._nursery is not None
+        what, close = await hold_in(self._nursery, enter, *args)
+        return what, partial(self._close_held, close)
+
+    def _close_held(self, close: Callable[[], Awaitable[None]]) -> None:
+        try:
+            self.call(close)
+        except ClosedError:
+            return  # the thread has ended, and has left the context manager
+
+    def check(self) -> None:
+        """Raise the exception that ended the thread; ClosedError if it was stopped or belongs to a parent process."""
+        self._check_process()
+        with self._lock:
+            self._check()
+
+    def stop(self) -> None:
+        """End ``live`` and the thread. Raise the exception that ended it before, unless a caller got it already."""
+        if os.getpid() != self._process:
+            return
+        self._stopping = True
+        self._soon(self._stop.set if self._ready.done() else self._scope.cancel)
+        self._thread.join(min(TELL_SECONDS, STOP_SECONDS))
+        if self._thread.is_alive():
+            logger.warning(
+                "closing %s takes longer than %.0f s: it tells its last group how the round ended, and withdraws its"
+                " records; at most %.0f s",
+                self._thread.name,
+                TELL_SECONDS,
+                STOP_SECONDS,
+            )
+            self._thread.join(max(STOP_SECONDS - TELL_SECONDS, 0.0))
+        if self._thread.is_alive():
+            logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_SECONDS)
+        if self._error is not None and not self._told:
+            self._told = True
+            raise self._error
+
+    def _check_process(self) -> None:
+        # Check before taking the lock. At the fork, a thread that the child does not have may have held it.
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"this averager belongs to process {self._process} and cannot be used after a fork"
+            )
+
+    def _check(self) -> None:
+        if self._error is not None:
+            self._told = True
+            raise self._error
+        if self._ended or self._stopping:
+            raise ClosedError("the averager is closed")
+
+    def _soon(self, function: Callable[[], object]) -> None:
+        if self._token is not None:
+            try:
+                self._token.run_sync_soon(function)
+            except trio.RunFinishedError:
+                logger.debug("the thread %s has ended", self._thread.name)
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            prepare_thread()  # the training loop has priority, and torch's other threads
+            trio.run(self._main)
+        except BaseException as raised:  # noqa: BLE001 - it is raised again in the threads that wait
+            error = raised
+        with self._lock:
+            self._error, self._ended = error, True
+            for future in self._pending:
+                if not future.done():
+                    self._told = True
+                    future.set_exception(error or ClosedError("the averager was closed meanwhile"))
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        if self._stopping:
+            return
+        with bare_exceptions(), self._scope:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                try:
+                    await self._live(self._give, self._stop)
+                finally:
+                    self._nursery = None
+                    nursery.cancel_scope.cancel()
+
+    def _give(self, what: R) -> None:
+        self._ready.set_result(what)
+
+    def _spawn(
+        self,
+        function: Callable[[], Awaitable[T]],
+        future: concurrent.futures.Future[T],
+        scope: trio.CancelScope,
+    ) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(self._serve, function, future, scope)
+
+    async def _serve(
+        self,
+        function: Callable[[], Awaitable[T]],
+        future: concurrent.futures.Future[T],
+        scope: trio.CancelScope,
+    ) -> None:
+        with scope:
+            try:
+                result = await function()
+            except Exception as error:  # noqa: BLE001 - the caller's to handle, in its own thread
+                future.set_exception(error)
+            else:
+                future.set_result(result)

@@ -1,0 +1,43 @@
+"""Words about waits: each wait that lasts says in the log what it waits for, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+from p2pavg.base.threads.exceptions import bare_exceptions
+
+FIRST_SECONDS = 3.0  # about the time after which a user wonders why a program stands still
+MAX_PAUSE_SECONDS = 600.0  # between two words: the log of a night shows that the wait lasted all night
+
+
+@asynccontextmanager
+async def told_while_waiting(
+    logger: logging.Logger, why: Callable[[float], str], *, first: float = FIRST_SECONDS
+) -> AsyncIterator[None]:
+    """Log a warning as long as the block runs: after ``first`` seconds, then with doubling pauses.
+
+    A warning is seen without any setup of logging.
+
+    Args:
+        why: is given the seconds so far. Returns a sentence that says what is waited for, and why; an empty text is
+            not logged.
+        first: seconds until the first warning.
+    """
+    with bare_exceptions():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_tell, logger, why, first)
+            yield
+            nursery.cancel_scope.cancel()
+
+
+async def _tell(logger: logging.Logger, why: Callable[[float], str], first: float) -> None:
+    began, pause = trio.current_time(), first
+    while True:
+        await trio.sleep(pause)
+        if sentence := why(trio.current_time() - began):
+            logger.warning("%s", sentence)
+        pause = min(2 * pause, MAX_PAUSE_SECONDS)

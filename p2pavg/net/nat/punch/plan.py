@@ -1,0 +1,153 @@
+"""The rules of hole punching: whether two peers try, from where to where, when they begin, and when they give up.
+
+This module decides; it does no I/O and has no clock.
+
+Two routers that drop what comes from outside let a connection through that both peers open at once: each router has
+seen a packet from inside before the other peer's packet arrives. Both peers must name the right outer port before they
+begin, so both routers must give a connection a port that can be predicted (RFC 5382, section 4.3; Ford and others,
+"Peer-to-peer communication across network address translators", 2005).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.net.limits.sources import parse_host
+
+TRIES = 3
+"""Tries of one punch, each with new ports. In the wild, 97.6 % of the punches that succeed do so at the first try."""
+
+PUNCH_SECONDS = 2.5
+"""The time for the connections of one try. The system repeats a lost packet after one second, and again after two."""
+
+UPGRADE_SECONDS = 4.0
+"""The time for the handshakes on a punched connection: a few round trips, and room for a busy machine."""
+
+LONGEST_ROUND_TRIP = 2.0
+"""The longest round trip that is believed. A peer that delays its answer shifts only the begin of its own punch."""
+
+# Routers give outgoing connections no ports below this one. A peer that names such a port wants this process to connect
+# to a service.
+LOWEST_PORT = 1024
+
+Version = Literal[4, 6]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An IP address, in its shortest form, and a TCP port of 1024 or above.
+
+    Raises:
+        ValueError: the host is no such address, or the port is out of range.
+    """
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        address = parse_host(self.host)
+        if address is None or str(address) != self.host:
+            raise ValueError(f"{self.host!r} is not an IP address in its shortest form")
+        if not LOWEST_PORT <= self.port < 65536:
+            raise ValueError(f"{self.port} is not a port from {LOWEST_PORT} to 65535")
+
+    @property
+    def version(self) -> Version:
+        """The version of IP: 4 or 6."""
+        return version_of(self.host)
+
+    def address_of(self, peer_id: str) -> str:
+        """Return the multiaddress of a peer at this endpoint."""
+        return f"/ip{self.version}/{self.host}/tcp/{self.port}/p2p/{peer_id}"
+
+
+def version_of(host: str) -> Version:
+    """Return the version of an IP address."""
+    return 4 if ipaddress.ip_address(host).version == 4 else 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSide:
+    """This peer, as far as punching depends on it.
+
+    - ``punchable``: the outer port of a new connection can be predicted.
+    - ``outer_hosts``: the addresses at which other peers see this one, IPv4 and IPv6.
+    - ``sentence``: the reachability of this peer in words, for the reason of a refusal.
+    """
+
+    punchable: bool
+    outer_hosts: tuple[str, ...] = ()
+    sentence: str = ""
+
+
+def refusal(own: OwnSide) -> str:
+    """Return the reason for which this peer takes part in no punch; empty if it does."""
+    if not own.punchable:
+        return (
+            f"its router does not allow hole punching ({own.sentence or 'its reachability is not known yet'})"
+        )
+    if not own.outer_hosts:
+        return "no other peer has told it its outer address yet"
+    return ""
+
+
+def hosts_to_propose(own: OwnSide) -> dict[Version, str]:
+    """Return this peer's outer address of each version of IP that it has: the first one in its list."""
+    found: dict[Version, str] = {}
+    for host in own.outer_hosts:
+        found.setdefault(version_of(host), host)
+    return found
+
+
+def choose(attempt: int, own: OwnSide, proposed: Sequence[Endpoint]) -> tuple[str, Endpoint] | str:
+    """Choose where a try meets: an outer address of this peer and an endpoint of the other one, of the same version.
+
+    IPv6 comes first, because a router that only filters translates no ports. Where both versions are possible, the next
+    try takes the other one.
+
+    Returns:
+        The pair, or the reason for which there is none.
+    """
+    own_hosts = hosts_to_propose(own)
+    theirs = {endpoint.version: endpoint for endpoint in proposed}
+    common = sorted(own_hosts.keys() & theirs.keys(), reverse=True)
+    if not common:
+        return (
+            f"its outer addresses are of IPv{_names(own_hosts)}, and the proposed ones of IPv{_names(theirs)}"
+        )
+    version = common[(attempt - 1) % len(common)]
+    return own_hosts[version], theirs[version]
+
+
+def _names(versions: dict[Version, str] | dict[Version, Endpoint]) -> str:
+    return " and IPv".join(str(version) for version in sorted(versions))
+
+
+def round_trip(*, sent: float, answered: float, busy: float) -> float:
+    """Return the seconds that a message takes to the other peer and back.
+
+    Args:
+        sent: the time at which the proposal was sent.
+        answered: the time at which its answer arrived.
+        busy: the seconds that the other peer has needed for its answer, as it says.
+    """
+    return min(max(answered - sent - busy, 0.0), LONGEST_ROUND_TRIP)
+
+
+def begin_of_asker(now: float, trip: float) -> float:
+    """Return when the asker begins: when the message that it sends now arrives, and the other peer begins."""
+    return now + trip / 2
+
+
+def check_attempt(attempt: int, *, after: int = 0) -> None:
+    """Check the number of a try: each is the one after the try before, and TRIES is the last.
+
+    Raises:
+        RemoteProtocolError: it is another number.
+    """
+    if attempt != after + 1 or attempt > TRIES:
+        raise RemoteProtocolError(f"try {attempt} of a punch came after try {after}")

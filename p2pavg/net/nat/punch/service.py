@@ -1,0 +1,200 @@
+"""libp2p connections through two routers: the protocol ``/p2pavg/punch/1``, and both of its sides.
+
+The stream may be relayed. :mod:`p2pavg.net.nat.punch.meeting` coordinates the punch on it, and says what an attacker can
+do. This module adds which peers may ask, and turns the punched connection into a libp2p connection. The peer that asked
+is the initiator of Noise.
+
+A peer that can be dialled asks a peer behind a router to dial it, with ``DialMe``. That dial passes the dial gate and
+its budget of failed dials, as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from p2pavg.base.errors import AddressError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.addresses import is_circuit
+from p2pavg.net.framing import send_message
+from p2pavg.net.nat.punch.meeting import Puncher, RefusedPunchError, receive_bounded
+from p2pavg.net.nat.punch.messages import (
+    MAX_ADDRESSES,
+    PROTOCOL,
+    Answer,
+    DialMe,
+    Propose,
+    Verdict,
+    decode_request,
+)
+from p2pavg.net.transport import PeerId, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+# All tries of a peer that is asked. Each wait within them has a bound of its own.
+SERVE_SECONDS = 45.0
+
+# The dial of a peer that has asked for it, at all of its addresses.
+DIAL_SECONDS = 10.0
+
+
+class Adopt(Protocol):
+    """Turns a connected socket into a libp2p connection with a peer. It takes over the socket.
+
+    Raises UnreachableError if the other end is not this peer, or does not shake hands.
+    """
+
+    async def __call__(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+        """Do the handshakes and add the connection to the swarm."""
+
+
+Dial = Callable[[PeerId, str], Awaitable[None]]
+"""Connects to a peer at one address directly, through the dial gate, even if there is a relayed connection.
+
+Raises UnreachableError or AddressError.
+"""
+
+
+class PunchService:
+    """The punches of one transport, for libp2p connections.
+
+    Args:
+        puncher: shared with the lanes of the transport, so that both keep to one set of limits.
+        adopt: makes a libp2p connection of a punched one.
+        dial: dials a peer that has asked for it.
+        talks_to: returns whether this process has any business with a peer. Other peers are refused.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        puncher: Puncher,
+        *,
+        adopt: Adopt,
+        dial: Dial,
+        talks_to: Callable[[PeerId], bool],
+    ) -> None:
+        self._transport = transport
+        self._puncher = puncher
+        self._adopt = adopt
+        self._dial = dial
+        self._talks_to = talks_to
+        self._asking: set[PeerId] = set()
+        transport.serve(PROTOCOL, self._serve)
+
+    # -- the peer that asks
+
+    async def connect(self, peer_id: PeerId, *, timeout: float) -> None:
+        """Make a direct connection to a peer by a punch, coordinated over the connection that exists.
+
+        Raises:
+            RefusedPunchError: one of the two peers takes part in no punch, or has begun one already.
+            UnreachableError: no direct connection within ``timeout`` seconds; the message says why.
+        """
+        if refusal := self._puncher.refusal:
+            raise RefusedPunchError(f"this peer takes part in no punch: {refusal}")
+        if peer_id in self._asking:
+            raise RefusedPunchError(f"a punch with {peer_id} is under way")
+        self._asking.add(peer_id)
+        try:
+            use = partial(self._adopt, peer_id=peer_id, initiator=True)
+            await self._with_stream(peer_id, timeout, lambda stream: self._puncher.ask(stream, use, _keep))
+        finally:
+            self._asking.remove(peer_id)
+
+    async def ask_to_dial(self, peer_id: PeerId, addresses: Sequence[str], *, timeout: float) -> None:
+        """Ask a peer to dial this one, which can be dialled at ``addresses``.
+
+        Raises:
+            UnreachableError: the peer did not connect within ``timeout`` seconds; the message has its reason.
+        """
+
+        async def ask(stream: Stream) -> None:
+            await send_message(stream, DialMe(tuple(addresses[:MAX_ADDRESSES])).encode())
+            message = await receive_bounded(stream, timeout)
+            if message is None:
+                raise StreamBrokenError(f"{peer_id} closed the stream early")
+            if reason := Verdict.decode(message).reason:
+                raise UnreachableError(f"{peer_id} reported: {reason}")
+
+        await self._with_stream(peer_id, timeout, ask)
+
+    async def _with_stream(
+        self, peer_id: PeerId, timeout: float, work: Callable[[Stream], Awaitable[None]]
+    ) -> None:
+        with trio.move_on_after(timeout):
+            stream = await self._transport.open_stream(peer_id, PROTOCOL, timeout=timeout)
+            try:
+                await work(stream)
+                await stream.aclose()
+            except (StreamBrokenError, RemoteProtocolError) as error:
+                raise UnreachableError(f"no direct connection to {peer_id}: {error}") from None
+            finally:
+                await stream.reset()
+            return
+        raise UnreachableError(f"no direct connection to {peer_id} within {timeout:.1f} s")
+
+    # -- the peer that is asked
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.move_on_after(SERVE_SECONDS):
+            message = await receive_bounded(stream)
+            if message is None:
+                return
+            request = decode_request(message)
+            if isinstance(request, DialMe):
+                await self._dial_asker(stream, request)
+            elif refusal := self._refusal(stream.remote):
+                await send_message(stream, Answer(refusal).encode())
+            else:
+                await self._punch(stream, request)
+            await stream.aclose()
+
+    def _refusal(self, peer_id: PeerId) -> str:
+        """Return the reason for which a peer that asks gets no punch; empty if it gets one."""
+        if not self._talks_to(peer_id):
+            return "the two peers have nothing to do with each other"
+        if peer_id in self._asking and self._transport.peer_id < peer_id:
+            return "a punch that this peer asked for is under way"  # of two punches at once, one goes on
+        return ""
+
+    async def _punch(self, stream: Stream, propose: Propose) -> None:
+        use = partial(self._adopt, peer_id=stream.remote, initiator=False)
+        if await self._puncher.take_part(stream, propose, use):
+            logger.debug("a punch with %s succeeded", stream.remote)
+
+    async def _dial_asker(self, stream: Stream, request: DialMe) -> None:
+        peer_id = stream.remote
+        reason = "" if self._talks_to(peer_id) else "the two peers have nothing to do with each other"
+        if not reason:
+            try:
+                with self._puncher.counted(peer_id):
+                    reason = await self._dial_first(peer_id, request.addresses)
+            except RefusedPunchError as error:
+                reason = str(error)
+        await send_message(stream, Verdict(reason).encode())
+
+    async def _dial_first(self, peer_id: PeerId, addresses: Sequence[str]) -> str:
+        """Dial the addresses in turn until one answers. Return the reasons if none does."""
+        reasons = []
+        with trio.move_on_after(DIAL_SECONDS) as scope:
+            for address in addresses:
+                try:
+                    if is_circuit(address):
+                        raise UnreachableError("it leads through a relay")  # noqa: TRY301 - as any other reason
+                    await self._dial(peer_id, address)
+                except (AddressError, UnreachableError) as error:
+                    reasons.append(f"{address}: {error}")
+                else:
+                    return ""
+        if scope.cancelled_caught:
+            reasons.append(f"no answer within {DIAL_SECONDS:.0f} s")
+        return "; ".join(reasons)
+
+
+def _keep(_: None) -> None:
+    """Leave a connection alone that the other peer has not adopted: it ends by itself, as the other end is closed."""

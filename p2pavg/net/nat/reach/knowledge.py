@@ -1,0 +1,272 @@
+"""A peer's knowledge of its own reachability: a state machine. No I/O, no clock, no random source.
+
+Rules
+=====
+
+1. **Peers at loopback are not asked.** No router is on that path. As long as no peer of another network has answered,
+   all addresses of the machine are announced at once: processes of one machine or one local network never wait.
+2. **Look.** A few connected peers of different networks say at which host they see this one. The believed hosts are
+   those that at least half of the networks name (:mod:`p2pavg.net.nat.reach.observations`). If such a host is an address
+   of this machine, no router is between; a firewall still may be.
+3. **Dial back.** Each believed host with each listening port, and with the port that a router maps, is an *endpoint*.
+   Two peers that see this one at that host, from other hosts, dial it. The endpoint works if at least half of the
+   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.nat.reach.dial_backs`). Where
+   no router is between, peers of other networks that have connected to this one count as well: a firewall that lets
+   them in is open, whatever liars say.
+4. **Probe.** While no endpoint behind a router works, whoami probes from one fresh port to two or three servers tell
+   the kind of the router (:mod:`p2pavg.net.nat.reach.probes`). The listening port is not used for that: a probe would open
+   it in the router for that server, whose dial-back would then prove nothing.
+5. **IPv4 decides** the kind, if a peer of another network has seen this one over IPv4: most peers have IPv4 only.
+   Working endpoints of both versions are announced.
+6. **Announce** what works: first the user's list, then endpoints that others have dialled, then addresses of this
+   machine for peers of the same network (public ones until dial-backs fail), then circuits through relays. While no
+   peer is there that could try it, a mapping counts as working if the router says that its outer address is public.
+7. **Relays are wanted** as soon as a router or a closed firewall is seen, until an endpoint works.
+8. **Changes.** When an address of this machine disappears, or no peer sees it at a host where it was seen before, all
+   that was learned over that version of IP is forgotten. When one peer changes its observation, all are asked again.
+
+A question is open from :meth:`Knowledge.questions` until :meth:`Knowledge.heard`, and is not asked twice meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from p2pavg.net.nat.reach import conclusions
+from p2pavg.net.nat.reach.dial_backs import ENOUGH, Endpoint
+from p2pavg.net.nat.reach.facts import VERSIONS, Facts, Mapped, version_of
+from p2pavg.net.nat.reach.probes import Probe
+from p2pavg.net.nat.reach.questions import Agenda, AskDialBack, AskLook, AskWhoami, Neighbour, Question
+from p2pavg.net.nat.reach.reachability import Barrier, Reachability
+
+MAX_OBSERVERS = 6
+"""Peers that are asked for their observation again and again. Three networks outvote one that lies."""
+
+
+class Knowledge:
+    """See the top of this file.
+
+    Args:
+        peer_id: this peer's id.
+        announce: addresses that the user has named, without a peer id, such as ``/ip4/198.51.100.7/tcp/4001``.
+    """
+
+    def __init__(self, peer_id: str, announce: Sequence[str] = ()) -> None:
+        self._peer_id = peer_id
+        self._announce = tuple(announce)
+        self._relays: tuple[str, ...] = ()
+        self._circuits: tuple[str, ...] = ()
+        self._given: list[tuple[str, str, int, bool]] = []
+        self._neighbours: tuple[Neighbour, ...] = ()
+        self._facts = Facts()
+        self._agenda = Agenda()
+        self.network = 0
+        """A number that changes when this machine has come into another network."""
+
+    # -- events
+
+    def machine(
+        self, interfaces: Collection[str], listening: Sequence[Endpoint], *, source6: str = ""
+    ) -> None:
+        """Note this machine's addresses, and the hosts and ports at which the listeners can be reached from outside.
+
+        Args:
+            interfaces: all IP addresses of the machine.
+            listening: no wildcards; in the order in which they are to be announced.
+            source6: the address from which the machine connects to other networks over IPv6; empty if it cannot.
+        """
+        facts = self._facts
+        facts.source6 = source6
+        before, facts.interfaces = facts.interfaces, frozenset(interfaces)
+        facts.listening = tuple(listening)
+        facts.meet(self._neighbours)
+        if before != facts.interfaces:
+            self._agenda.hurry(lambda _: True)
+        for version in sorted({version_of(host) for host in before - facts.interfaces} & set(VERSIONS)):
+            facts.observations.forget(version)
+            self._moved(version)
+
+    def connected(self, neighbours: Sequence[Neighbour]) -> None:
+        """Note the peers with direct connections. A peer with several ones counts once for each of its hosts."""
+        given = [(found.peer_id, found.host, found.port, found.arrived) for found in neighbours]
+        if given == self._given:
+            return
+        self._given = given
+        unique: dict[Neighbour, Neighbour] = {}
+        for found in filter(lambda neighbour: version_of(neighbour.host), neighbours):
+            other = unique.get(found, found)
+            unique[found] = replace(
+                found, port=other.port or found.port, arrived=other.arrived or found.arrived
+            )
+        self._neighbours = tuple(unique.values())
+        self._facts.meet(self._neighbours)
+        self._agenda.keep_peers(found.peer_id for found in neighbours)
+
+    def mapped(self, mapping: Mapped | None) -> None:
+        """Note the port that a router passes on; ``None`` if there is none any more."""
+        for changed in (self._facts.mapping, mapping) if mapping != self._facts.mapping else ():
+            if changed is not None:
+                self._facts.dial_backs.forget_port(changed.port)
+                self._agenda.ignore_answers(_is_dial_back_of(changed.port))
+        self._facts.mapping = mapping
+
+    def relayed_by(self, relays: Sequence[str], circuits: Sequence[str]) -> None:
+        """Note the peers that relay for this one, and the addresses that lead through them."""
+        self._relays, self._circuits = tuple(relays), tuple(circuits)
+
+    def heard(self, now: float, question: Question, answer: str | bool | Probe | None) -> None:
+        """Note the end of a question. The answer is ignored if the network has changed meanwhile.
+
+        Args:
+            now: seconds of a clock that does not run backwards.
+            answer: the host for a look, the result for a dial-back, the probe for a whoami; ``None`` if there was no
+                answer, or one that says nothing.
+        """
+        if not self._agenda.end(now, question, answered=answer is not None):
+            return
+        match question, answer:
+            case AskLook(), str():
+                self._observed(question.peer, answer)
+            case AskLook(), _:
+                with self._watching_hosts():
+                    self._facts.observations.unanswered(question.peer.peer_id)
+            case AskDialBack(), bool():
+                endpoint, peer = (question.host, question.port), question.peer
+                self._facts.dial_backs.vote(now, endpoint, peer.peer_id, peer.host, reached=answer)
+            case AskDialBack(), _:
+                self._facts.dial_backs.unanswered((question.host, question.port))
+            case AskWhoami(), Probe():
+                self._facts.probes[version_of(answer.server_host)].add(answer)
+
+    def _observed(self, peer: Neighbour, host: str) -> None:
+        with self._watching_hosts():
+            changed = self._facts.observations.add(peer.peer_id, peer.host, host, self._facts.interfaces)
+        if changed:
+            self._agenda.hurry(lambda question: isinstance(question, AskLook))
+
+    @contextmanager
+    def _watching_hosts(self) -> Iterator[None]:
+        """Forget what was learned over a version of IP if none of its believed hosts is left after the block."""
+        before = {version: set(self._facts.view(version).hosts) for version in VERSIONS}
+        yield
+        for version, hosts in before.items():
+            if hosts and not hosts & set(self._facts.view(version).hosts):
+                self._moved(version)
+        self._forget_other_hosts()
+
+    def _moved(self, version: int) -> None:
+        """Forget what was learned of the network before, except for the newest observations."""
+        self._facts.probes[version].forget()
+        self._agenda.withdraw()
+        self._forget_other_hosts()
+        self.network += 1
+
+    def _forget_other_hosts(self) -> None:
+        self._facts.dial_backs.keep_hosts(self._facts.outer_hosts)
+
+    # -- questions
+
+    def questions(self, now: float) -> list[Question]:
+        """Return the questions to ask now. Each stays open until its end is told with :meth:`heard`."""
+        found = self._begun(self._looks(now))
+        if not self._announce:
+            for version in VERSIONS:
+                for endpoint in self._facts.endpoints(version):
+                    found += self._begun(self._dial_backs(now, endpoint))
+                found += self._begun(self._probes(now, version))
+        return found
+
+    def _begun(self, questions: Iterable[Question]) -> list[Question]:
+        found = list(questions)
+        for question in found:
+            self._agenda.begin(question)
+        return found
+
+    def _looks(self, now: float) -> Iterator[AskLook]:
+        for peer in self._facts.askable[:MAX_OBSERVERS]:
+            question = AskLook(
+                peer=peer, reason="the host at which other peers see this one may have changed"
+            )
+            if self._agenda.may_ask(now, question):
+                yield question
+
+    def _dial_backs(self, now: float, endpoint: Endpoint) -> list[AskDialBack]:
+        host, port = endpoint
+        if self._facts.works(endpoint) is None:
+            peers, reason = self._facts.missing(endpoint), f"port {port} at {host} may work"
+        elif now >= self._facts.dial_backs.check_at(endpoint):
+            peers, reason = self._facts.dialers(host), f"port {port} at {host} is checked again"
+        else:
+            return []
+        under_way = self._agenda.count(
+            lambda one: isinstance(one, AskDialBack) and (one.host, one.port) == endpoint
+        )
+        questions = [AskDialBack(peer=peer, host=host, port=port, reason=reason) for peer in peers]
+        may_ask = [
+            question
+            for question in questions
+            if self._agenda.may_ask(now, question) and not self._is_dialling(question.peer)
+        ]
+        return may_ask[: max(0, ENOUGH - under_way)]
+
+    def _is_dialling(self, peer: Neighbour) -> bool:
+        """Return whether a peer is dialling this one back: it dials one port at a time."""
+        return self._agenda.is_busy(lambda one: isinstance(one, AskDialBack) and one.peer == peer)
+
+    def _probes(self, now: float, version: int) -> list[AskWhoami]:
+        """Return the next probe, one at a time: the first one's local port is used for the others."""
+        view, probes = self._facts.view(version), self._facts.probes[version]
+        again = now >= probes.again_at
+        if not view.routed or self._facts.working(version) or (probes.settled and not again):
+            return []
+        if self._agenda.is_busy(lambda one: _is_probe(one, version)):
+            return []
+        for peer in self._facts.askable:
+            if not peer.port or version_of(peer.host) != version or peer.host in view.hosts:
+                continue
+            if probes.has(peer.host) and not again:
+                continue
+            question = AskWhoami(
+                peer=peer,
+                local_port=None if again else probes.local_port,
+                reason="the kind of the router is not certain",
+            )
+            if self._agenda.may_ask(now, question):
+                return [question]
+        return []
+
+    # -- conclusions
+
+    @property
+    def behind_router(self) -> bool:
+        """True if a router is between this peer and others, so that mapping a port may help."""
+        return any(self._facts.view(version).routed for version in VERSIONS)
+
+    def keeps_ports(self, version: int) -> bool:
+        """Return whether a new connection's outer port is its local port, for one version of IP."""
+        return self._facts.barrier(version) in (Barrier.KEEPS_PORTS, Barrier.FIREWALL)
+
+    @property
+    def relays_wanted(self) -> bool:
+        """True if a router or a firewall keeps other peers from dialling this one, as far as is known."""
+        return not self._announce and conclusions.are_relays_wanted(self._facts)
+
+    @property
+    def reachability(self) -> Reachability:
+        """The reachability as far as it is known."""
+        return conclusions.reachability(self._facts, self._announce, self._relays)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses to announce, the best first; each ends in this peer's id."""
+        return conclusions.addresses(self._facts, self._announce, self._circuits, self._peer_id)
+
+
+def _is_probe(question: Question, version: int) -> bool:
+    return isinstance(question, AskWhoami) and version_of(question.peer.host) == version
+
+
+def _is_dial_back_of(port: int) -> Callable[[Question], bool]:
+    return lambda question: isinstance(question, AskDialBack) and question.port == port

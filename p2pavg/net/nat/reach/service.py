@@ -1,0 +1,225 @@
+"""The protocol ``/p2pavg/reach/1``: tell other peers how this one sees them, dial them back, and ask the same."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.net.limits.sources import parse_host
+from p2pavg.net.nat.reach.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_REASON_CHARS,
+    NONCE_BYTES,
+    PROTOCOL,
+    Answer,
+    DialBack,
+    DialledBack,
+    Look,
+    Observed,
+    Outcome,
+    encode,
+    read_dialled_back,
+    read_observed,
+    read_question,
+)
+from p2pavg.net.transport import PeerId, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+DIAL_SECONDS = 5.0
+"""The timeout of one dial for another peer."""
+SERVE_SECONDS = 10.0
+"""The timeout of one stream: a question, a dial and an answer."""
+ASK_SECONDS = 5.0
+"""The timeout of a look; that of a dial-back is DIAL_SECONDS longer."""
+
+MAX_SERVED = 64
+"""Streams that are served at once; each takes less than a KiB."""
+MAX_SERVED_PER_PEER = 2
+
+# Dials for others. AutoNAT v2 of go-libp2p serves 60 requests a minute in all and 12 of a peer. A peer asks for each of
+# its ports and each version of IP once when it starts, and again after minutes. Several peers of one home ask from one
+# host.
+MAX_DIALS_AT_ONCE = 8
+PEER_DIALS, PEER_DIALS_PER_SECOND = 6.0, 0.1
+HOST_DIALS, HOST_DIALS_PER_SECOND = 12.0, 0.2
+ALL_DIALS, ALL_DIALS_PER_SECOND = 60.0, 1.0
+MAX_ACCOUNTS = 4096
+
+# Looks take a stream each, and no dial.
+PEER_LOOKS, PEER_LOOKS_PER_SECOND = 30.0, 1.0
+
+DialPeer = Callable[[PeerId, str, int], Awaitable[None]]
+"""Open a NEW connection to a peer at one IP address and port, prove its identity, and close it or keep it.
+
+Raises UnreachableError with the reason. An existing connection to the peer must not count.
+"""
+
+
+class _Accounts:
+    """The rates of askers: the least recently used account is forgotten."""
+
+    def __init__(self, burst: float, per_second: float) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def of(self, name: str) -> TokenBucket:
+        found = self._buckets.pop(name, None) or TokenBucket(self._per_second, self._burst)
+        self._buckets[name] = found
+        if len(self._buckets) > MAX_ACCOUNTS:
+            self._buckets.popitem(last=False)
+        return found
+
+
+class ReachService:
+    """Answers the questions of other peers.
+
+    A dial goes only to the host from which the asker's own, direct connection comes, and counts against the limits of
+    the asker, its host, and all together. So what strangers can cause is a few dials a minute of a host that has just
+    opened a connection to this peer.
+
+    Args:
+        dial_peer: opens a new connection for a dial-back.
+    """
+
+    def __init__(self, transport: Transport, dial_peer: DialPeer) -> None:
+        self._dial_peer = dial_peer
+        self._serving: dict[PeerId, int] = {}
+        self._dialling: set[PeerId] = set()
+        self._lookers = _Accounts(PEER_LOOKS, PEER_LOOKS_PER_SECOND)
+        self._peers = _Accounts(PEER_DIALS, PEER_DIALS_PER_SECOND)
+        self._hosts = _Accounts(HOST_DIALS, HOST_DIALS_PER_SECOND)
+        self._all = TokenBucket(ALL_DIALS_PER_SECOND, ALL_DIALS)
+        transport.serve(PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one question; streams beyond the limits get no answer."""
+        mine = self._serving.get(stream.remote, 0)
+        if mine >= MAX_SERVED_PER_PEER or sum(self._serving.values()) >= MAX_SERVED:
+            return
+        self._serving[stream.remote] = mine + 1
+        try:
+            with trio.move_on_after(SERVE_SECONDS):
+                await self._serve(stream)
+        finally:
+            self._serving[stream.remote] -= 1
+            if not self._serving[stream.remote]:
+                del self._serving[stream.remote]
+
+    async def _serve(self, stream: Stream) -> None:
+        message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+        if message is None:
+            return
+        question = read_question(message)
+        answer = self._look(stream) if isinstance(question, Look) else await self._dial_back(stream, question)
+        if answer is not None:
+            await send_message(stream, encode(answer))
+            await stream.aclose()
+
+    def _look(self, stream: Stream) -> Answer | None:
+        """Return the host and port of a direct connection; ``None`` if there is no answer to give."""
+        address = parse_host(stream.remote_host)
+        if stream.relayed or address is None or not stream.remote_port:
+            return None
+        if not _take(self._lookers.of(stream.remote)):
+            return None
+        return Observed(str(address), stream.remote_port)
+
+    async def _dial_back(self, stream: Stream, question: DialBack) -> Answer:
+        reason = self._refusal(stream)
+        if reason:
+            return DialledBack(question.nonce, Outcome.REFUSED, reason)
+        self._dialling.add(stream.remote)
+        try:
+            with trio.fail_after(DIAL_SECONDS):
+                await self._dial_peer(stream.remote, stream.remote_host, question.port)
+        except UnreachableError as error:
+            return DialledBack(question.nonce, Outcome.FAILED, _short(str(error)))
+        except trio.TooSlowError:
+            return DialledBack(question.nonce, Outcome.FAILED, f"no answer within {DIAL_SECONDS:.0f} s")
+        finally:
+            self._dialling.discard(stream.remote)
+        return DialledBack(question.nonce, Outcome.REACHED)
+
+    def _refusal(self, stream: Stream) -> str:
+        """Return the reason against a dial; if there is none, take it from the budgets and return an empty text."""
+        if stream.relayed or parse_host(stream.remote_host) is None:
+            return "dial-backs are for direct connections"
+        if stream.remote in self._dialling:
+            return "another dial-back of this peer is under way"
+        if len(self._dialling) >= MAX_DIALS_AT_ONCE:
+            return f"{MAX_DIALS_AT_ONCE} dial-backs are under way"
+        accounts = (self._peers.of(stream.remote), self._hosts.of(stream.remote_host), self._all)
+        if not _take(*accounts):
+            return "too many dial-backs in a minute"
+        return ""
+
+
+def _take(*buckets: TokenBucket) -> bool:
+    """Take one from each bucket, unless one of them is empty."""
+    now = trio.current_time()
+    if any(bucket.level(now) < 1.0 for bucket in buckets):
+        return False
+    for bucket in buckets:
+        bucket.take(now, 1.0)
+    return True
+
+
+def _short(text: str) -> str:
+    """Return the text without control characters, as long as an answer may hold."""
+    return "".join(character if character.isprintable() else " " for character in text)[:MAX_REASON_CHARS]
+
+
+async def look(transport: Transport, peer_id: PeerId) -> Observed:
+    """Ask a connected peer how it sees this one.
+
+    Raises:
+        UnreachableError: no answer came within ASK_SECONDS, or an invalid one.
+    """
+    message = await _ask(transport, peer_id, Look(), ASK_SECONDS)
+    try:
+        return read_observed(message)
+    except RemoteProtocolError as error:
+        raise UnreachableError(f"{peer_id} gave an invalid answer: {error}") from None
+
+
+async def ask_dial_back(transport: Transport, peer_id: PeerId, port: int) -> DialledBack:
+    """Ask a connected peer to dial this one back at a port.
+
+    The answer alone proves nothing: only a new inbound connection of that peer does.
+
+    Raises:
+        UnreachableError: no answer came in time, or an invalid one.
+    """
+    question = DialBack(port, secrets.token_bytes(NONCE_BYTES))
+    message = await _ask(transport, peer_id, question, ASK_SECONDS + DIAL_SECONDS)
+    try:
+        return read_dialled_back(message, question.nonce)
+    except RemoteProtocolError as error:
+        raise UnreachableError(f"{peer_id} gave an invalid answer: {error}") from None
+
+
+async def _ask(transport: Transport, peer_id: PeerId, question: Look | DialBack, timeout: float) -> bytes:
+    stream: Stream | None = None
+    try:
+        with trio.fail_after(timeout):
+            stream = await transport.open_stream(peer_id, PROTOCOL, timeout=timeout)
+            await send_message(stream, encode(question))
+            answer = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+    except trio.TooSlowError:
+        raise UnreachableError(f"{peer_id} did not answer within {timeout:.0f} s") from None
+    except (StreamBrokenError, RemoteProtocolError, ClosedError) as error:
+        raise UnreachableError(f"{peer_id} gave no answer: {error}") from None
+    finally:
+        if stream is not None:
+            await stream.reset()
+    if answer is None:
+        raise UnreachableError(f"{peer_id} gave no answer")
+    return answer

@@ -1,0 +1,327 @@
+"""The task that finds out how other peers reach this one, and tells when that changes.
+
+:class:`~p2pavg.net.nat.reach.knowledge.Knowledge` decides; this module asks peers, probes, maps a port, and watches the
+machine's addresses.
+
+Wiring in a transport
+=====================
+
+1. Make a :class:`~p2pavg.net.nat.reach.service.ReachService` with a function that dials back, and a
+   :class:`~p2pavg.net.nat.reach.whoami.WhoamiAnswerer`, to whose ``answer`` the listener hands each connection that begins
+   with ``P``.
+2. Make a :class:`ReachWatcher` and start :meth:`ReachWatcher.run` in the transport's nursery. ``on_change`` is called
+   at once with the machine's own addresses, and after that with each change.
+3. Call :meth:`ReachWatcher.inbound` for each new inbound libp2p connection that came to the listener, as soon as its
+   peer id is proved: not for relayed and not for punched ones.
+4. Call :meth:`ReachWatcher.wake` when a direct connection begins or ends, and when relays change.
+5. While :attr:`ReachWatcher.relays_wanted` is true, reserve places at relays. ``on_change`` is called when it changes,
+   too.
+6. Cancel :meth:`ReachWatcher.run` at the end. It removes the router's mapping within a second, so give it that time
+   before the nursery is abandoned.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+
+import psutil
+import trio
+
+from p2pavg.base.errors import UnreachableError
+from p2pavg.base.shortage import is_shortage
+from p2pavg.net.addresses import reachable_hosts
+from p2pavg.net.limits.dial_policy import is_private
+from p2pavg.net.limits.sources import parse_host, prefix_of
+from p2pavg.net.nat.reach.dial_backs import Endpoint
+from p2pavg.net.nat.reach.facts import Mapped
+from p2pavg.net.nat.reach.knowledge import Knowledge
+from p2pavg.net.nat.reach.mapping import PortMapper
+from p2pavg.net.nat.reach.messages import Outcome
+from p2pavg.net.nat.reach.probes import Probe
+from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
+from p2pavg.net.nat.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Reachability
+from p2pavg.net.nat.reach.service import ask_dial_back, look
+from p2pavg.net.nat.reach.whoami import ask
+from p2pavg.net.transport import PeerId, Transport
+
+logger = logging.getLogger(__name__)
+
+LOOK_AGAIN_SECONDS = 5.0
+"""The time between two looks at the machine's addresses. Listing them takes 0.3 ms."""
+
+WHOAMI_SECONDS = 3.0
+
+_FAR6 = "2001:200::1"
+"""An address of another network (WIDE, Japan). Nothing is sent to it: the system is asked for the way there."""
+
+INBOUND_SECONDS = 2.0
+"""The time in which a connection must be seen after a peer says that it has dialled back."""
+
+ALONE_SECONDS = 10.0
+"""A peer that is connected to no other one for this time maps its port, so that others can join by it."""
+
+OnChange = Callable[[Reachability, tuple[str, ...]], None]
+"""Called with the reachability and the addresses to announce, when they or ``relays_wanted`` have changed."""
+
+
+def machine_hosts() -> list[str]:
+    """Return the IP addresses of this machine.
+
+    Raises:
+        OSError: the machine has no file to open.
+    """
+    found = [
+        str(address)
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if (address := parse_host(entry.address)) is not None
+    ]
+    return sorted(set(found))
+
+
+def machine_source6() -> str:
+    """Return the global address from which this machine connects to other networks over IPv6; empty if it cannot.
+
+    A machine may have several addresses, such as temporary ones (RFC 8981). The system chooses, and no packet is sent.
+
+    Raises:
+        OSError: the machine has no file to open.
+    """
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as opened:
+            opened.connect((_FAR6, 9))
+            address = parse_host(opened.getsockname()[0])
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        return ""  # no IPv6, or no way to other networks
+    return str(address) if address is not None and address.is_global else ""
+
+
+class ReachWatcher:
+    """See the top of this file.
+
+    Args:
+        transport: asks the questions over its existing connections.
+        neighbours: returns the peers with direct connections.
+        listening: returns the hosts and ports at which the listeners are bound; hosts may be wildcards.
+        relays: returns the ids of the peers that relay for this one, and the addresses that lead through them.
+        on_change: see :data:`OnChange`.
+        announce: addresses that the user has named, without a peer id.
+        make_mapper: makes the mapper of ports; ``None`` maps none.
+        hosts: returns the IP addresses of this machine.
+        source6: returns the address of its connections over IPv6; see :func:`machine_source6`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        neighbours: Callable[[], Sequence[Neighbour]],
+        listening: Callable[[], Sequence[Endpoint]],
+        relays: Callable[[], tuple[Sequence[PeerId], Sequence[str]]],
+        on_change: OnChange,
+        announce: Sequence[str] = (),
+        make_mapper: Callable[[Callable[[Mapped | None], None]], PortMapper] | None = PortMapper,
+        hosts: Callable[[], Sequence[str]] = machine_hosts,
+        source6: Callable[[], str] = machine_source6,
+    ) -> None:
+        self._transport = transport
+        self._neighbours, self._listening, self._relays, self._hosts = neighbours, listening, relays, hosts
+        self._source6 = source6
+        self._on_change = on_change
+        self._mapper = None if make_mapper is None or announce else make_mapper(self._mapped)
+        self._mapping: trio.CancelScope | None = None
+        self._knowledge = Knowledge(transport.peer_id, announce)
+        self._told: tuple[Reachability, tuple[str, ...], bool] = (NOT_ASKED, (), False)
+        self._awaited: dict[PeerId, _DialBack] = {}
+        self._woken = trio.Event()
+        self._alone_since: float | None = None
+        self._seen_hosts: Sequence[str] = ()
+
+    @property
+    def reachability(self) -> Reachability:
+        """The reachability as it was told last."""
+        return self._told[0]
+
+    @property
+    def relays_wanted(self) -> bool:
+        """True if a router or a firewall keeps other peers from dialling this one, as far as is known."""
+        return self._told[2]
+
+    @property
+    def network(self) -> int:
+        """A number that changes when this machine has come into another network."""
+        return self._knowledge.network
+
+    def keeps_ports(self, version: int) -> bool:
+        """Return whether a new connection's outer port is its local port, for one version of IP."""
+        return self._knowledge.keeps_ports(version)
+
+    def begin(self) -> None:
+        """Tell this machine's own addresses now, before :meth:`run` asks other peers."""
+        self._look_at_the_machine()
+        self._tell()
+
+    def wake(self) -> None:
+        """Look at the connections and relays now."""
+        self._woken.set()
+
+    def inbound(self, peer_id: PeerId, host: str) -> None:
+        """Note a new inbound connection of a peer, from a host, at a listening port."""
+        awaited = self._awaited.get(peer_id)
+        if awaited is not None and awaited.network == prefix_of(host):
+            awaited.seen.set()
+
+    async def run(self) -> None:
+        """Find out and tell changes until cancelled."""
+        async with trio.open_nursery() as nursery:
+            machine_at = float("-inf")
+            while True:
+                self._woken = trio.Event()  # before everything else: a call of wake() from here on counts
+                now = trio.current_time()
+                if now >= machine_at + LOOK_AGAIN_SECONDS:
+                    machine_at = now
+                    self._look_at_the_machine()
+                self._look_at_the_connections()
+                for question in self._knowledge.questions(now):
+                    nursery.start_soon(self._ask, question)
+                self._map_if_useful(nursery)
+                self._tell()
+                with trio.move_on_after(LOOK_AGAIN_SECONDS):
+                    await self._woken.wait()
+
+    def _look_at_the_machine(self) -> None:
+        network = self._knowledge.network
+        try:
+            listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
+            hosts, source6 = self._hosts(), self._source6()
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            logger.warning("cannot look at this machine's addresses: %s", error.strerror)
+            return
+        self._seen_hosts = hosts
+        self._knowledge.machine(hosts, listening, source6=source6)
+        if self._mapping is not None and self._knowledge.network != network:
+            self._mapping.cancel()  # the mapping is of another router
+
+    def _look_at_the_connections(self) -> None:
+        neighbours = self._neighbours()
+        self._knowledge.connected(neighbours)
+        self._knowledge.relayed_by(*self._relays())
+        if neighbours:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = trio.current_time()
+
+    def _tell(self) -> None:
+        known = self._knowledge
+        found = (known.reachability, known.addresses, known.relays_wanted)
+        if found == self._told:
+            return
+        before, self._told = self._told[0], found
+        sentence = found[0].sentence
+        if sentence != before.sentence and not sentence.startswith(NOT_KNOWN_YET):
+            logger.info("reachability: %s", sentence)
+        self._on_change(found[0], found[1])
+
+    # -- questions
+
+    async def _ask(self, question: Question) -> None:
+        """Ask one question, within a bounded time, and note its end."""
+        answer: str | bool | Probe | None = None
+        try:
+            match question:
+                case AskLook():
+                    answer = (await look(self._transport, question.peer.peer_id)).host
+                case AskDialBack():
+                    answer = await self._dialled_back(question)
+                case AskWhoami():
+                    answer = await _probe(question)
+        except UnreachableError as error:
+            logger.debug("no answer (%s): %s", question.reason, error)
+        self._knowledge.heard(trio.current_time(), question, answer)
+        self.wake()
+
+    async def _dialled_back(self, question: AskDialBack) -> bool | None:
+        """Return whether a peer reached this one; ``None`` if it did not try, or its connection was not seen.
+
+        Raises:
+            UnreachableError: it gave no valid answer.
+        """
+        peer = question.peer
+        while (
+            peer.peer_id in self._awaited
+        ):  # a dial-back that was asked for in the network before; it ends soon
+            await self._awaited[peer.peer_id].ended.wait()
+        awaited = self._awaited[peer.peer_id] = _DialBack(prefix_of(peer.host))
+        try:
+            answer = await ask_dial_back(self._transport, peer.peer_id, question.port)
+            if answer.outcome is Outcome.REACHED:
+                with trio.move_on_after(INBOUND_SECONDS):
+                    await awaited.seen.wait()
+        finally:
+            del self._awaited[peer.peer_id]
+            awaited.ended.set()
+        logger.debug("%s dialled port %d: %s %s", peer.peer_id, question.port, answer.outcome, answer.reason)
+        if awaited.seen.is_set():
+            return True
+        return False if answer.outcome is Outcome.FAILED else None
+
+    # -- mapping
+
+    def _map_if_useful(self, nursery: trio.Nursery) -> None:
+        """Map a port if a router is there, or may be there while this peer is alone.
+
+        Peers of one machine never do: their tests and training need no router.
+        """
+        if self._mapper is None or self._mapping is not None:
+            return
+        alone = self._alone_since is not None and trio.current_time() >= self._alone_since + ALONE_SECONDS
+        if not (self._knowledge.behind_router or (alone and not self._has_public_host())):
+            return
+        ports = [port for host, port in self._listening() if _is_for_others(host)]
+        if ports:
+            self._mapping = trio.CancelScope()
+            nursery.start_soon(self._map, self._mapper, ports[0], self._mapping)
+
+    async def _map(self, mapper: PortMapper, port: int, scope: trio.CancelScope) -> None:
+        with scope:
+            await mapper.run(port)
+        self._mapping = None
+        self.wake()
+
+    def _mapped(self, mapping: Mapped | None) -> None:
+        self._knowledge.mapped(mapping)
+        self.wake()
+
+    def _has_public_host(self) -> bool:
+        return any(not is_private(host) and ":" not in host for host in self._seen_hosts)
+
+
+class _DialBack:
+    """A dial-back that a peer was asked for.
+
+    Args:
+        network: the peer's, from which its connection has to come.
+    """
+
+    def __init__(self, network: str) -> None:
+        self.network = network
+        self.seen = trio.Event()
+        self.ended = trio.Event()
+
+
+async def _probe(question: AskWhoami) -> Probe:
+    peer = question.peer
+    seen = await ask(peer.host, peer.port, local_port=question.local_port, timeout=WHOAMI_SECONDS)
+    return Probe(peer.host, seen.local_port, seen.port, trio.current_time())
+
+
+def _is_for_others(host: str) -> bool:
+    """Return whether a router could pass connections on to a listener at this host: IPv4, and not loopback."""
+    address = parse_host(host)
+    return address is not None and address.version == 4 and not address.is_loopback

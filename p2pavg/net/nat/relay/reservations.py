@@ -1,0 +1,205 @@
+"""Keep reservations at a few relays, for as long as this peer cannot be dialled."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import trio
+
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.addresses import CircuitAddress
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.nat.relay.choice import Candidate, addresses_of_relay, choose_relays
+from p2pavg.net.nat.relay.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Ping,
+    Refused,
+    Reserve,
+    Reserved,
+    decode,
+    encode,
+)
+from p2pavg.net.nat.relay.receiving import receive
+from p2pavg.net.nat.relay.service import PING_SECONDS
+from p2pavg.net.transport import PeerId, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 6.0
+ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
+LOOK_SECONDS = 5.0  # candidates are looked at this often while a relay is missing
+AVOID_SECONDS = 60.0
+_LOST_SECONDS = (
+    2.0  # a relay that was lost may have been restarted, or this peer may have changed its network
+)
+MAX_AVOIDED = 256
+
+_FAILURES = (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError)
+
+
+class Reservations:
+    """The relays through which others reach this peer.
+
+    Args:
+        candidates: returns the peers to which this one has a direct connection that it has dialled.
+        reached: returns the addresses at which this peer has dialled another one.
+        on_change: called when :attr:`addresses` has changed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        candidates: Callable[[], Sequence[Candidate]],
+        reached: Callable[[PeerId], Sequence[str]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._transport = transport
+        self._candidates = candidates
+        self._reached = reached
+        self._on_change = on_change
+        self._wanted = False
+        self._asked: dict[PeerId, trio.CancelScope] = {}
+        self._held: dict[PeerId, tuple[str, ...]] = {}
+        self._avoided: OrderedDict[PeerId, float] = OrderedDict()
+        self._changed = trio.Event()
+        self.last_refusal = ""
+        """The last reason for which a peer gave no reservation; empty if there was none yet."""
+
+    @property
+    def relays(self) -> tuple[PeerId, ...]:
+        """The relays at which this peer has a reservation."""
+        return tuple(self._held)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses at which others reach this peer through its relays, one relay after the other."""
+        return tuple(
+            str(CircuitAddress(address, relay, self._transport.peer_id))
+            for relay, addresses in self._held.items()
+            for address in addresses
+        )
+
+    def want(self, wanted: bool) -> None:
+        """Say whether this peer needs relays. Without need, its reservations end."""
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self.look()
+
+    def look(self) -> None:
+        """Look at the candidates now, for example because there is a new connection."""
+        self._changed.set()
+
+    def forget_failures(self) -> None:
+        """Ask any peer again from now on, because this peer is in another network."""
+        self._avoided.clear()
+        self.look()
+
+    async def run(self) -> None:
+        """Keep the reservations, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._changed = trio.Event()
+                if self._wanted:
+                    now = trio.current_time()
+                    for peer_id in choose_relays(
+                        self._transport.peer_id, self._candidates(), self._asked, self._avoided, now
+                    ):
+                        self._asked[peer_id] = trio.CancelScope()
+                        nursery.start_soon(self._hold, peer_id)
+                else:
+                    for scope in self._asked.values():
+                        scope.cancel()
+                with trio.move_on_after(LOOK_SECONDS):
+                    await self._changed.wait()
+
+    async def _hold(self, relay: PeerId) -> None:
+        """Have a reservation at one relay, until it is lost or not wanted any more."""
+        stream: Stream | None = None
+        held = False
+        try:
+            with self._asked[relay]:
+                with trio.move_on_after(ASK_SECONDS):
+                    stream = await self._transport.open_stream(relay, PROTOCOL, timeout=ASK_SECONDS)
+                    addresses = await self._reserve(stream)
+                    held = True
+                if stream is None or not held:
+                    raise UnreachableError(f"no answer within {ASK_SECONDS:.0f} s")
+                self._held[relay] = addresses
+                logger.info("this peer is reachable through the relay %s", relay)
+                self._on_change()
+                await self._ping(stream)
+        except _FAILURES as error:
+            self.last_refusal = str(error)
+            self._avoid(relay, _LOST_SECONDS if held else AVOID_SECONDS)
+            logger.info("%s at %s: %s", "the reservation is lost" if held else "no reservation", relay, error)
+        finally:
+            if stream is not None:
+                await stream.reset()
+            del self._asked[relay]
+            if self._held.pop(relay, None) is not None:
+                self._on_change()
+            self.look()
+
+    async def _reserve(self, stream: Stream) -> tuple[str, ...]:
+        if stream.relayed:
+            raise UnreachableError("the peer is itself only reached by a relay")
+        await send_message(stream, encode(Reserve()))
+        answer = await receive(stream)
+        if isinstance(answer, Refused):
+            raise UnreachableError(answer.reason)
+        if not isinstance(answer, Reserved):
+            raise RemoteProtocolError(f"it answered with {type(answer).__name__}")
+        addresses = addresses_of_relay(stream.remote, self._reached(stream.remote), answer.addresses)
+        if not addresses:
+            raise UnreachableError("this peer has no connection to the relay that it has dialled")
+        return addresses
+
+    async def _ping(self, stream: Stream) -> None:
+        """Exchange pings with a relay until it is lost. Raises the reason."""
+        heard = _Heard(trio.current_time())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hear, stream, heard, nursery.cancel_scope)
+            # Both tasks may fail at once when the connection ends, so neither raises: a nursery would raise a group.
+            try:
+                while trio.current_time() <= heard.at + PING_SECONDS + ANSWER_SECONDS:
+                    await send_message(stream, encode(Ping()))
+                    await trio.sleep(PING_SECONDS)
+                # The connection is dead, or a router has forgotten it: nothing else would notice that for minutes.
+                await stream.reset_connection()
+                heard.end = heard.end or UnreachableError(
+                    f"no answer to a ping within {ANSWER_SECONDS:.0f} s"
+                )
+            except _FAILURES as error:
+                heard.end = heard.end or error
+            nursery.cancel_scope.cancel()
+        assert heard.end is not None  # a cancelled caller does not come here
+        raise heard.end
+
+    async def _hear(self, stream: Stream, heard: _Heard, both: trio.CancelScope) -> None:
+        try:
+            while data := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES):
+                if not isinstance(decode(data), Ping):
+                    raise RemoteProtocolError("it sent something else than a ping")
+                heard.at = trio.current_time()
+            raise UnreachableError("the relay has ended the reservation")
+        except _FAILURES as error:
+            heard.end = heard.end or error
+        both.cancel()
+
+    def _avoid(self, relay: PeerId, seconds: float) -> None:
+        self._avoided[relay] = trio.current_time() + seconds
+        self._avoided.move_to_end(relay)
+        while len(self._avoided) > MAX_AVOIDED:
+            self._avoided.popitem(last=False)
+
+
+class _Heard:
+    """The time of a relay's last sign of life, and the reason for which the reservation has ended."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.end: Exception | None = None

@@ -1,0 +1,265 @@
+"""Being a relay: reservations of peers behind routers, and circuits to them.
+
+Theory of operation
+===================
+
+A circuit joins a stream of the peer that asks and a stream to the peer that is asked for. Over it, the two make an
+ordinary connection of libp2p, so the relay sees only what Noise has encrypted, and a relay that changes a byte ends the
+connection. It cannot pretend to be either of them.
+
+What it guarantees:
+
+* A relay connects to peers with a reservation only, over the connection that they have opened to it. So no stranger can
+  make a relay dial a third party.
+* What the relay gives is bounded by :class:`~p2pavg.net.nat.relay.limits.RelayLimits`: for each peer, each address and in
+  all. All circuits together stay below one rate, of which each sending address gets an equal part: of the circuits in
+  which it sends, one has its turn at a time.
+* A circuit holds at most one piece of PIECE_BYTES in each direction here, besides the windows of its two streams,
+  which are 256 KiB each and do not grow. All circuits together hold what the transport holds for strangers at most.
+
+What can happen, and the answer:
+
+* **One end reads nothing.** The transport gives up a stream that takes no data for 30 s. The connections to the relay
+  go on, because the end at fault may be the other one.
+* **One end closes.** The other end gets what was sent before, as over TCP.
+* **A peer has changed its network.** Its old connection may look alive for a while. Its new reservation replaces the
+  old one, whose connection is dropped, since circuits would be opened over it.
+* **A circuit is asked for over a circuit.** It is refused: chains of relays would multiply traffic.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+import trio
+
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.net.nat.relay.limits import Circuit, RelayBudget, RelayLimits
+from p2pavg.net.nat.relay.messages import (
+    CIRCUIT_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Connect,
+    Connected,
+    Incoming,
+    Ping,
+    Refused,
+    Reserve,
+    Reserved,
+    decode,
+    encode,
+)
+from p2pavg.net.nat.relay.receiving import receive
+from p2pavg.net.transport import PeerId, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+PING_SECONDS = 10.0
+"""Home routers forget an idle connection after some minutes; and a peer behind one shall notice a dead relay soon."""
+MAX_PINGS = 8  # at once, since answers cost time; two in PING_SECONDS after that
+SILENCE_SECONDS = 25.0
+ANSWER_SECONDS = 5.0
+PIECE_BYTES = 16 * 1024
+
+
+class RelayService:
+    """The relay that a peer is for others that cannot be dialled.
+
+    Args:
+        refusal: returns the reason for which this peer is no relay now; empty if it is one.
+        addresses: returns the addresses at which others can dial this peer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        refusal: Callable[[], str],
+        addresses: Callable[[], Sequence[str]],
+        limits: RelayLimits | None = None,
+    ) -> None:
+        self._transport = transport
+        self._refusal = refusal
+        self._addresses = addresses
+        self.budget = RelayBudget(limits or RelayLimits())
+        """The reservations and circuits of this relay at the moment."""
+        self._holders: dict[PeerId, trio.CancelScope] = {}
+        self._open: dict[Circuit, trio.CancelScope] = {}
+        self._turns: weakref.WeakValueDictionary[str, trio.Lock] = weakref.WeakValueDictionary()
+        transport.serve(PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer a request for a reservation or a circuit."""
+        with trio.move_on_after(ANSWER_SECONDS) as scope:
+            message = await receive(stream)
+        if scope.cancelled_caught:
+            return
+        reason = "a relay is not asked through a relay" if stream.relayed else self._refusal()
+        if reason:
+            await _refuse(stream, reason)
+        elif isinstance(message, Reserve):
+            await self._reserve(stream)
+        elif isinstance(message, Connect):
+            await self._connect(stream, message.target)
+        else:
+            raise RemoteProtocolError(f"a stream to a relay began with {type(message).__name__}")
+
+    # -- reservations
+
+    async def _reserve(self, stream: Stream) -> None:
+        found = self.budget.reserve(stream.remote, stream.remote_host)
+        if isinstance(found, str):
+            await _refuse(stream, found)
+            return
+        taken, ended = found
+        for peer_id in (stream.remote, *(each.peer_id for each in ended)):
+            if (older := self._holders.pop(peer_id, None)) is not None:
+                older.cancel()
+        self._holders[stream.remote] = holding = trio.CancelScope()
+        self._transport.remember_peer(stream.remote)
+        logger.info("%s at %s is reachable through this peer", stream.remote, stream.remote_host)
+        try:
+            with holding:
+                await send_message(stream, encode(Reserved(tuple(self._addresses()))))
+                await self._answer_pings(stream)
+            if holding.cancelled_caught and stream.remote in self.budget.reserved:  # by a newer reservation
+                await stream.reset_connection()
+        except (StreamBrokenError, ClosedError) as error:
+            logger.debug("a reservation ends: %s", error)
+        finally:
+            self.budget.give_up(taken)
+            if self._holders.get(stream.remote) is holding:
+                del self._holders[stream.remote]
+
+    async def _answer_pings(self, stream: Stream) -> None:
+        pings = TokenBucket(2.0 / PING_SECONDS, MAX_PINGS)
+        while True:
+            with trio.move_on_after(SILENCE_SECONDS) as silence:
+                data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                if data is None:
+                    return
+                if not isinstance(decode(data), Ping):
+                    raise RemoteProtocolError("a peer with a reservation sent something else than a ping")
+                if pings.take(trio.current_time(), 1.0) > 0.0:
+                    raise RemoteProtocolError(f"a peer sent more than {MAX_PINGS} pings at once")
+                await send_message(stream, encode(Ping()))
+            if silence.cancelled_caught:
+                logger.info("%s was silent for %.0f s: its reservation ends", stream.remote, SILENCE_SECONDS)
+                await stream.reset_connection()
+                return
+
+    # -- circuits
+
+    async def _connect(self, stream: Stream, target: PeerId) -> None:
+        found = self.budget.connect(stream.remote, stream.remote_host, target, trio.current_time())
+        if isinstance(found, str):
+            await _refuse(stream, found)
+            return
+        circuit, ended = found
+        for each in ended:
+            self._open.pop(each).cancel()
+        self._open[circuit] = scope = trio.CancelScope()
+        try:
+            with scope:
+                await self._reach_and_join(circuit, stream)
+        finally:
+            self._open.pop(circuit, None)
+            self.budget.close(circuit)
+
+    async def _reach_and_join(self, circuit: Circuit, stream: Stream) -> None:
+        try:
+            other = await self._reach_in_time(circuit.target, circuit.source)
+        except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
+            await _refuse(stream, f"the peer was not reached: {error}")
+            return
+        for each in (stream, other):
+            each.carry_circuit()
+        try:
+            await send_message(stream, encode(Connected()))
+            for ended in await self._join(circuit, stream, other):
+                await ended.aclose()
+        finally:
+            await other.reset()
+
+    async def _reach_in_time(self, target: PeerId, source: PeerId) -> Stream:
+        with trio.move_on_after(ANSWER_SECONDS):
+            return await self._reach(target, source)
+        raise UnreachableError(f"no answer within {ANSWER_SECONDS:.0f} s")
+
+    async def _reach(self, target: PeerId, source: PeerId) -> Stream:
+        stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=ANSWER_SECONDS)
+        try:
+            if stream.relayed:
+                raise UnreachableError("it is behind another relay")  # noqa: TRY301 - as any other reason
+            await send_message(stream, encode(Incoming(source)))
+            answer = await receive(stream)
+            if isinstance(answer, Refused):
+                raise UnreachableError(answer.reason)  # noqa: TRY301
+            if not isinstance(answer, Connected):
+                raise RemoteProtocolError(f"it answered with {type(answer).__name__}")  # noqa: TRY301
+        except BaseException:
+            await stream.reset()
+            raise
+        return stream
+
+    async def _join(self, circuit: Circuit, one: Stream, other: Stream) -> list[Stream]:
+        """Carry bytes both ways until one end closes, breaks, is idle for too long, or has used up its bytes.
+
+        Return the streams that have got everything that was sent to them: those of which the other end has closed.
+        """
+        complete: list[Stream] = []
+        with bare_exceptions():
+            async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.deadline = trio.current_time() + self.budget.limits.seconds
+                nursery.start_soon(self._end_if_idle, circuit, nursery.cancel_scope)
+                for back, pair in ((False, (one, other)), (True, (other, one))):
+                    nursery.start_soon(self._carry, circuit, *pair, back, complete, nursery.cancel_scope)
+        logger.debug(
+            "a circuit from %s to %s ends after %d bytes", circuit.source, circuit.target, circuit.carried
+        )
+        return complete
+
+    async def _carry(
+        self,
+        circuit: Circuit,
+        one: Stream,
+        other: Stream,
+        back: bool,
+        complete: list[Stream],
+        both: trio.CancelScope,
+    ) -> None:
+        """Carry the bytes of one direction, and end both directions with it."""
+        turn = self._turns.setdefault(circuit.target_host if back else circuit.host, trio.Lock())
+        try:
+            while piece := await one.receive_some(PIECE_BYTES):
+                async with turn:
+                    wait = self.budget.carry(circuit, len(piece), trio.current_time(), back=back)
+                    if wait is None:
+                        logger.info(
+                            "a circuit ends: %s, or its address, has used up its bytes for now", one.remote
+                        )
+                        both.cancel()
+                        return
+                    await trio.sleep(wait)
+                await other.send_all(piece)
+            complete.append(other)
+        except (StreamBrokenError, ClosedError) as error:
+            logger.debug("a circuit of %s broke: %s", circuit.source, error)
+        both.cancel()
+
+    async def _end_if_idle(self, circuit: Circuit, both: trio.CancelScope) -> None:
+        before = -1
+        while circuit.carried != before:
+            before = circuit.carried
+            await trio.sleep(self.budget.limits.idle_seconds)
+        both.cancel()
+
+
+async def _refuse(stream: Stream, reason: str) -> None:
+    await send_message(stream, encode(Refused(reason)))
+    await stream.aclose()

@@ -1,0 +1,156 @@
+"""The part of the optimizers of a run that makes them optimizers of torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from p2pavg.base.result import Success
+from p2pavg.optim.base.report import StepReport
+
+
+class TorchOptimizer(Optimizer):
+    """A torch optimizer whose groups, state and defaults are those of another one.
+
+    A ``LRScheduler`` can wrap it, a ``GradScaler`` can step it, and torch's hooks work. The subclasses define ``step``.
+    """
+
+    _step_supports_amp_scaling = True
+    """A ``GradScaler`` then calls ``step`` for every batch, and tells it if the gradients overflow. Otherwise it would
+    leave the call out, and there would be no report."""
+
+    def _become_optimizer(self) -> None:
+        # Optimizer.__init__ would make groups of its own. This makes torch's hooks alone, and patches `step`.
+        super().__setstate__({})
+        self.report: StepReport | None = None
+        """The report of the last ``step``, without the averaged tensors; ``None`` before the first one."""
+
+    def _keep(self, report: StepReport) -> None:
+        """Keep the report for callers that do not get it from ``step``."""
+        result = report.result
+        if isinstance(result, Success):  # its tensors are as large as the model
+            report = replace(report, result=replace(result, averaged=[]))
+        self.report = report
+
+    @property
+    def updated(self) -> bool:
+        """True if the last ``step`` has taken an update."""
+        return self.report is not None and self.report.updated
+
+    @property
+    @abstractmethod
+    def _stepped(self) -> Optimizer:
+        """The optimizer that has the parameter groups."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of ``inner``: the same list, so a rate that is set here is set there."""
+        return self._stepped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._stepped.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of ``inner``, by parameter."""
+        return self._stepped.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._stepped.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default options of ``inner``."""
+        return self._stepped.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._stepped.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:  # noqa: ARG002 - torch's signature
+        """Refuse: the peers of a run average the parameters that they began with.
+
+        Raises:
+            RuntimeError: always; the message says what to do.
+        """
+        raise RuntimeError(
+            "a parameter group cannot be added: all peers of a run average the parameters that `inner` had when this"
+            " optimizer was made. Add the group to `inner`, and make a new optimizer of it, on all peers at the same"
+            " update"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it belongs to an averager, which is a running peer."
+            " Save its state_dict(), and load it into an optimizer of the other process"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__getstate__()
+
+    # ------------------------------------------------------------------ states, with torch's hooks
+
+    @abstractmethod
+    def _state_dict(self) -> dict[str, Any]:
+        """Return the state that :meth:`state_dict` returns, before its hooks."""
+
+    @abstractmethod
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, after the hooks of :meth:`load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a peer needs beside the model's state to continue from here, as plain values and tensors.
+
+        ``torch.load(weights_only=True)`` reads it. Do not call it while a round of ``overlap`` runs: the state would be
+        from before its update.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a state that this or another peer saved; load the model's state too.
+
+        What was accumulated is discarded, since it belongs to other parameters. The next ``step`` checks that the
+        model's parameters belong to the state. With local updates, load the model's state before this one. The local
+        steps of another peer since its last outer step are left out: the parameters become the anchor. A peer without
+        an identity file has a new id at each start, so its own state counts as another peer's.
+
+        Raises:
+            ValueError: ``state_dict`` is malformed, or of an optimizer of another kind.
+        """
+        state = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state = before(self, state) or state
+        self._load_state_dict(state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    # ------------------------------------------------------------------ scaled gradients
+
+    def _overflows(self) -> bool:
+        """Return whether a ``GradScaler`` calls this ``step`` with gradients that are not finite."""
+        found = getattr(self, "found_inf", None)
+        return found is not None and bool(found)
+
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        """Divide the gradients by the scale of a ``GradScaler`` that has not done so itself."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        inverse = scale.double().reciprocal().float()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))

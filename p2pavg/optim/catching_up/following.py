@@ -1,0 +1,449 @@
+"""A peer that follows its run from behind: it fetches a snapshot, and replays the averages since.
+
+All of this runs in the training thread, in short calls of :meth:`Follower.advance`. Transfers run in trio's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from p2pavg.base.errors import RemoteProtocolError, StateError
+from p2pavg.base.result import Success
+from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.catching_up.common_state import CommonState
+from p2pavg.optim.catching_up.following_news import Attempts, Pace, Teller
+from p2pavg.optim.ranks.shards import Ranks
+from p2pavg.state.checking import is_finite
+from p2pavg.state.choice import Chosen, choose_snapshot, head_of, named_donors, next_average
+from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
+from p2pavg.state.news import StateNews
+from p2pavg.state.progress import StateProgress, amount
+from p2pavg.state.sharing import StateSharing
+from p2pavg.state.snapshot import read
+
+logger = logging.getLogger(__name__)
+
+AHEAD, MAX_AHEAD = 2, 4
+"""Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
+SMALL_BYTES = 2**24
+LOOK_SECONDS = 1.0  # between two looks at transfers and records
+NEWS_SECONDS = (
+    0.25  # between two looks at records, while all that this peer lacks is the news of the next average
+)
+MAX_REFUSED = 64  # roots of snapshots that could not be used
+LOST_SECONDS = 10.0
+"""If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
+snapshot."""
+
+
+class Replays(Protocol):
+    """The part of an optimizer that takes updates from the log."""
+
+    def adopted(self) -> None:
+        """Note that the common state was replaced: work that belongs to other parameters is dropped."""
+
+    def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
+        """Take one update of the run, as the peers that were in its round did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """The situation of a peer that follows."""
+
+    reason: str = ""
+    """Reason for waiting, as a sentence."""
+    caught_up: bool = False
+    progressed: bool = False
+    """True if a snapshot was loaded or an update taken: more may be possible at once."""
+    failed: bool = False
+    """True if a transfer has just failed; the next attempt comes after a pause."""
+    over: bool = False
+    """True if the caller's time is over, on the first rank."""
+
+
+class Ready(enum.Enum):
+    """The next thing that one rank can do."""
+
+    NOTHING = enum.auto()
+    SNAPSHOT = enum.auto()
+    """Load the snapshot, which is here."""
+    AVERAGE = enum.auto()
+    """Take the next average, which is here."""
+    END = enum.auto()
+    """Go on with the run: it has caught up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The situation of one rank, for the other ranks of its peer."""
+
+    ready: Ready = Ready.NOTHING
+    epoch: int = 0
+    """Update to which ``ready`` leads."""
+    offer: tuple[int, bytes] | None = None
+    """Epoch and state of the snapshot that it fetches."""
+    failed: str = ""
+    """Reason why it could not fetch something; empty if it could."""
+    needs_snapshot: bool = False
+    over: bool = False
+    """True if its caller's time is over."""
+
+
+class Follower:
+    """Brings one peer to the update at which its run is.
+
+    A peer of several ranks has a follower on each. Each fetches its own shard's state, and all act together: a snapshot
+    is loaded, or an average taken, when it is there on all ranks.
+
+    Args:
+        sharing: the states of the run's peers.
+        common: this peer's own common state.
+        owner: the optimizer.
+        ranks: the ranks of this peer.
+        companions: returns the peers that took one of the last updates with this one.
+        on_progress: called about once a second while a transfer runs.
+    """
+
+    def __init__(
+        self,
+        sharing: StateSharing,
+        common: CommonState,
+        owner: Replays,
+        ranks: Ranks,
+        *,
+        companions: Callable[[], Collection[str]],
+        on_progress: Callable[[StateProgress], None] | None,
+    ) -> None:
+        self._sharing = sharing
+        self._common = common
+        self._owner = owner
+        self._ranks = ranks
+        self._companions = companions
+        self.pace = Pace()
+        self._snapshot: SnapshotTransfer | None = None
+        self._averages: deque[AverageTransfer] = deque()
+        self._ahead = MAX_AHEAD if sharing.average_bytes <= SMALL_BYTES else AHEAD
+        self._needs_snapshot = False
+        self._is_useless = False
+        """True if this peer's present state is not one of the run's."""
+        self._at_least = 0
+        self._refused: deque[bytes] = deque(maxlen=MAX_REFUSED)
+        self._first_offer: tuple[int, bytes] | None = None
+        """Epoch and state of the snapshot that the first rank fetches."""
+        self._began_at: float | None = None
+        self._trusted: frozenset[str] = frozenset()
+        self._last_found = 0.0
+        self._attempts = Attempts()
+        self._teller = Teller(sharing, on_progress)
+
+    @property
+    def is_active(self) -> bool:
+        """True from the first :meth:`advance` until this peer has caught up."""
+        return self._began_at is not None
+
+    @property
+    def is_fetching(self) -> bool:
+        """True while a transfer runs."""
+        return self._transfer() is not None
+
+    @property
+    def failures(self) -> int:
+        """Number of transfers in a row that failed, or brought nothing of use."""
+        return self._attempts.count
+
+    @property
+    def is_on_the_log(self) -> bool:
+        """True while this peer replays averages, or has just replayed the last one."""
+        return not self._needs_snapshot
+
+    def begin(self, *, snapshot: bool = False, at_least: int = 0) -> None:
+        """Begin to follow.
+
+        Args:
+            snapshot: true if the present state is of no use: the log alone does not help.
+            at_least: a snapshot of an earlier update is of no use.
+        """
+        if self._began_at is None:
+            self._began_at = self._last_found = time.monotonic()
+            self._at_least = at_least
+            self._attempts = Attempts()
+            self._trusted = frozenset(self._companions())
+        self._needs_snapshot = self._needs_snapshot or snapshot
+        self._is_useless = self._is_useless or snapshot
+
+    def reload(self) -> None:
+        """Follow because the others have changed the state by something that no average tells: fetch a later one."""
+        self.begin()
+        self._lose_the_log(time.monotonic())
+        self._is_useless = True
+
+    def advance(self, *, behind: bool, over: bool = False) -> Following:
+        """Do what can be done now, without waiting for the network.
+
+        Args:
+            behind: true if most peers of the run have another state than this one.
+            over: true if the caller's time is over.
+        """
+        self.begin()
+        now = time.monotonic()
+        news = self._sharing.news()
+        deciding = self._sharing.deciding(news, self._trusted)
+        head = head_of(news, deciding)
+        if deciding:
+            self.pace.note(head, now)
+        if self._needs_snapshot:
+            found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
+        else:
+            found, reason = self._along_the_log(news, deciding, head, now, behind=behind)
+        stands = self._ranks.gather(replace(found, needs_snapshot=self._needs_snapshot, over=over))
+        self._first_offer = stands[0].offer
+        reason = self._teller.tell(reason, self._common.lineage.epoch, head, self._transfer(), self.pace, now)
+        if any(stand.failed for stand in stands):
+            self._fail(found.failed or "another rank of this peer could not fetch its part", now)
+            return Following(reason=reason, failed=True)
+        if any(stand.needs_snapshot for stand in stands) and not self._needs_snapshot:
+            self._lose_the_log(now)
+        elif len({(stand.ready, stand.epoch) for stand in stands}) == 1 and found.ready is not Ready.NOTHING:
+            return self._act(found.ready, now)
+        return Following(reason=reason, over=stands[0].over)
+
+    def _act(self, ready: Ready, now: float) -> Following:
+        """Do what all ranks are ready for."""
+        if ready is Ready.END:
+            logger.info("this peer has caught up with its run at update %d", self._common.lineage.epoch)
+            self.stop()
+            return Following(caught_up=True)
+        if ready is Ready.AVERAGE:
+            reason = self._replay(self._averages.popleft(), now)
+            self._last_found = now
+            return Following(progressed=not reason, failed=bool(reason), reason=reason)
+        reason = self._load(now)
+        return Following(progressed=not reason, failed=bool(reason), reason=reason)
+
+    def wait(self, version: int) -> None:
+        """Block until there may be something to do.
+
+        Args:
+            version: the sharing's, before the last :meth:`advance`.
+        """
+        transfer = self._transfer()
+        if self.is_on_the_log and transfer is None:
+            # The others are about to begin a round. This peer is in it if it hears of their last one at once.
+            self._sharing.look()
+            self._sharing.wait(version, NEWS_SECONDS)
+        elif transfer is None or transfer.ended:
+            self._sharing.wait(version, LOOK_SECONDS)
+        else:
+            transfer.wait(LOOK_SECONDS)
+
+    def _transfer(self) -> SnapshotTransfer | AverageTransfer | None:
+        return self._snapshot or (self._averages[0] if self._averages else None)
+
+    def stop(self) -> None:
+        """Give up what is on its way. The present state stays."""
+        self._drop_snapshot()
+        self._drop_averages()
+        self._began_at = None
+        self._needs_snapshot = self._is_useless = False
+
+    # ------------------------------------------------------------------ the snapshot
+
+    def _towards_snapshot(
+        self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
+    ) -> tuple[Stand, str]:
+        transfer, epoch = self._snapshot, self._common.lineage.epoch
+        if transfer is None and not behind and epoch >= head and not self._is_useless:
+            return Stand(
+                ready=Ready.END, epoch=epoch, needs_snapshot=True
+            ), ""  # those that were further are gone
+        if transfer is None:
+            return self._choose(news, deciding, now)
+        offer = transfer.offer
+        reason = f"fetching the state of update {offer.epoch}"
+        stand = Stand(offer=(offer.epoch, offer.state))
+        if not transfer.ended:
+            if transfer.stands_still and self._chosen(news, deciding, now).offer not in (None, offer):
+                logger.info(
+                    "no peer sends the state of update %d any more, and another is offered", offer.epoch
+                )
+                self._drop_snapshot()
+                return self._choose(news, deciding, now)
+            offering = (peer_id for peer_id, said in news.items() if said.snapshot == offer)
+            donors = named_donors(offering, deciding)
+            transfer.set_donors(self._sharing.addresses_of(news, donors))
+            return stand, reason
+        if transfer.failure:
+            return replace(stand, failed=transfer.failure), transfer.failure
+        return replace(stand, ready=Ready.SNAPSHOT, epoch=offer.epoch), reason
+
+    def _chosen(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> Chosen:
+        assert self._began_at is not None
+        # When a run begins again, most peers may have earlier checkpoints than the latest one.
+        return choose_snapshot(
+            news,
+            [peer_id for peer_id in deciding if news[peer_id].epoch >= self._at_least],
+            at_least=self._at_least,
+            waited=now - self._began_at,
+            refused=self._refused,
+        )
+
+    def _choose(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> tuple[Stand, str]:
+        """Begin to fetch a snapshot, if there is one to take now."""
+        if why := self._attempts.pauses(now):
+            return Stand(), why
+        if not self._ranks.is_first:
+            if self._first_offer is None:
+                return Stand(), "waiting for the first rank of this peer to choose a state"
+            news = {peer_id: said for peer_id, said in news.items() if said.offers(*self._first_offer)}
+            deciding = [peer_id for peer_id in deciding if peer_id in news]
+        chosen = self._chosen(news, deciding, now)
+        offer = chosen.offer
+        if offer is None:
+            return Stand(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)
+        if offer.size > self._common.max_bytes:
+            self._refused.append(offer.root)
+            why = (
+                f"the run's state has {amount(offer.size)}, and this model's has at most"
+                f" {amount(self._common.max_bytes)}: it is of another model"
+            )
+            return Stand(failed=why), why
+        logger.info(
+            "this peer fetches the state of update %d, %s; %d can send it; of the peers that decide, %s",
+            offer.epoch,
+            amount(offer.size),
+            len(chosen.donors),
+            chosen.reason,
+        )
+        self._snapshot = self._sharing.fetch_snapshot(offer)
+        self._snapshot.set_donors(self._sharing.addresses_of(news, chosen.donors))
+        return Stand(offer=(offer.epoch, offer.state)), f"fetching the state of update {offer.epoch}"
+
+    def _load(self, now: float) -> str:
+        """Load the snapshot that is here; return the reason if it cannot be used. Then nothing has changed."""
+        transfer, self._snapshot = self._snapshot, None
+        assert transfer is not None
+        offer, why = transfer.offer, ""
+        with transfer.data() as data:
+            try:
+                take = self._common.prepare(read(data), Lineage(offer.epoch, offer.state))
+            except StateError as error:
+                why = str(error)
+            if self._ranks.all_agree(not why):
+                take()
+        if why or self._common.lineage != Lineage(offer.epoch, offer.state):
+            self._refused.append(offer.root)
+            self._fail(why or "another rank of this peer cannot use its part of the state", now)
+            return self._attempts.failure
+        logger.info("this peer has loaded the state of update %d", offer.epoch)
+        self._needs_snapshot = self._is_useless = False
+        self._attempts, self._last_found = Attempts(), now
+        self._sharing.shelf.begin(offer.epoch)
+        self._sharing.say(wants=True, epoch=offer.epoch)
+        self._owner.adopted()
+        return ""
+
+    def _fail(self, reason: str, now: float) -> None:
+        self._drop_snapshot()
+        if not self._needs_snapshot:
+            self._lose_the_log(now)
+        self._attempts.failed(reason, now)
+        # A donor may have dropped the state since it offered it, so the first failure says little.
+        level = logging.WARNING if self._attempts.count > 1 else logging.INFO
+        logger.log(level, "this peer could not fetch the run's state: %s", reason)
+
+    def _drop_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.cancel()
+            self._snapshot = None
+        self._first_offer = None
+
+    # ------------------------------------------------------------------ the log
+
+    def _along_the_log(
+        self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
+    ) -> tuple[Stand, str]:
+        """Fetch the next averages; see whether the first of them is here, or this peer has caught up."""
+        epoch = self._common.lineage.epoch
+        self._fetch_averages(news, deciding)
+        if not self._averages:
+            if not behind and epoch >= head:
+                return Stand(ready=Ready.END, epoch=epoch), ""
+            return Stand(), self._without_average(head, now)
+        self._last_found = now
+        first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
+        if first.ended and first.failure:
+            return Stand(failed=first.failure), first.failure
+        if first.before not in (None, self._common.lineage.state):
+            self._lose_the_log(now)  # before the average itself was fetched
+            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
+        if not first.ended:
+            if first.stands_still and not any(first.group_id in said.log for said in news.values()):
+                self._lose_the_log(now)  # it has left all logs while it was fetched
+                return (
+                    Stand(),
+                    f"no peer sends the average of update {epoch + 1} any more: it needs a snapshot",
+                )
+            return Stand(), reason
+        return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
+
+    def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
+        epoch = self._common.lineage.epoch
+        while len(self._averages) < self._ahead:
+            found = next_average(news, deciding, epoch + len(self._averages) + 1)
+            if found is None:
+                break
+            self._averages.append(self._sharing.fetch_average(found[0]))
+        for transfer in self._averages:
+            offering = (peer_id for peer_id, said in news.items() if transfer.group_id in said.log)
+            donors = named_donors(offering, deciding)
+            if donors:  # a donor may still hold what its record does not name any more
+                transfer.set_donors(self._sharing.addresses_of(news, donors))
+
+    def _replay(self, transfer: AverageTransfer, now: float) -> str:
+        """Take one update, whose average belongs to this peer's state; return the reason if it cannot be used.
+
+        The members of a group in an open run may be strangers, and sign anything.
+        """
+        averaged: list[torch.Tensor] = []
+        try:
+            averaged = transfer.decode()
+            is_good = all(map(is_finite, averaged))
+            why = "" if is_good else "an average that members have signed has NaN or infinite values"
+        except RemoteProtocolError as error:
+            why = f"an average that members have signed cannot be used: {error}"
+        if not self._ranks.all_agree(not why):
+            self._fail(why or "another rank of this peer cannot use its part of an average", now)
+            return self._attempts.failure
+        epoch = self._common.lineage.epoch + 1
+        self._owner.replay(averaged, transfer.success(averaged))
+        self._sharing.replayed(transfer, epoch)
+        self._sharing.say(wants=True, epoch=epoch)
+        return ""
+
+    def _drop_averages(self) -> None:
+        while self._averages:
+            self._averages.popleft().cancel()
+
+    def _lose_the_log(self, now: float) -> None:
+        self._drop_averages()
+        self._needs_snapshot = True
+        self._at_least = self._common.lineage.epoch
+        self._last_found = now
+
+    def _without_average(self, head: int, now: float) -> str:
+        """Return the reason for waiting when no peer offers the next average."""
+        epoch = self._common.lineage.epoch
+        if head <= epoch:
+            if now >= self._last_found + LOST_SECONDS:
+                self._lose_the_log(now)
+            return f"no peer offers a later state than that of update {epoch}"
+        self._lose_the_log(now)
+        return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"

@@ -1,0 +1,353 @@
+"""Trust in the other peers' words: which of them count, for how much, and for how long. No I/O, no clock.
+
+A peer's *word* is the progress that it publishes. Each word is signed, but none is proven: a stranger can make any
+number of identities, and each can claim anything. So a peer trusts most the peers that took one of its last updates
+with it, its *known* peers:
+
+* While a known peer is there, only known peers decide whether this peer is behind.
+* Samples of known peers count as claimed. Samples of *newcomers* count as far as they could have been computed since
+  the newcomer's first word. Together they count no more than the samples of this peer and its known peers.
+* This peer waits for newcomers only briefly, and lets only a few into a round at once. After newcomers repeatedly fail
+  to come, it expects none for a while.
+
+A peer without known peers has just begun, or all of them are gone. It believes everything but samples. This gap remains
+as long as any peer may join: most of the words that such a peer sees may be invented.
+
+At the start, every peer that is present is waited for. Later a peer is waited for once it has computed a batch, and
+until it has computed nothing for a few of its own batch times. All calls are given ``now``, in seconds of any clock.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from p2pavg.optim.coordination.progress import Progress, Seen, following
+
+SETTLE_SECONDS = 5.0
+"""The first round begins when no new peer has come for this long. Programs that are started together differ by as much:
+importing torch takes 2 to 4 s, more on a busy machine, and a word takes up to a second."""
+MAX_SETTLE_SECONDS = 30.0
+"""The first round begins after this time even if new peers keep coming. Otherwise an attacker could delay the start by
+inventing one every 5 s."""
+START_SECONDS = 60.0
+"""Time that a peer present at the start may take for its first batch: ``torch.compile`` takes as long."""
+FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to publish its new state
+PAUSE_BATCHES = 4
+"""A peer that computes nothing for this many of its batch times is no longer waited for."""
+PAUSE_SECONDS = 10.0
+"""Minimum of that time, for peers with short batches. Dropping a peer leaves it behind, and a busy machine, a
+checkpoint or a late word takes seconds."""
+NEWCOMER_BATCHES = 2
+"""Batch times for which a newcomer is waited for. It joins the round after its batch, when it sees that the others
+wait; the second batch allows for the words' delay."""
+NEWCOMER_SECONDS = 30.0
+"""Maximum of that time, whatever batch time a newcomer claims. It is the default ``match_timeout``, which a newcomer
+that does not come costs anyway."""
+NEWCOMERS = 4
+"""Newcomers in a round with this many known peers or fewer; with more, as many newcomers as known peers."""
+REPLAY_SECONDS = 1.0
+"""Time for which a peer that replays the last updates is waited for: it hears of the last one, and fetches it. All
+other peers wait for it, and one peer gains an update. So it is short."""
+KNOWN_UPDATES = 8
+"""A peer that took none of this peer's last updates is a newcomer again."""
+CLAIM_MARGIN = 10.0
+"""Factor by which a newcomer may be faster than this peer and the median known peer: a GPU beside a CPU."""
+FIRST_BATCHES = 4.0
+"""Credit for a newcomer's work before its first word, in batches of this peer."""
+MAX_UPDATES_PER_SECOND = 50.0
+"""No run is faster: a round between processes of one machine takes 0.1 s."""
+MAX_REMEMBERED = 1024
+"""Limit of the remembered absent peers; the oldest is forgotten. An attacker that uses more names gains one missed
+round for each, as it would with new names anyway."""
+RETRY_SECONDS = 10.0  # doubled each time: pause until a peer that made a round fail is expected again
+MAX_RETRY_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The word of one peer at its present state."""
+
+    progress: Progress
+    since: float
+    computed_at: float
+    """Time at which its words last showed progress."""
+    observes: bool
+    """True if it will only observe the next round."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """A peer that did not come to a round in which it was expected."""
+
+    times: int
+    said: Progress
+    """Its word at that time."""
+    until_epoch: int
+    until: float
+
+
+class Attendance:
+    """The other peers of a run as one peer counts them.
+
+    Args:
+        now: seconds of the clock that all calls use.
+        pause_seconds: see :data:`PAUSE_SECONDS`.
+        overlaps: true if peers go on computing while a round runs. Then a peer of the last round may take its result
+            much later than this one, and a peer that is expected in a round need not be due yet.
+    """
+
+    def __init__(self, now: float, *, pause_seconds: float = PAUSE_SECONDS, overlaps: bool = False) -> None:
+        self._pause_seconds = pause_seconds
+        self._overlaps = overlaps
+        self._peers: dict[str, _Peer] = {}
+        self._missed: dict[str, _Missed] = {}
+        self.begin(now)
+
+    def begin(self, now: float) -> None:
+        """Start anew with other parameters: no peer has taken an update with this one yet."""
+        self._known: dict[str, int] = {}  # peer id -> epoch of the last update taken together
+        self._companions: frozenset[str] = frozenset()  # peers of the last update
+        self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # this peer's states before it
+        self._took_at = -math.inf
+        self.started = False
+        self._due: set[str] = set()  # peers expected in the next round
+        self._news_at = now
+        self._enough_at: float | None = None
+        self._waits_since: float | None = None
+        self._fruitless = 0  # consecutive updates to which newcomers were expected and none came
+        self._newcomers_from = 0  # epoch from which newcomers are expected again
+        self._missed.clear()
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Ids of the known peers."""
+        return frozenset(self._known)
+
+    # ------------------------------------------------------------------ words of other peers
+
+    def hear(self, mine: Progress, words: Mapping[str, Progress], now: float) -> tuple[Seen, ...]:
+        """Take in the peers' current words; return each peer with the credit that its word gets."""
+        if not mine.waiting:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        words = {
+            peer: word for peer, word in words.items() if not self._is_absent(peer, word, mine.epoch, now)
+        }
+        self._note(mine, words, now)
+        known = self._known.keys() & words.keys()
+        seen = self._believed(mine, known, now)
+        if self.is_start(mine):
+            expected = {peer for peer in seen if self._is_awake(peer, START_SECONDS, now)}
+        else:
+            expected = self._expected(mine, known, now)
+        self._due |= expected
+        return tuple(
+            Seen(
+                peer_id=peer,
+                progress=self._peers[peer].progress,
+                samples=samples,
+                votes=self._votes(peer, mine, known, now),
+                expected=peer in expected,
+                observes=self._peers[peer].observes,
+            )
+            for peer, samples in seen.items()
+        )
+
+    def _note(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
+        before, self._peers = self._peers, {}
+        for peer, word in words.items():
+            observes = (
+                word.follows and peer not in self._companions
+            )  # a companion has observed, and its word is late
+            if word.follows and word.state == mine.state:  # it has caught up, and waits as this peer does
+                word = replace(word, follows=False)
+            elif word.follows or (peer in self._companions and self._takes_soon(word, now)):
+                stays = self._overlaps and word.waiting  # in the round, and computing
+                word = following(word, self._earlier, mine)
+                word = replace(word, waiting=word.waiting or stays)
+            last = before.get(peer)
+            if last is None or last.progress.state != word.state:
+                if word.state == mine.state and not self.started:
+                    self._news_at = now
+                self._peers[peer] = _Peer(word, now, now, observes)
+                continue
+            went_on = word.samples != last.progress.samples or word.waiting
+            computed_at = now if went_on else last.computed_at
+            self._peers[peer] = _Peer(word, last.since, computed_at, observes)
+
+    def _takes_soon(self, word: Progress, now: float) -> bool:
+        """Return whether a peer of the last round will take its result, if it has not done so."""
+        return now < self._took_at + FOLLOW_SECONDS or (self._overlaps and word.waiting)
+
+    def _is_absent(self, peer: str, word: Progress, epoch: int, now: float) -> bool:
+        """Return whether a peer is ignored because it claimed to be present and did not come to a round."""
+        missed = self._missed.get(peer)
+        return missed is not None and (
+            word == missed.said or epoch < missed.until_epoch or now < missed.until
+        )
+
+    # ------------------------------------------------------------------ credit
+
+    def _believed(self, mine: Progress, known: Collection[str], now: float) -> dict[str, float]:
+        """Return each peer's samples as far as they are believed."""
+        speeds = [self._peers[peer].progress.samples_per_second for peer in known]
+        fastest = CLAIM_MARGIN * max(mine.samples_per_second, statistics.median(speeds) if speeds else 0.0)
+        first = FIRST_BATCHES * mine.samples_per_second * mine.batch_seconds
+        found = {}
+        for peer, word in self._peers.items():
+            samples = word.progress.samples
+            found[peer] = samples if peer in known else min(samples, first + fastest * (now - word.since))
+        here = {peer for peer in found if self._peers[peer].progress.state == mine.state}
+        if here & set(known):
+            most = math.fsum([mine.samples, *(found[peer] for peer in here if peer in known)])
+            newcomers = math.fsum(found[peer] for peer in here if peer not in known)
+            if newcomers > most:
+                found |= {peer: found[peer] * (most / newcomers) for peer in here if peer not in known}
+        return found
+
+    def _votes(self, peer: str, mine: Progress, known: Collection[str], now: float) -> bool:
+        if known and peer not in known:
+            return False
+        if not self.started:
+            return True
+        possible = mine.epoch + 1 + (now - self._took_at) * MAX_UPDATES_PER_SECOND
+        return self._peers[peer].progress.epoch <= possible
+
+    # ------------------------------------------------------------------ peers to wait for
+
+    def is_start(self, mine: Progress) -> bool:
+        """Return whether the run starts: all peers of this state are about to take their first update."""
+        others = (peer.progress for peer in self._peers.values() if peer.progress.state == mine.state)
+        return not self.started and not (mine.epoch > 0 and any(other.started for other in others))
+
+    def joins(self, mine: Progress) -> bool:
+        """Return whether this peer has joined a running run and has taken no update with it yet."""
+        return not self.started and not self.is_start(mine)
+
+    def is_settled(self, mine: Progress, peers: int, peers_to_start: int, now: float) -> bool:
+        """Return whether the first round may begin, because no new peer has come for a while.
+
+        Args:
+            mine: progress of this peer.
+            peers: number of peers that are present.
+            peers_to_start: number of peers that the first round needs.
+            now: the current time.
+        """
+        if not self.is_start(mine):
+            return True
+        if peers < peers_to_start:
+            self._enough_at = None
+        elif self._enough_at is None:
+            self._enough_at = now
+        if self._enough_at is not None and now >= self._enough_at + MAX_SETTLE_SECONDS:
+            return True
+        return now >= self._news_at + SETTLE_SECONDS
+
+    def _is_awake(self, peer: str, at_least: float, now: float) -> bool:
+        """Return whether a peer has computed something lately, compared with its batch time."""
+        word = self._peers[peer]
+        return word.progress.waiting or now < word.computed_at + max(
+            PAUSE_BATCHES * word.progress.batch_seconds, at_least
+        )
+
+    def _expected(self, mine: Progress, known: Collection[str], now: float) -> set[str]:
+        here = [peer for peer, word in self._peers.items() if word.progress.state == mine.state]
+        here = [peer for peer in here if self._is_awake(peer, self._pause_seconds, now)]
+        old = {
+            peer for peer in here if peer in known and (peer in self._companions or self._has_computed(peer))
+        }
+        new = [peer for peer in here if peer not in known and self._has_computed(peer)]
+        if not known:
+            running = [peer for peer in here if self._peers[peer].progress.started]
+            return {*old, *new, *running}
+        if mine.epoch < self._newcomers_from:
+            return old
+        new = [peer for peer in new if not self._is_given_up(peer, now)]
+        new.sort(key=lambda peer: (self._peers[peer].since, peer))
+        return {*old, *new[: max(NEWCOMERS, len(known))]}
+
+    def _has_computed(self, peer: str) -> bool:
+        progress = self._peers[peer].progress
+        return progress.samples > 0 or progress.waiting
+
+    def _is_given_up(self, newcomer: str, now: float) -> bool:
+        """Return whether this peer has waited long enough for a newcomer."""
+        progress = self._peers[newcomer].progress
+        if self._waits_since is None:
+            return False
+        if progress.follows:
+            return now >= self._waits_since + REPLAY_SECONDS
+        if progress.waiting:
+            return False
+        grace = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
+        return now >= self._waits_since + min(grace, NEWCOMER_SECONDS)
+
+    # ------------------------------------------------------------------ rounds
+
+    def took(
+        self, companions: Iterable[str], mine: Progress, words: Mapping[str, Progress], now: float
+    ) -> None:
+        """Note an update that this peer took with others.
+
+        Args:
+            companions: ids of the other peers.
+            mine: progress of this peer before the update.
+            words: the current words of all peers.
+            now: the current time.
+        """
+        self.hear(mine, words, now)
+        self._companions = frozenset(companions)
+        self._earlier.append(mine.state)
+        epoch = mine.epoch + 1
+        self._judge_newcomers(epoch)
+        self._known |= dict.fromkeys(self._companions, epoch)
+        self._known = {peer: last for peer, last in self._known.items() if last > epoch - KNOWN_UPDATES}
+        for peer in self._companions:
+            self._missed.pop(peer, None)
+        for peer in self._due - self._companions:
+            if self._was_due(peer, mine):
+                self._note_missed(peer, words[peer], epoch, -math.inf)
+        self.started, self._took_at = True, now
+        self._due.clear()
+        self._waits_since = None
+
+    def came_to_nothing(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
+        """Note a round to which no other peer came within the match timeout."""
+        self.hear(mine, words, now)
+        for peer in tuple(self._due):
+            if self._was_due(peer, mine):
+                times = self._missed[peer].times if peer in self._missed else 0
+                # A pause in seconds, not in updates: without these peers there may be no update.
+                pause = min(RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_RETRY_SECONDS) if times > 1 else 0.0
+                self._note_missed(peer, words[peer], 0, now + pause)
+        self._due.clear()
+        self._waits_since = None
+
+    def _was_due(self, peer: str, mine: Progress) -> bool:
+        """Return whether a peer's word was of this peer's state, or of one that replays the updates up to it."""
+        heard = self._peers.get(peer)
+        if heard is None or heard.progress.state != mine.state:
+            return False
+        return heard.progress.waiting or not self._overlaps
+
+    def _judge_newcomers(self, epoch: int) -> None:
+        expected = self._due - self._known.keys()
+        if not self._known or not expected:
+            return
+        self._fruitless = 0 if expected & self._companions else self._fruitless + 1
+        if self._fruitless > 2:
+            self._newcomers_from = epoch + 2 ** min(self._fruitless - 2, 8)
+
+    def _note_missed(self, peer: str, word: Progress, epoch: int, until: float) -> None:
+        """Ignore an absent peer until its word changes; if it is repeatedly absent, for exponentially more updates."""
+        times = self._missed[peer].times + 1 if peer in self._missed else 1
+        updates = 2 ** min(times - 2, 8) if times > 2 and epoch else 0
+        self._missed.pop(peer, None)
+        self._missed[peer] = _Missed(times, word, epoch + updates, until)
+        if len(self._missed) > MAX_REMEMBERED:
+            del self._missed[next(iter(self._missed))]

@@ -1,0 +1,339 @@
+"""Progress of a run's peers, as each states its own, and the resulting decision of one peer.
+
+No I/O, no clock. A *state* names a peer's parameters by its beginning and every update since
+(:mod:`p2pavg.optim.base.lineage`). Peers of one state have the same parameters, and only those average with each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from p2pavg.base.encoding import pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
+
+MAX_SAMPLES = 1e15
+MAX_EPOCH = 2**53
+MAX_BATCH_SECONDS = 600.0  # the default sync_timeout: no peer is waited for longer
+STATE_BYTES = 32
+_VERSION = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The progress that one peer publishes, its *word*.
+
+    Raises:
+        RemoteProtocolError: a number is out of range.
+    """
+
+    epoch: int
+    """Updates since the run began."""
+    state: bytes
+    samples: float
+    """Samples accumulated since the last update."""
+    samples_per_second: float
+    waiting: bool
+    """True if it computes no more until the next update."""
+    batch_seconds: float = 0.0
+    """Seconds that a batch of this peer takes, the median of the last few; 0 before the first one."""
+    started: bool = False
+    """True if it has taken an update with others since it began, or since it loaded a state."""
+    follows: bool = False
+    """True if it replays the run's last updates, and will observe the next round as soon as it has caught up."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
+            raise RemoteProtocolError("progress with an epoch or a state out of range")
+        if not (0 <= self.samples <= MAX_SAMPLES and 0 <= self.samples_per_second <= MAX_SAMPLES):
+            raise RemoteProtocolError("progress with samples out of range")
+        if not 0 <= self.batch_seconds <= MAX_BATCH_SECONDS:
+            raise RemoteProtocolError("progress with batches of a duration out of range")
+
+
+def encode_progress(progress: Progress) -> bytes:
+    """Return the bytes that a peer publishes on the board."""
+    return pack(
+        _VERSION,
+        progress.epoch,
+        progress.state,
+        float(progress.samples),
+        float(progress.samples_per_second),
+        progress.waiting,
+        float(progress.batch_seconds),
+        progress.started,
+        progress.follows,
+    )
+
+
+def read_progress(value: bytes) -> Progress:
+    """Read a peer's progress; raise RemoteProtocolError for anything that :func:`encode_progress` does not make."""
+    version, epoch, state, samples, speed, waiting, batch, started, follows = unpack(
+        value, int, int, bytes, float, float, bool, float, bool, bool
+    )
+    if version != _VERSION:
+        raise RemoteProtocolError(f"progress of version {version}")
+    return Progress(
+        epoch=epoch,
+        state=state,
+        samples=samples,
+        samples_per_second=speed,
+        waiting=waiting,
+        batch_seconds=batch,
+        started=started,
+        follows=follows,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The word of another peer, and the credit it gets (:mod:`p2pavg.optim.coordination.attendance`)."""
+
+    peer_id: str
+    progress: Progress
+    samples: float
+    """The part of its claimed samples that this peer believes."""
+    votes: bool = True
+    """True if it counts for the decision which state the run continues with."""
+    expected: bool = True
+    """True if it is expected in the next round, provided that it has this peer's state."""
+    observes: bool = False
+    """True if it will only observe that round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """The run as one peer sees it."""
+
+    peers: int
+    """Number of peers expected in the next round of this peer's state, this peer included."""
+    samples: float
+    """Samples that these peers have accumulated since the last update, as far as they are believed."""
+    samples_per_second: float
+    waiting: bool
+    """True if all of them have stopped computing until the next update."""
+    others: int
+    """Number of peers with other states."""
+    ahead: tuple[int, int] | None
+    """Epoch and number of peers of another state that the run continues with; ``None`` if it continues with this peer's
+    state. The state is chosen among those at this peer's epoch or later: the one with most peers, then the latest
+    epoch, then the largest digest."""
+    unmet_ahead: tuple[int, int] | None = None
+    """The same if the words of all peers counted, and ``ahead`` is ``None``: a part of the run that split off, or
+    invented peers."""
+    claimed: float = 0.0
+    """Samples that these peers claim, believed or not."""
+    others_wait: bool = False
+    """True if there are other peers among them, and all of those have stopped computing."""
+    computing: tuple[str, ...] = ()
+    """Ids of the other peers among them that still compute."""
+    observers: int = 0
+    """Number of peers that are expected in the next round, and will only observe it; this peer not included."""
+    coming: int = 0
+    """Number of peers with this peer's state that are not expected in the next round, such as one that has just fetched
+    the state."""
+    expected: tuple[str, ...] = ()
+    """Ids of the other peers that are expected in the next round of this peer's state."""
+    apart: str = ""
+    """Known reason why no more peers share this peer's state; empty if there is none."""
+
+
+def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
+    """Summarise the words of ``others`` for the peer with the progress ``mine``."""
+    seen = list(others)
+    with_me = [other for other in seen if other.progress.state == mine.state]
+    expected = [other for other in with_me if other.expected]
+    elsewhere = [other.progress for other in seen if other.progress.state != mine.state]
+    ahead = _ahead(mine, [other.progress for other in seen if other.votes])
+    return Survey(
+        peers=1 + len(expected),
+        samples=math.fsum([mine.samples, *(other.samples for other in expected)]),
+        samples_per_second=math.fsum(
+            [mine.samples_per_second, *(other.progress.samples_per_second for other in expected)]
+        ),
+        waiting=mine.waiting and all(other.progress.waiting for other in expected),
+        others=len(elsewhere),
+        ahead=ahead,
+        unmet_ahead=None if ahead else _ahead(mine, [other.progress for other in seen]),
+        claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
+        others_wait=bool(expected) and all(other.progress.waiting for other in expected),
+        computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
+        observers=sum(other.observes for other in expected),
+        coming=len(with_me) - len(expected),
+        expected=tuple(sorted(other.peer_id for other in expected)),
+        apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
+    )
+
+
+def _ahead(mine: Progress, others: Iterable[Progress]) -> tuple[int, int] | None:
+    counts = Counter((other.state, other.epoch) for other in others)
+    with_me = 1 + sum(count for (state, _), count in counts.items() if state == mine.state)
+    further = {
+        (count, epoch, state)
+        for (state, epoch), count in counts.items()
+        if epoch >= mine.epoch and state != mine.state
+    }
+    most, epoch, state = max(further, default=(0, 0, b""))
+    return (epoch, most) if (most, epoch, state) > (with_me, mine.epoch, mine.state) else None
+
+
+def _apart(mine: Progress, elsewhere: Iterable[Progress]) -> str:
+    """Return the differences that keep the peers with other states from this one, most common first."""
+    kinds = Counter(_difference(mine, other) for other in elsewhere)
+    largest = sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))[:3]
+    return "; ".join(f"{_peers(count)} {what}" for what, count in largest)
+
+
+def _difference(mine: Progress, other: Progress) -> str:
+    if other.epoch != mine.epoch:
+        return f"{'ahead' if other.epoch > mine.epoch else 'behind'}, at epoch {other.epoch}"
+    if mine.epoch == 0:
+        return "at other first parameters: another seed or other first weights?"
+    return f"at epoch {mine.epoch} too, from other updates"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Go on with the next batch."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Stop computing; look again when a peer has published something."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """Begin the round with this many peers."""
+
+    peers: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Most of the run has other parameters, and this peer cannot follow by itself."""
+
+    epoch: int
+    """Epoch of most of the run."""
+    reason: str
+
+
+Decision: TypeAlias = Compute | Wait | Average | Behind
+
+
+def decide(
+    mine: Progress,
+    seen: Survey,
+    *,
+    target: float,
+    peers_to_start: int = 1,
+    least: int = 1,
+    settled: bool = True,
+    at_once: bool = False,
+    hurries: bool = False,
+) -> Decision:
+    """Decide what a peer does next.
+
+    Args:
+        target: number of samples that the peers of one state accumulate together before they average; infinite when
+            each counts its own steps, and all wait for each other.
+        peers_to_start: number of peers that the first round needs; 1 once the peer has been in a round.
+        least: number of peers that any round needs: with fewer, each goes on computing by itself.
+        settled: true if the first round may begin, because no new peer has come for a while.
+        at_once: true if rounds run in the background: a peer that is due does not wait until the others are.
+        hurries: true if the peers that are due have waited long enough for those that still compute.
+    """
+    starting = seen.peers < peers_to_start
+    if seen.ahead is not None:
+        epoch, peers = seen.ahead
+        # At the start, with no more peers in the other state, this peer may just not have heard of its own yet.
+        if not ((starting or not settled) and epoch == mine.epoch and peers <= seen.peers):
+            return Behind(
+                epoch, f"{_where(mine, epoch, peers)}; {seen.peers} with this one at epoch {mine.epoch}"
+            )
+    if mine.samples <= 0:
+        return Compute("nothing is accumulated")
+    apart = f"; {seen.apart}" if seen.apart else ""
+    if starting or not settled:
+        there = f"{seen.peers} of {peers_to_start} peers are there to start"
+        reason = f"{there if starting else 'more peers may be about to start'}{apart}"
+        # Further samples would only raise this peer's part in the first update.
+        return Wait(reason) if mine.waiting or seen.samples >= target else Compute(reason)
+    if seen.peers < least:
+        return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
+    ready = seen.peers - len(seen.computing)
+    if hurries and mine.waiting and max(least, 2) <= ready < seen.peers and math.isinf(target):
+        return Average(
+            ready, f"{seen.peers - ready} of {seen.peers} peers still compute after the grace period"
+        )
+    if at_once and mine.waiting:
+        return Average(seen.peers, "the round runs in the background")
+    return _when_there(mine, seen, target, apart)
+
+
+def _when_there(mine: Progress, seen: Survey, target: float, apart: str) -> Decision:
+    """Decide what a peer does next once enough peers are present: it depends on samples, or on all peers waiting."""
+    far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
+    if seen.samples >= target:
+        return Average(seen.peers, far)
+    if seen.waiting and math.isinf(target):
+        return Average(seen.peers, f"all {seen.peers} peers wait")
+    # Unbelieved claims count when all the others have stopped because of them: then honest peers believe them.
+    if seen.others_wait and seen.claimed >= target:
+        return Average(seen.peers, f"the other {seen.peers - 1} say that {seen.claimed:g} samples are there")
+    if seen.waiting:
+        return Compute(f"{far}, and all wait")  # the others do the part of a peer that is gone
+    return Wait(far) if mine.waiting else Compute(far)
+
+
+def _where(mine: Progress, epoch: int, peers: int) -> str:
+    if epoch > mine.epoch:
+        return f"{_peers(peers)} at epoch {epoch}"
+    if epoch == 0:
+        return f"{_peers(peers)} at epoch 0 with other first parameters: another seed or other first weights?"
+    return f"{_peers(peers)} at epoch {epoch} too, from other updates"
+
+
+def _peers(number: int) -> str:
+    return "1 peer is" if number == 1 else f"{number} peers are"
+
+
+def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
+    """Return a peer's expected next word, if its word is of one of this peer's earlier states.
+
+    Such a peer took this peer's last update and its word is still from before, or it replays the last updates.
+
+    Args:
+        progress: the other peer's word.
+        earlier: this peer's states before the last update; words may be slower than updates.
+        mine: progress of this peer.
+    """
+    if progress.state not in earlier:
+        return progress
+    return replace(
+        progress,
+        epoch=mine.epoch,
+        state=mine.state,
+        samples=0.0,
+        waiting=progress.follows,
+        started=not progress.follows,
+    )
+
+
+def read_all(said: Mapping[str, bytes]) -> dict[str, Progress]:
+    """Return each peer's progress; leave out malformed words."""
+    found = {}
+    for peer_id, value in said.items():
+        try:
+            found[peer_id] = read_progress(value)
+        except RemoteProtocolError:
+            continue
+    return found

@@ -1,0 +1,394 @@
+"""Rounds of one optimizer: waits for the other peers, averages with them, and reports the waiting."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from p2pavg.base.codes import FailedCode
+from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.blocking import Averager
+from p2pavg.group.places.meeting import Stage
+from p2pavg.optim.base.lineage import Lineage, first_lineage
+from p2pavg.optim.base.state import checked_amount, checked_count
+from p2pavg.optim.coordination.attendance import PAUSE_SECONDS
+from p2pavg.optim.coordination.news import tell_waiting
+from p2pavg.optim.coordination.progress import Average, Behind, Compute, Decision, Survey, Wait
+from p2pavg.optim.coordination.view import RunView
+from p2pavg.optim.coordination.waiting import GrowingPauses, Waiting
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
+OBSERVER_LOOK_SECONDS = 0.25
+"""The same for a peer that has caught up, and looks for the group of the next round: if the others end one without it,
+it has to replay that update before they have formed their next group, which takes about a second."""
+
+
+class Together:
+    """Coordinates one optimizer with the other peers of its run; not thread-safe.
+
+    Args:
+        averager: the run's averager; nothing else may call its ``step``.
+        parameters: this peer's parameters at the beginning.
+        target: number of samples, of all peers together, that make a round due; infinite if every peer counts its own
+            steps.
+        peers_to_start: number of peers that this peer's first round needs; ``config.min_group_size`` if ``None``.
+        sync_timeout: seconds that this peer waits for the others before it begins a round without them, and for a round
+            before it continues alone.
+        min_peers: number of peers that an update needs; 1 if this peer may take updates alone, and
+            ``config.min_group_size`` if ``None``.
+        pause_seconds: see :class:`RunView`.
+        recipe: digest of this peer's recipe.
+        overlaps: true if each peer counts its own steps, and its rounds run in the background.
+        grace: seconds that peers that are due wait for those that still compute; infinite for as long as these are
+            expected.
+
+    Raises:
+        ValueError: ``peers_to_start`` or ``sync_timeout`` is out of range.
+    """
+
+    _view: ClassVar[type[RunView]] = RunView
+
+    def __init__(
+        self,
+        averager: Averager,
+        parameters: Sequence[torch.Tensor],
+        *,
+        target: float,
+        peers_to_start: int | None,
+        sync_timeout: float,
+        min_peers: int | None = None,
+        pause_seconds: float = PAUSE_SECONDS,
+        recipe: bytes = b"",
+        overlaps: bool = False,
+        grace: float = math.inf,
+    ) -> None:
+        self.averager = averager
+        smallest = averager.config.min_group_size
+        self._least = smallest if min_peers is None else min_peers
+        to_start = smallest if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
+        self.patience = checked_amount("sync_timeout", sync_timeout)
+        """Seconds that one call waits at most for other peers."""
+        self._grace = grace
+        self._looks_since = math.inf
+        """The time at which this peer began to look for the group of its background round."""
+        self._stages: tuple[Stage, ...] | None = None
+        """Where the next round's group is looked for, if not among all peers that are ready."""
+        self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
+        self.run = self._view(
+            averager,
+            first_lineage(parameters, recipe),
+            target=target,
+            peers_to_start=to_start,
+            least=self._least,
+            pause_seconds=pause_seconds,
+            overlaps=overlaps,
+        )
+        self.on_look: Callable[[], None] = lambda: None
+        """Called at least once a second while this peer waits."""
+        self.why: Callable[[], str] = lambda: ""
+        """Returns further reasons why this peer waits, or an empty text; an optimizer may replace it."""
+        self.has_later: Callable[[], str] = lambda: ""
+        """Returns the reason why this peer must fetch another state before it goes on, or an empty text; an optimizer
+        with a :class:`~p2pavg.optim.RunState` replaces it."""
+        self.pauses: Callable[[Survey], str] = lambda _: ""
+        """Returns the reason why this peer takes no update alone now, or an empty text; an optimizer with a
+        :class:`~p2pavg.optim.RunState` replaces it."""
+        self.waiting = Waiting()
+        self._waited_for_start: int | None = None
+        """Number of peers that were there when a call had waited in vain for the peers to start with."""
+        self.comes_back = False
+        """True if this peer fetches the run's state by itself when it is behind."""
+        self._behind, self._split = GrowingPauses(), GrowingPauses()
+        self._regroups = False
+        self._stopped = False
+        self._observes = False
+        self._observers = 0  # among the peers that the last decision or round counted
+        self._expected: tuple[str, ...] = ()  # these peers
+
+    def computed(self, batch: float) -> None:
+        """Note that a batch of this many samples was computed."""
+        self.waiting.begin()
+        self.run.computed(batch)
+
+    def decide_when_all_are_ready(self) -> Decision:
+        """Decide as :meth:`RunView.decide`, but first wait while that is the decision, ``sync_timeout`` at most."""
+        began = time.monotonic()
+        until = began + self.patience
+        try:
+            while True:
+                version = self.run.version
+                self._hurry(began)
+                self.on_look()
+                seen = self.run.survey()
+                self._observers, self._expected = self._observers_in(seen), seen.expected
+                decision, left = self.run.decide(seen), until - time.monotonic()
+                if later := self.has_later():
+                    return Compute(later)
+                if isinstance(decision, Average) and self._leaves_no_log(decision, seen):
+                    why = self.pauses(seen)
+                    return Compute(why) if why else decision
+                if not isinstance(decision, Wait):
+                    return decision
+                if seen.peers < self.run.peers_to_start and self._has_waited_to_start(seen.peers, left):
+                    return decision
+                if left <= 0:
+                    return Average(seen.peers, f"waited {self.patience:g} s: {decision.reason}")
+                self.run.stand_by()
+                self._waits(decision.reason, seen.computing)
+                self.run.wait(version, min(left, self._grace, LOOK_SECONDS))
+        finally:
+            self._waits_no_more()
+
+    def _hurry(self, began: float) -> None:
+        """Leave out the peers that still compute if the grace period, which began at this time, is over."""
+        if time.monotonic() >= began + self._grace and self.run.has_started:
+            self.run.hurries = True
+
+    def _has_waited_to_start(self, peers: int, left: float) -> bool:
+        """Return whether this peer has waited long enough for the peers to start with, in this call or an earlier one.
+
+        It waits once for ``sync_timeout``, and again whenever another peer has come.
+        """
+        before = self._waited_for_start
+        if left <= 0:
+            self._waited_for_start = peers
+        return left <= 0 or (before is not None and peers <= before)
+
+    def _waits(self, reason: str, peers: Sequence[str]) -> None:
+        """Note the reason for waiting; warn the user when it lasts."""
+        reason = "; ".join(part for part in (reason, self.why()) if part)
+        now = time.monotonic()
+        warning = self.waiting.waits(reason, peers, now)
+        if self.waiting.is_to_be_told(now):
+            tell_waiting(self.averager, self.waiting)
+        if warning is not None:
+            logger.warning("this peer %s", warning)
+
+    def _waits_no_more(self) -> None:
+        now = time.monotonic()
+        self.run.rested(now)
+        self.waiting.ends(now)
+
+    # ------------------------------------------------------------------ rounds
+
+    def begin_round(self, peers: int) -> RoundResult:
+        """Begin a round in the background; anything accumulated from now on belongs to the next one.
+
+        Returns InProgress, unless the round has ended at once.
+        """
+        logger.debug("epoch %d: averaging with %d peers", self.run.lineage.epoch, peers)
+        self._looks_since = time.monotonic()
+        return self._step(0.0, peers, self.averager, self.run.lineage.state)
+
+    def goes_alone(self, peers: int) -> bool:
+        """Return whether a round of so many peers is an update that this peer takes alone."""
+        return peers == 1 and self._least == 1
+
+    def alone(self) -> RoundResult:
+        """Return this peer's own contribution as the average, since no other peer is there."""
+        found = self.averager.take_alone(self.run.lineage.state)
+        return NoPeers(reason="nothing is accumulated") if found is None else found
+
+    def look(self) -> RoundResult:
+        """Return the running round's result, or InProgress."""
+        return self._step(0.0, 2, self.averager, self.run.lineage.state)
+
+    def look_on(self) -> RoundResult:
+        """Return the background round's result, or InProgress; end it if the run has gone on without this peer."""
+        result = self.look()
+        looks = isinstance(result, InProgress) and result.reason != EXCHANGES
+        if looks and not self._stop_if_left_behind(self.averager):
+            self._stop_if_some_compute()
+        return result
+
+    def _stop_if_some_compute(self) -> None:
+        """Cancel matchmaking if the grace period is over, and enough peers are due for a group without the others."""
+        before = self.run.hurries
+        self._hurry(self._looks_since)
+        if self.run.hurries and not before:
+            seen = self.run.survey()
+            decision = self.run.decide(seen)
+            if isinstance(decision, Average) and decision.peers < seen.peers:
+                self._stopped = self.averager.cancel_matchmaking(decision.reason)
+
+    def _stop_if_left_behind(self, averager: Averager) -> bool:
+        """Cancel matchmaking if no other peer will join this one's group; return whether none will."""
+        behind = self.left_behind()
+        later = self.has_later() or ("" if behind is None else behind.reason)
+        if later:
+            self._stopped = averager.cancel_matchmaking(later)
+        return bool(later)
+
+    def observe(self) -> RoundResult:
+        """Be in the next round without a contribution: the update comes with its result.
+
+        A peer that has caught up with a fast run does this once. The others wait for a peer that was in their last
+        round, so its first batch counts then.
+        """
+        self._observes = True
+        try:
+            self.run.follow(True)  # the others must not count on a contribution
+            seen = self.run.survey()
+            self._observers, self._expected = self._observers_in(seen), seen.expected
+            return self.average(seen.peers)
+        finally:
+            self._observes = False
+
+    def average(
+        self, peers: int, averager: Averager | None = None, state: bytes | None = None
+    ) -> RoundResult:
+        """Average in a round with this many peers, or in the round that runs already.
+
+        Returns InProgress if the round takes longer than ``sync_timeout``.
+
+        Args:
+            averager: another averager than the optimizer's, for some of the tensors.
+            state: state of the tensors, if it is not the lineage's.
+        """
+        is_mine = averager is None
+        try:
+            while True:
+                result = self._round(
+                    peers,
+                    averager or self.averager,
+                    self.run.lineage.state if state is None else state,
+                    is_mine,
+                )
+                if not self._regroups:
+                    return result
+                self._regroups = False
+                decision = self.decide_when_all_are_ready()
+                if not isinstance(decision, Average):
+                    return result
+                peers = decision.peers
+        finally:
+            self._waits_no_more()
+
+    def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
+        until = time.monotonic() + self.patience
+        if is_mine:
+            self.run.stand_by()
+        while True:
+            look = OBSERVER_LOOK_SECONDS if self._observes else LOOK_SECONDS
+            wait = min(max(until - time.monotonic(), 0.0), look)
+            result = self._step(wait, peers, averager, state)
+            if not isinstance(result, InProgress) or time.monotonic() >= until:
+                return result
+            self.on_look()
+            if self._observes and result.reason != EXCHANGES:
+                self.run.look()
+            if self._stop_if_left_behind(averager):
+                if not self._stopped:
+                    return result
+            elif result.reason != EXCHANGES:
+                self._look_again(peers, averager, result.reason, is_mine)
+            else:
+                self._waits("; ".join(filter(None, (EXCHANGES, result.waits_for))), ())
+
+    def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
+        """Cancel matchmaking if the group to be formed has changed since this peer began it."""
+        seen = self.run.survey()
+        self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
+        # A peer that arrives late, but before the first round, must not be left out of the group.
+        came = seen.peers > peers and not self.run.has_started
+        size, before = self._group_size(seen.peers), self._group_size(peers)
+        went = size < before or size - self._observers_in(seen) < before - self._observers
+        if is_mine and (came or went):
+            self._regroups = self._stopped = averager.cancel_matchmaking(
+                "more peers have come to start" if came else "a peer is no longer waited for"
+            )
+
+    def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
+        size = self._group_size(peers)
+        averager.expect(self._expected)
+        result = averager.step(
+            wait=wait,
+            state=state,
+            group_size=size,
+            contributors=max(size - self._observers, 0),
+            observe=self._observes,
+            **({} if self._stages is None else {"meeting": self._stages}),
+        )
+        if isinstance(result, NoPeers) and not self._stopped and not self._observes:
+            self.run.came_to_nothing()
+        if not isinstance(result, InProgress):
+            self._stopped = False
+        if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
+            return result
+        self._not_ours = False
+        if isinstance(result, Success):
+            return Failed(
+                reason="the round averaged parameters that were replaced meanwhile",
+                code=FailedCode.PARAMETERS_REPLACED,
+                contribution_used=True,
+            )
+        return result
+
+    def _observers_in(self, seen: Survey) -> int:
+        return seen.observers + self._observes
+
+    def _group_size(self, peers: int) -> int:
+        return min(max(peers, self.averager.config.min_group_size), MAX_GROUP_SIZE)
+
+    def left_behind(self) -> Behind | None:
+        """Return the evidence that the others went on without this peer while it waited; ``None`` if they did not."""
+        seen = self.run.survey()
+        decision = self.run.decide(seen)
+        if not isinstance(decision, Behind):
+            self._warn_of_a_split(seen)
+            return None
+        if not self._behind.is_due(time.monotonic()):
+            return decision
+        if self.comes_back:
+            logger.info("this peer is behind, and fetches the run's state: %s", decision.reason)
+        else:
+            logger.warning(
+                "this peer is left behind, and takes no part until it loads a newer state: %s",
+                decision.reason,
+            )
+        return decision
+
+    def _leaves_no_log(self, decision: Average, seen: Survey) -> bool:
+        """Return whether no peer that joins could replay the update: no group signs its average."""
+        return self.goes_alone(decision.peers) or not self.averager.certifies(seen.expected)
+
+    def _warn_of_a_split(self, seen: Survey) -> None:
+        """Warn if another part of the run may have split off: both parts may have enough peers to continue."""
+        if seen.unmet_ahead is None or not self.run.has_started:
+            return
+        if self._split.is_due(time.monotonic()):
+            epoch, peers = seen.unmet_ahead
+            logger.warning(
+                "%d peers that took none of the last updates with this one report epoch %d and other parameters; this"
+                " peer continues with the peers that did. If the others are yours, the run has split: let one part"
+                " load the other's state",
+                peers,
+                epoch,
+            )
+
+    def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
+        """Note an update by an average; ``result`` and ``numbers`` are as for :meth:`Lineage.after`."""
+        companions = {*success.peers, *success.observers} - success.lost.keys() - {self.averager.peer_id}
+        self.run.took(companions, self.run.lineage.after(success.group_id, result, numbers))
+        self.run.peers_to_start = 1
+        self.waiting.updated()
+
+    def took_alone(self) -> None:
+        """Note an update that this peer took alone, since no other peer is present."""
+        self.run.took(set(), self.run.lineage.after(self.averager.peer_id))
+        self.waiting.updated()
+
+    def is_at(self, lineage: Lineage) -> None:
+        """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
+        self.run.is_at(lineage)
+        self._behind.reset()
+        self._not_ours = self.averager.round_state is not None
+        self.run.say(0.0, waiting=False)

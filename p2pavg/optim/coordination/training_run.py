@@ -1,0 +1,155 @@
+"""One optimizer's part in its run: the beginning, the updates, the comparison with other peers, and the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from p2pavg.base.result import RoundResult, Success
+from p2pavg.optim.base.digest import tensor_digest
+from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.model import ModelParts
+from p2pavg.optim.base.recipe import Recipe, Settings, numbers_digest
+from p2pavg.optim.base.report import SPEED, StepReport, report_of
+from p2pavg.optim.coordination.beginning import Beginning
+from p2pavg.optim.coordination.together import Together
+from p2pavg.optim.coordination.watch import Watch
+from p2pavg.optim.ranks.shards import Ranks, local_of
+
+
+class TrainingRun:
+    """Keeps the lineage of the parameters, tells the other peers of it, and reports what they tell.
+
+    Args:
+        together: the optimizer's coordination with the other peers.
+        ranks: the ranks of this peer.
+        parts: the model's buffers.
+        recipe: returns the recipe with the present settings.
+        parameters: returns the present parameters, or this process's part of them.
+        check_every: number of updates between two digests of the parameters; 0 for none.
+    """
+
+    def __init__(
+        self,
+        together: Together,
+        ranks: Ranks,
+        parts: ModelParts,
+        *,
+        recipe: Callable[[], Recipe],
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        check_every: int,
+    ) -> None:
+        self._together = together
+        self._ranks = ranks
+        self._parts = parts
+        self._beginning = Beginning(together, ranks, recipe=recipe, parameters=parameters)
+        self.watch = Watch(
+            together.averager,
+            every=check_every,
+            labels=parts.labels,
+            companions=lambda: together.run.companions,
+        )
+        self.compares = True
+        """False for peers whose parameters differ by design: nothing is published of them."""
+        together.on_look = self.look
+
+    @property
+    def lineage(self) -> Lineage:
+        """The lineage of this peer's parameters."""
+        return self._together.run.lineage
+
+    def begin(self) -> bool:
+        """Begin the run at the first step; return whether the parameters changed since the optimizer was made.
+
+        Raises:
+            ValueError: a state was loaded, and the parameters are not those that were saved with it.
+        """
+        if self._beginning.has_begun:
+            return False
+        changed = self._beginning.begin()
+        self._parts.begin()
+        self.watch.begins(self._beginning.word(), self.lineage)
+        return changed
+
+    def load(self, state: Mapping[str, Any], lineage: Lineage) -> None:
+        """Continue from a loaded state.
+
+        The parameters are compared with it at the next step, since they may be loaded later.
+        """
+        self._together.averager.clear()
+        self._beginning.load(state, lineage)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the lineage and the origin as plain values, for a saved state."""
+        return self._beginning.saved()
+
+    def refusal(self, state: Mapping[str, Any]) -> str | None:
+        """Return the reason for which this peer cannot continue from another peer's state, or ``None``.
+
+        Raises:
+            ValueError: ``state`` is malformed.
+        """
+        return self._beginning.refusal(state)
+
+    def with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the caller's metrics and this peer's speed; raise ValueError if the caller's include a speed."""
+        if SPEED in metrics:
+            raise ValueError(f"metrics: {SPEED!r} is measured by the optimizer itself")
+        return {**metrics, SPEED: self._together.run.samples_per_second}
+
+    def took(
+        self, success: Success, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Note an update.
+
+        Args:
+            numbers: hyperparameters of the update.
+            result: digest of the averaged tensors.
+            parameters: the parameters after the update.
+        """
+        group_id = self._ranks.as_one(success.group_id)
+        joint = bytes.fromhex(self._ranks.as_one(result.hex()))
+        self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
+        self._tell(numbers, parameters)
+
+    def replayed(
+        self, group_id: str, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Note an update of the run that this peer has taken later than the others; see :meth:`took`."""
+        joint = bytes.fromhex(self._ranks.as_one(result.hex()))
+        after = self.lineage.after(self._ranks.as_one(group_id), joint, numbers_digest(numbers))
+        self._together.is_at(after)
+        self._tell(numbers, parameters)
+
+    def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:
+        """Let the other peers compare the parameters after an update."""
+        if not self.compares:
+            return
+        self.watch.updated(
+            self.lineage,
+            numbers,
+            lambda: [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)],
+        )
+
+    def look(self) -> None:
+        """Compare with the other peers, if they may have published anything new."""
+        self.watch.look(forked=self._together.run.survey().others > 0)
+
+    def report(
+        self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool
+    ) -> StepReport:
+        """Return the report of a step, with the comparison with the other peers' recipes and parameters.
+
+        Args:
+            result: result of the round, if the step tried one or found that one had ended.
+            norm: L2 norm of the average, after an update.
+            goes_on: true if the round goes on.
+        """
+        # While its round goes on, this peer may look behind only because it hears of the end last.
+        behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
+        report = report_of(self._together, result, norm, behind)
+        self.watch.look(forked=report.others > 0)
+        return replace(report, drifted=self.watch.drifted, differs=self.watch.differs)

@@ -1,0 +1,152 @@
+"""Publishes this peer's recipe and parameter digests, and compares them with those of the other peers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+
+from p2pavg.blocking import Averager
+from p2pavg.optim.base.digest import SHORT_BYTES, short_digests
+from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.recipe import Rate, Settings, rate_of
+from p2pavg.optim.coordination.drift import drifted, outnumbered
+from p2pavg.optim.coordination.news import tell_drift
+from p2pavg.optim.coordination.word import MAX_RATES, TOPIC, Word, differences, encode_word, read_words
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0  # between two look-ups of the others' records; no decision depends on them
+ERROR_SECONDS = 60.0  # between two log lines about drift: a lying peer causes at most one line a minute
+MAX_WARNINGS = 16  # different sentences to log: a peer that changes its record each time cannot fill the disk
+MAX_CHECKS = 4  # of this peer's own digests to keep, for peers that are an update or two away
+
+
+class Watch:
+    """Compares recipes and parameters with the other peers; not thread-safe.
+
+    Args:
+        averager: averager of the run.
+        every: number of updates between two digests of the parameters; 0 for none.
+        labels: names of the tensors that are compared.
+        companions: returns the peers that took one of the last updates with this one. Only their digests may make this
+            peer take their parameters.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        *,
+        every: int,
+        labels: Sequence[str],
+        companions: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        self._board = averager.board(TOPIC, LOOK_SECONDS)
+        self._tell = partial(tell_drift, averager)
+        self._every = every
+        self._labels = tuple(labels)
+        self._companions = companions
+        self._word: Word | None = None
+        self._rates: deque[Rate] = deque(maxlen=MAX_RATES)
+        self._checks: dict[tuple[int, bytes], bytes] = {}
+        self._update = 0
+        self._seen = -1
+        self._looked_at = 0.0
+        self._logged_at = -ERROR_SECONDS
+        self._warned: set[str] = set()
+        self.outnumbered = False
+        """True if more companions hold the same other parameters than hold this peer's, after the same updates."""
+        self.drifted: str | None = None
+        """Sentence on the peers with other parameters after the same updates; ``None`` if there are none."""
+        self.differs: tuple[str, ...] = ()
+        """Differences in training between this peer and others, one sentence each."""
+
+    def begins(self, word: Word, lineage: Lineage) -> None:
+        """Publish the recipe with which this peer continues from a lineage; forget what belongs to an earlier one."""
+        self._rates.clear()
+        self._checks.clear()
+        self._word, self._update, self.outnumbered = word, lineage.epoch, False
+        self._note(None)
+        self._say()
+
+    def updated(self, lineage: Lineage, numbers: Settings, digests: Callable[[], list[bytes]]) -> None:
+        """Note an update.
+
+        Args:
+            lineage: lineage after the update.
+            numbers: hyperparameters of the update.
+            digests: returns the digests of the parameters after it, one per tensor; called every few updates.
+        """
+        self._update = lineage.epoch
+        rate = rate_of(lineage.epoch, numbers)
+        if not self._rates or self._rates[-1].digest != rate.digest:
+            self._rates.append(rate)
+        is_due = self._every > 0 and lineage.epoch % self._every == 0
+        if is_due:
+            found = short_digests(digests())
+            self._checks[lineage.epoch, lineage.state] = found
+            for old in list(self._checks)[:-MAX_CHECKS]:
+                del self._checks[old]
+            if self._word is not None:
+                self._word = replace(self._word, epoch=lineage.epoch, state=lineage.state, digests=found)
+            self._say(now=True)
+
+    def look(self, *, forked: bool) -> None:
+        """Read the others' records, if any may be new.
+
+        Args:
+            forked: true if some peers have other lineages; this peer then publishes its hyperparameters up to now.
+        """
+        if self._word is None:
+            return
+        if forked and self._word.until < self._update:
+            self._say()
+        version, now = self._board.version, time.monotonic()
+        if version == self._seen and now < self._looked_at + LOOK_SECONDS:
+            return
+        self._seen, self._looked_at = version, now
+        words = read_words({peer_id: said.value for peer_id, said in self._board.entries.items()})
+        mine = replace(self._word, rates=tuple(self._rates), until=self._update)
+        self.differs = differences(mine, words.values())
+        self._warn()
+        self._compare(words)
+
+    def _warn(self) -> None:
+        for sentence in self.differs:
+            if sentence not in self._warned and len(self._warned) < MAX_WARNINGS:
+                self._warned.add(sentence)
+                logger.warning("%s", sentence)
+
+    def _compare(self, words: dict[str, Word]) -> None:
+        """Compare the parameters after the last update for which others of this lineage published digests."""
+        for (epoch, state), mine in sorted(self._checks.items(), reverse=True):
+            theirs = {
+                peer_id: word.digests
+                for peer_id, word in words.items()
+                if (word.epoch, word.state) == (epoch, state) and len(word.digests) >= SHORT_BYTES
+            }
+            if not theirs:
+                continue
+            self._note(drifted(epoch, mine, theirs, self._labels))
+            companions = self._companions()
+            known = {peer_id: digests for peer_id, digests in theirs.items() if peer_id in companions}
+            self.outnumbered = outnumbered(mine, known)
+            if self.drifted is not None and time.monotonic() >= self._logged_at + ERROR_SECONDS:
+                self._logged_at = time.monotonic()
+                logger.error("%s", self.drifted)
+            return
+
+    def _note(self, sentence: str | None) -> None:
+        if sentence != self.drifted:
+            self._tell(sentence or "")
+        self.drifted = sentence
+
+    def _say(self, *, now: bool = False) -> None:
+        if self._word is None:
+            return
+        self._word = replace(self._word, rates=tuple(self._rates), until=self._update)
+        self._seen = -1  # there is more to compare the others' records with now
+        self._board.publish(encode_word(self._word), now=now)

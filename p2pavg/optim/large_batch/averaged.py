@@ -1,0 +1,318 @@
+"""Large-batch training: peers accumulate gradients together and take one common optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from p2pavg.base.codes import FailedCode
+from p2pavg.base.errors import AccumulateError, P2PAvgError
+from p2pavg.base.result import Failed, InProgress, RoundResult, Success
+from p2pavg.blocking import Averager
+from p2pavg.optim.base.batches import Batches, SamplesOf
+from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.base.recipe import hyperparameters
+from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
+from p2pavg.optim.base.wrapper import PeerOptimizer
+from p2pavg.optim.catching_up.run_state import RunState
+from p2pavg.optim.coordination.progress import Average
+from p2pavg.optim.ranks.mesh import PeerMesh
+from p2pavg.optim.ranks.shards import local_of, spread_like
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class AveragedOptimizer(PeerOptimizer):
+    """Steps a torch optimizer with gradients that are averaged over the peers of a run.
+
+    Every peer computes batches of its own and calls :meth:`step` after each backward pass. When the peers together have
+    computed ``target_batch_size`` samples, their gradients are averaged, weighted by samples, and each peer takes the
+    same step. The parameters of all peers stay identical to the last bit (on machines of one kind, see
+    :mod:`p2pavg.optim.base.lineage`). A round that fails loses nothing: the accumulated gradients are kept for the next one.
+
+    All peers of a run begin with the same parameters, optimizer and schedule. They take each update with exactly the
+    same hyperparameters: a learning rate that is set by hand has to be a function of :attr:`epoch`, and is set in
+    ``on_update``, since one call of :meth:`step` may take two updates. A peer differs from most others if it began with
+    other parameters, stepped with other settings or missed a round. It cannot follow the run then:
+    :attr:`StepReport.behind` says so, until the peer loads a state that another peer saved. The algorithm is
+    synchronous data-parallel training with a fixed batch size, to which any peer may contribute, as in Ryabinin et al.
+    2021 ("Distributed Deep Learning in Open Collaborations").
+
+    Args:
+        inner: any torch optimizer that needs no closure, or a list of several, each with parameters of its own; see
+            :class:`JoinedOptimizer`. The gradients of its parameters that require one are averaged; a missing gradient
+            counts as zeros.
+        averager: averager of a run that averages nothing else. A round includes all peers with the same parameters, at
+            most 64, whatever its ``group_size``. It waits for a peer that does not come until ``match_timeout``.
+            Anything accumulated in the averager before is discarded.
+        target_batch_size: number of samples, of all peers together, for one update.
+        scheduler: learning-rate scheduler of ``inner`` that needs no metric; stepped once per update.
+        max_grad_norm: L2 norm to which the averaged gradient is clipped, if given.
+        max_samples_per_peer: samples after which this peer computes no more until the update, if given. If the peers'
+            limits add up to the target, the composition of every update is fixed.
+        overlap: average in the background while the next batches are computed. Those batches' gradients belong to the
+            parameters before the update, so they are up to one update stale.
+        peers_to_start: number of peers that this peer waits for before its first update; ``config.min_group_size`` if
+            not given, or ``min_peers``. Without it, two peers that start early would leave the others behind. After one
+            wait of ``sync_timeout``, this peer computes on and looks for them at each step.
+        min_peers: number of peers that an update needs; ``config.min_group_size`` if not given. With 1, a peer that is
+            alone takes updates by itself from the first batch on, and others join later (with ``state``). Two peers
+            that lose each other then go on separately. When they meet, the one with fewer updates fetches the other's
+            state.
+        sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
+        process_group: for a peer of several ranks that hold parts of the parameters: a group of ``torch.distributed``
+            if these are shards (FSDP), with an averager of its :func:`shard_config` on each rank; or a
+            :class:`PeerMesh`, see :func:`divided_optimizer`. Either all ranks update, or none.
+        on_update: called after every update, with its report.
+        model: module whose parameters ``inner`` trains. With it, peers also compare the frozen parameters outside
+            ``inner``. The running statistics of normalisation layers are averaged with the gradients (the mean over the
+            batches of an update). A buffer that changes without being averaged is an error. Without it, this peer
+            ignores buffers, and frozen parameters outside ``inner``.
+        buffers: names of ``model``'s buffers to average, instead of the running statistics.
+        check_every: number of updates between two comparisons of the peers' parameter digests; ``None`` or 0 for never.
+        state: fetches the run's state when this peer begins late or was left behind, offers it to others, and writes
+            checkpoints. Its model counts as ``model``. The model itself stands for ``RunState(model)``. Without it, a
+            peer that is behind takes no further part.
+        batch_size: number of samples behind each call of :meth:`step` that names none.
+        samples_of: function that returns the number of samples behind a call of :meth:`step` that names none.
+        accumulate: number of calls of :meth:`step`, each after a backward pass, whose gradients autograd adds up, as
+            for a loop that divides its loss by this number. All calls but the last one of these only count their
+            samples, and :meth:`zero_grad` between them changes nothing.
+        measure_updates: measure :attr:`StepReport.update_norm`. It costs a copy of the parameters during each update.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer | Sequence[Optimizer],
+        averager: Averager,
+        *,
+        target_batch_size: float,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        max_samples_per_peer: float | None = None,
+        overlap: bool = False,
+        peers_to_start: int | None = None,
+        min_peers: int | None = None,
+        sync_timeout: float = 600.0,
+        process_group: dist.ProcessGroup | PeerMesh | None = None,
+        on_update: Callable[[StepReport], None] | None = None,
+        model: torch.nn.Module | None = None,
+        buffers: Collection[str] | None = None,
+        check_every: int | None = 10,
+        state: RunState | torch.nn.Module | None = None,
+        batch_size: float | None = None,
+        samples_of: SamplesOf | None = None,
+        accumulate: int = 1,
+        measure_updates: bool = False,
+    ) -> None:
+        super().__init__(
+            inner,
+            averager,
+            scheduler=scheduler,
+            on_update=on_update,
+            model=model,
+            buffers=buffers,
+            check_every=check_every,
+            process_group=process_group,
+            state=state,
+            batches=Batches(batch_size=batch_size, samples_of=samples_of, accumulate=accumulate),
+            measure_updates=measure_updates,
+        )
+        codec = averager.config.codec
+        if codec.is_sparse:
+            raise ValueError(
+                f"AveragedOptimizer cannot use the codec {codec.name}: it sends a few values of each gradient, and what"
+                " it leaves out would be lost. Use local updates, such as sparseloco, which keep it for the next round"
+            )
+        self._max_grad_norm = (
+            None if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
+        )
+        self._limit = (
+            math.inf
+            if max_samples_per_peer is None
+            else checked_amount("max_samples_per_peer", max_samples_per_peer)
+        )
+        if overlap and process_group is not None:
+            raise ValueError("overlap cannot be used with a process_group")
+        if averager.config.participation is not None and process_group is not None:
+            # The participants are drawn for every rank separately: of one batch, only some shards would count.
+            raise ValueError("a config with participation cannot be used with a process_group")
+        self._overlap = overlap
+        target = checked_amount("target_batch_size", target_batch_size)
+        self._join(
+            rules=(
+                ("target_batch_size", target),
+                ("max_grad_norm", self._max_grad_norm),
+                ("overlap", bool(overlap)),
+            ),
+            outer=None,
+            target=target,
+            peers_to_start=peers_to_start,
+            min_peers=min_peers,
+            sync_timeout=sync_timeout,
+        )
+        self.states_loaded = 0
+        """Number of states of other peers that have replaced this peer's."""
+        averager.declare(self._contribution())
+        self._share_states("parameter/", self._parameters, self.inner, self.scheduler)
+
+    def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
+        self._training.begin()
+        self._check_parameters()
+        if self._is_following():
+            return self._catch_up()
+        report = self._step(samples, metrics)
+        return self._catch_up() if self._must_follow(report) else report
+
+    def _skip_batch(self) -> StepReport:
+        if self._is_following():
+            return self._catch_up()
+        return self._collect() if self._any_running() else self._training.report(goes_on=False)
+
+    def _step(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
+        self._parts.mend()
+        measured, gradients = self._training.with_speed(metrics), self._contribution()
+        self._ranks.check_batch(gradients, samples)
+        try:
+            self._ranks.on_all(lambda: self._averager.accumulate(gradients, weight=samples, metrics=measured))
+        except P2PAvgError as error:
+            if self._ranks.are_several:
+                self._averager.clear()  # only some ranks have accumulated this batch
+            if isinstance(error, AccumulateError) and error.position is not None:
+                raise self._named(error) from None
+            raise
+        if self._zeroing is not None:
+            self._zeroing.stepped()
+        self._together.computed(samples)
+        before = self._collect() if self._any_running() else None
+        if before is not None and self._any_running():
+            return before  # this batch belongs to the next round
+        self._together.run.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
+        decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
+        report = (
+            self._average(decision.peers)
+            if isinstance(decision, Average)
+            else self._training.report(goes_on=False)
+        )
+        return report if before is None or report.updated else before
+
+    def _contribution(self) -> list[torch.Tensor]:
+        """Return the gradients, then the averaged buffers."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        return [local_of(tensor) for tensor in (*gradients, *self._parts.averaged)]
+
+    def _average(self, peers: int) -> StepReport:
+        if self._together.goes_alone(peers):
+            return self._take(self._together.alone())
+        if self._overlap:
+            self._together.begin_round(peers)
+            return self._collect()
+        return self._take(self._together.average(peers))
+
+    def _collect(self) -> StepReport:
+        """Report on the running round; wait for its end if this peer may not compute more before it."""
+        if not self._running:  # a rank without a round follows the rank that has one
+            reason = "the round of another rank of this peer is still running"
+            return self._take(Failed(reason=reason, code=FailedCode.OTHER_RANK))
+        must_wait = not self._overlap or self._averager.weight >= self._limit
+        return self._take(self._together.average(2) if must_wait else self._together.look())
+
+    def _take(self, result: RoundResult) -> StepReport:
+        kinds = set(self._ranks.gather(type(result).__name__))
+        goes_on = InProgress.__name__ in kinds
+        if Success.__name__ in kinds and len(kinds) > 1:
+            self._averager.clear()  # otherwise a later update would hold different batches in different shards
+        if not isinstance(result, Success):
+            return self._training.report(result, goes_on=goes_on)
+        if len(kinds) > 1:
+            return self._training.report(
+                goes_on=goes_on,
+                result=Failed(
+                    reason="another rank of this peer has no result",
+                    code=FailedCode.OTHER_RANK,
+                    contribution_used=True,
+                ),
+            )
+        assert isinstance(result.averaged, list)
+        averaged, numbers, rates = (
+            digest_of(result.averaged),
+            hyperparameters(self.inner),
+            self.learning_rates,
+        )
+        norm = self._update(result.averaged, result)
+        self._training.took(result, numbers, averaged, self._parameters)
+        self._together.run.say(self._averager.weight, waiting=False)
+        self._step_scheduler()
+        report = self._updated(self._training.report(result, norm, goes_on=False), rates)
+        self._took(result)
+        return report
+
+    # ------------------------------------------------------------------ states of other peers
+
+    def adopted(self) -> None:
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        self.states_loaded += 1
+        self._averager.clear()
+        self.zero_grad()
+
+    def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        digest, numbers, rates = digest_of(averaged), hyperparameters(self.inner), self.learning_rates
+        norm = self._update(averaged, success)
+        self._training.replayed(success.group_id, numbers, digest, self._parameters)
+        self._step_scheduler()
+        self._updated(self._training.report(success, norm, goes_on=True), rates)
+
+    def _observe(self) -> StepReport:
+        """Be in the run's next round without a contribution; return its report. See :class:`PeerOptimizer`."""
+        return self._take(self._together.observe())
+
+    def own_state(self) -> dict[str, Any]:
+        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        return {}
+
+    def load_own(self, saved: Mapping[str, Any]) -> None:
+        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+
+    def _update(self, averaged: list[torch.Tensor], success: Success) -> float:  # noqa: ARG002 - for subclasses
+        """Apply the averaged gradient and buffers of a round; return the gradient's L2 norm."""
+        count = len(self._parameters)
+        self._parts.take(averaged[count:])
+        gradients = self._ranks.settle(averaged[:count])
+        norm = self._ranks.norm(gradients)
+        if self._max_grad_norm is not None:
+            _clip(gradients, self._max_grad_norm, norm)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = spread_like(parameter, gradient)
+        self._change(self._parameters, self.inner)
+        self.zero_grad()
+        return norm
+
+    def _state_dict(self) -> dict[str, Any]:
+        return self._saved() | {"parameters": digest_of(self._locals()).hex()}
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        lineage = lineage_of(state)
+        origin_of(state)
+        check_holds(state, "inner", "parameters")
+        check_both("scheduler", state, self.scheduler)
+        self._load_inner(state)
+        self._training.load(state, lineage)
+
+
+@torch.no_grad()
+def _clip(gradients: Sequence[torch.Tensor], limit: float, norm: float) -> None:
+    """Scale gradients of this L2 norm down to one of at most ``limit``, as ``torch.nn.utils`` does."""
+    factor = torch.clamp(limit / (torch.tensor(norm) + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

@@ -1,0 +1,451 @@
+"""Local updates: peers train separately for a while, and then take a common step from their common starting point."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from p2pavg.allreduce.vector.metrics import checked_metrics
+from p2pavg.base.codes import FailedCode
+from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.blocking import Averager
+from p2pavg.optim.base.batches import Batches, SamplesOf
+from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
+from p2pavg.optim.base.wrapper import PeerOptimizer
+from p2pavg.optim.catching_up.run_state import RunState
+from p2pavg.optim.coordination.progress import Average
+from p2pavg.optim.local.anchor import Anchor, Outer
+from p2pavg.optim.local.feedback import ErrorFeedback, feedback_for, warn_of_momentum
+from p2pavg.optim.local.fragments import fragments_of
+from p2pavg.optim.local.inner_schedule import advance
+from p2pavg.optim.local.intervals import Boundaries, SyncEvery
+from p2pavg.optim.local.local_options import checked_options
+from p2pavg.optim.local.mending import are_finite, destroyed, mend
+from p2pavg.optim.local.outer_steps import OuterSteps
+from p2pavg.optim.ranks.mesh import PeerMesh
+from p2pavg.optim.ranks.shards import local_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTORED = 3  # consecutive destroyed steps, after which the others stop waiting for this peer
+
+
+class LocalUpdates(PeerOptimizer):
+    """Takes inner steps locally and, after every ``sync_every`` of them, an outer step with all peers of the run.
+
+    Each peer keeps the *anchor*: the parameters after the last outer step, the same bits for all peers. After
+    ``sync_every`` inner steps the *pseudo-gradients* (anchor - parameters) are averaged, weighted by samples. The outer
+    optimizer takes a step from the anchor with that average as its gradient, and all peers continue from the result.
+    The inner optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg; :mod:`p2pavg.optim.local.recipes`
+    has others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated Optimization").
+
+    With ``delay``, the average is made while the inner steps go on, and with ``fragments``, a part of the model at a
+    time, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). All peers have the same anchor and the same
+    outer optimizer's state after each outer step, as without; their parameters differ by their inner steps.
+
+    A round that fails loses nothing: the peer trains on, and its next pseudo-gradient covers everything since the
+    anchor. A peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until the
+    peer loads a state. With ``state``, it takes the outer steps that it has missed, and what it has computed meanwhile
+    counts in its next round. If a parameter is NaN or infinite after an inner step, this peer returns to the anchor,
+    with a cleaned inner optimizer state. Its work since the last outer step is lost, and :attr:`StepReport.restored`
+    says so.
+
+    Beside the parameters it keeps float32 vectors on their device: the anchor, and the outer optimizer's state (one
+    vector of momentum, for DiLoCo). The averager keeps one for the contribution, of a fragment's length. While a round
+    runs and the peer trains on, there is one more of this length, unless ``alpha`` is given.
+
+    Args:
+        inner: any torch optimizer of this peer's parameters that needs no closure, or a list of several, each with
+            parameters of its own; see :class:`JoinedOptimizer`.
+        outer: factory of the outer optimizer. It is given the anchor: float32 copies of the parameters, on their
+            devices. With several ``fragments`` a copy may be cut into flat ranges of its elements.
+        averager: averager of a run that averages nothing else. A round includes all peers with the same anchor, at most
+            64, whatever its ``group_size``. It waits for a peer that does not come until ``match_timeout``.
+        sync_every: number of inner steps between two outer steps, H; or a time such as ``"30s"``, for peers of
+            different speeds. The same for all peers.
+        fragments: number of parts of the model, P, which are averaged in turn: one every ``sync_every / fragments``
+            inner steps. They have the same number of elements, and are made of layers; ``model`` tells their names.
+        delay: number of inner steps for which a round runs in the background, tau; 0 waits for it. The average is
+            applied after so many steps, or with the first later step at which it is there. At the next outer step the
+            peer waits for it, ``sync_timeout`` at most. At most ``sync_every / fragments``.
+        alpha: share of this peer's own parameters when an average is applied: ``alpha * parameters + (1 - alpha) *
+            anchor``. The paper has 0.5 with overlap. ``None`` loses no step: the parameters become the anchor plus the
+            steps since the contribution.
+        offload: keep the anchor, the outer optimizer's state and the contribution in the CPU's memory.
+        scheduler: learning-rate scheduler of ``inner`` that needs no metric; stepped with every inner step.
+        proximal: mu of FedProx: adds ``mu * (parameter - anchor)`` to each gradient before an inner step (Li et al.
+            2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 adds nothing.
+        feedback: compensates the error of a lossy codec in the pseudo-gradients: an :class:`ErrorFeedback`, or ``True``
+            for one of the averager's codec. If not given, sparse codecs (``TopK``) have one with a beta of 0.95, and
+            others none. A sparse codec cannot do without. Each fragment has a residual of its own.
+        peers_to_start: number of peers that this peer waits for before its first outer step; ``config.min_group_size``
+            if not given.
+        min_peers: see :class:`AveragedOptimizer`.
+        sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
+        grace: seconds that peers that are due wait for those that still compute. After it a round begins without these,
+            if the peers that are due are as many as a group needs (``config.min_group_size``, the quorum). Peers that
+            are left out need ``state``. ``None``: for as long as these peers are expected.
+        process_group: for a peer of several ranks that hold parts of the parameters; see :class:`AveragedOptimizer`. It
+            cannot be combined with ``delay``, and not with ``fragments`` if ranks hold the same parameters.
+        on_update: called after every outer step, with its report.
+        model, buffers, check_every, state, batch_size, samples_of, accumulate, measure_updates: see
+            :class:`AveragedOptimizer`; the running statistics are averaged at the outer steps, and the anchors are
+            compared. ``feedback`` cannot be combined with averaged buffers. A peer that fetches the run's state begins
+            at the anchor, with its own inner optimizer.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer | Sequence[Optimizer],
+        outer: Outer,
+        averager: Averager,
+        *,
+        sync_every: SyncEvery,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+        offload: bool = False,
+        scheduler: LRScheduler | None = None,
+        proximal: float = 0.0,
+        feedback: ErrorFeedback | bool | None = None,
+        peers_to_start: int | None = None,
+        min_peers: int | None = None,
+        sync_timeout: float = 600.0,
+        grace: float | None = None,
+        process_group: dist.ProcessGroup | PeerMesh | None = None,
+        on_update: Callable[[StepReport], None] | None = None,
+        model: torch.nn.Module | None = None,
+        buffers: Collection[str] | None = None,
+        check_every: int | None = 10,
+        state: RunState | torch.nn.Module | None = None,
+        batch_size: float | None = None,
+        samples_of: SamplesOf | None = None,
+        accumulate: int = 1,
+        measure_updates: bool = False,
+    ) -> None:
+        super().__init__(
+            inner,
+            averager,
+            scheduler=scheduler,
+            on_update=on_update,
+            model=model,
+            buffers=buffers,
+            check_every=check_every,
+            process_group=process_group,
+            state=state,
+            batches=Batches(batch_size=batch_size, samples_of=samples_of, accumulate=accumulate),
+            measure_updates=measure_updates,
+        )
+        self._options = checked_options(
+            sync_every=sync_every, fragments=fragments, delay=delay, alpha=alpha, proximal=proximal
+        )
+        chosen = feedback_for(averager.config.codec, feedback)
+        self._check_company(chosen, process_group)
+        names, shapes = self._parts.labels[: len(self._parameters)], [tuple(t.shape) for t in self._locals()]
+        pieces = fragments_of(names, shapes, fragments)
+        self._anchor = Anchor(self._parameters, outer, pieces, offload=bool(offload))
+        self._outer_steps = self._make_outer_steps(chosen)
+        self._has_feedback = chosen is not None
+        warn_of_momentum(averager.config.codec, self.outer)
+        self._join(
+            rules=(*self._options.rules(names, pieces), ("outer", type(self.outer).__qualname__)),
+            outer=self.outer,
+            target=math.inf,
+            peers_to_start=peers_to_start,
+            min_peers=min_peers,
+            sync_timeout=sync_timeout,
+            overlaps=delay > 0,
+            grace=math.inf if grace is None else checked_amount("grace", grace),
+        )
+        self._boundaries = Boundaries(self._options.interval)
+        self._rates = self.learning_rates
+        """The rates of the last inner step."""
+        self._restored = 0
+        """Inner steps since the last one that was not destroyed."""
+        self._fills_at_first_step = not self.inner.state
+        averager.declare([*self._outer_steps.like, *self._parts.averaged])
+        self._share_states("anchor/", self._anchor.tensors, self.outer, None)
+
+    def _check_company(self, feedback: ErrorFeedback | None, process_group: object) -> None:
+        """Raise ValueError for arguments that exclude each other."""
+        if feedback is not None and self._parts.averaged:
+            raise ValueError("feedback cannot be combined with averaged buffers of a model; give buffers=[]")
+        if process_group is not None and self._options.delay:
+            raise ValueError("delay cannot be used with a process_group")
+        if self._ranks.hold_copies and self._options.fragments > 1:
+            raise ValueError(
+                "fragments must be 1 if ranks of this peer hold the same parameters, as with tensor parallelism"
+            )
+        if process_group is not None and self._averager.config.participation is not None:
+            # The participants are drawn for every rank separately.
+            raise ValueError("a config with participation cannot be used with a process_group")
+
+    def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
+        common = (self._options, self._ranks, self._change)
+        return OuterSteps(self._anchor, self._parts, feedback, *common)
+
+    @property
+    def outer(self) -> Optimizer:
+        """The outer optimizer. Its parameters are the anchor's tensors, or the pieces of its fragments."""
+        return self._anchor.optimizer
+
+    @property
+    def anchor(self) -> list[torch.Tensor]:
+        """A copy of the parameters after the last outer step: float32, in the order of ``inner``'s parameters."""
+        return [tensor.clone() for tensor in self._anchor.tensors]
+
+    @property
+    def _samples(self) -> float:
+        """This peer's samples behind the next pseudo-gradient."""
+        return self._outer_steps.work.samples(self._fragment)
+
+    @property
+    def _fragment(self) -> int:
+        """The fragment of the next outer step."""
+        return self.epoch % self._anchor.fragments
+
+    # ------------------------------------------------------------------ steps
+
+    def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
+        weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
+        self._outer_steps.work.check_room(self._training.with_speed(measured))
+        self._ranks.check_batch([], weight)
+        if self._training.begin():
+            self._anchor.take()
+        self._check_parameters()
+        if self._is_following():
+            return self._catch_up()
+        report = self._step(weight, measured)
+        return self._catch_up() if self._must_follow(report) else report
+
+    def _skip_batch(self) -> StepReport:
+        if self._is_following():
+            return self._catch_up()
+        if self._any_running() and self._outer_steps.may_take:
+            return self._take(self._together.look())
+        return self._training.report(goes_on=self._running)
+
+    def _step(self, weight: float, measured: Mapping[str, float]) -> StepReport:
+        self._outer_steps.before_inner_step(running=self._running)
+        self._anchor.pull(self._options.proximal)
+        self._rates = self.learning_rates
+        self.inner.step()
+        if self._zeroing is not None:
+            self._zeroing.stepped()
+        if not self._ranks.all_agree(are_finite(self._locals())):
+            return self._restore()
+        self._restored = 0
+        self._boundaries.stepped(time.monotonic())
+        self._outer_steps.stepped(weight, measured)
+        self._together.computed(weight)
+        running = self._any_running()
+        due = self._ranks.as_the_first(lambda: self._is_due(running=running))
+        waiting = due or (running and self._options.overlaps)
+        self._together.run.say(self._samples, waiting=waiting)
+        self._step_scheduler()
+        if running:  # in the background, or its call ended early, by sync_timeout or Ctrl-C
+            return self._collect(due=due)
+        return self._attempt() if due else self._training.report(goes_on=False)
+
+    def _is_due(self, *, running: bool) -> bool:
+        if self._boundaries.is_due(time.monotonic()):
+            return True
+        return not (running and self._options.overlaps) and self._together.run.is_called
+
+    def _collect(self, *, due: bool) -> StepReport:
+        """Take the running round's result, if it is there and not too early; at a boundary, wait for it."""
+        if due:
+            report = self._take(self._together.average(2))
+        elif self._outer_steps.may_take:
+            overlaps = self._options.overlaps
+            report = self._take(self._together.look_on() if overlaps else self._together.look())
+        else:
+            return self._training.report(goes_on=True)
+        if not (due and self._options.overlaps and report.updated):
+            return report
+        if not self._boundaries.is_due(time.monotonic()):
+            return (
+                report  # the group was complete late: its slowest member is due later than this peer expected
+            )
+        self._together.run.say(self._samples, waiting=True)  # the next round begins with the same step
+        following = self._attempt()
+        return following if following.updated else report
+
+    def _attempt(self) -> StepReport:
+        """Average with the others, if enough of them are there: now, or in the background."""
+        decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
+        if not isinstance(decision, Average):
+            return self._training.report(goes_on=False)
+        now = time.monotonic()
+        tensors, weight, means = self._outer_steps.contribute(self._fragment, now)
+        self._averager.clear()  # drops a failed round's contribution: the new pseudo-gradients contain it
+        self._averager.accumulate(tensors, weight=weight, metrics=self._training.with_speed(means))
+        del tensors  # the averager has a copy
+        if self._options.overlaps:
+            self._boundaries.passed(now)
+        if self._together.goes_alone(decision.peers):
+            return self._take(self._together.alone())
+        if not self._options.overlaps:
+            return self._take(self._together.average(decision.peers))
+        result = self._together.begin_round(decision.peers)
+        if not isinstance(result, InProgress):
+            return self._take(result)
+        return self._training.report(result, goes_on=True)
+
+    @torch.no_grad()
+    def _restore(self) -> StepReport:
+        """Return to the anchor after an inner step that made a parameter NaN or infinite."""
+        wrong = destroyed(self._parts.labels, self._locals())
+        lost = self._outer_steps.lose()
+        mend(self.inner, fills_at_first_step=self._fills_at_first_step)
+        self._restored += 1
+        reason = (
+            f"{wrong} was NaN or infinite after an inner step: this peer is back at the anchor, and"
+            f" {lost:g} samples since the last outer step are lost"
+        )
+        logger.warning("%s", reason)
+        if self._restored < MAX_RESTORED:
+            self._together.run.say(0.0, waiting=False)
+        else:
+            self._together.run.leave()  # until a step succeeds, no other peer should wait for this one
+        self._step_scheduler()
+        return replace(self._training.report(goes_on=self._any_running()), restored=reason)
+
+    # ------------------------------------------------------------------ rounds
+
+    def _take(self, result: RoundResult) -> StepReport:
+        kinds = set(self._ranks.gather(type(result).__name__))
+        goes_on = InProgress.__name__ in kinds
+        if Success.__name__ in kinds and len(kinds) > 1:
+            self._averager.clear()  # otherwise a later update would hold different steps in different shards
+            result = Failed(
+                reason="another rank of this peer has no result",
+                code=FailedCode.OTHER_RANK,
+                contribution_used=True,
+            )
+        if not isinstance(result, Success):
+            self._missed(result)
+            return self._training.report(result, goes_on=goes_on)
+        assert isinstance(result.averaged, list)
+        averaged, numbers, now = digest_of(result.averaged), self._anchor.numbers, time.monotonic()
+        sent = self._outer_steps.sent
+        norm = self._outer_steps.update(self._fragment, result, result.averaged, self._averager.peer_id)
+        self._training.took(result, numbers, averaged, self._anchor.tensors)
+        if not self._options.overlaps:
+            self._boundaries.passed(now)
+        elif sent is not None and result.exchange_duration:
+            self._boundaries.align(sent.at + result.duration - result.exchange_duration)
+        self._together.run.say(self._samples, waiting=False)
+        report = self._updated(self._training.report(result, norm, goes_on=False), self._rates)
+        self._took(result)
+        return report
+
+    def _missed(self, result: RoundResult) -> None:
+        """Note that there is no result, or not yet: the next attempt follows after a whole interval.
+
+        In the background, this peer looks for a group until it finds one: the others may be at another step.
+        """
+        if isinstance(result, InProgress):
+            if self._boundaries.is_due(time.monotonic()):
+                self._boundaries.passed(time.monotonic())
+            return
+        self._outer_steps.missed(result)
+        if not self._options.overlaps:
+            self._boundaries.passed(time.monotonic())
+        elif isinstance(result, NoPeers):
+            self._boundaries.again()
+
+    # ------------------------------------------------------------------ states of other peers
+
+    def adopted(self) -> None:
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        self._averager.clear()
+        self._outer_steps.begin_at_anchor()
+        self._boundaries.passed(time.monotonic())
+        advance(self.scheduler, self.epoch * self._options.interval.steps)
+
+    @torch.no_grad()
+    def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`. The inner steps of this peer count in a later round."""
+        digest, numbers = digest_of(averaged), self._anchor.numbers
+        norm = self._outer_steps.update(
+            self._fragment, success, averaged, self._averager.peer_id, replayed=True
+        )
+        self._boundaries.align(time.monotonic())  # the others have just taken their last one
+        self._training.replayed(success.group_id, numbers, digest, self._anchor.tensors)
+        advance(self.scheduler, self.epoch * self._options.interval.steps)
+        self._updated(self._training.report(success, norm, goes_on=True), self.learning_rates)
+
+    def own_state(self) -> dict[str, Any]:
+        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        saved = self._state_dict()
+        names = ("inner", "scheduler", "feedback", "steps", "samples")
+        return {name: saved[name] for name in names} | {
+            "parameters": [local_of(parameter).detach() for parameter in self._parameters]
+        }
+
+    @torch.no_grad()
+    def load_own(self, saved: Mapping[str, Any]) -> None:
+        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        check_both("scheduler", saved, self.scheduler)
+        check_both("feedback", saved, self._has_feedback or None)
+        if [tuple(t.shape) for t in saved["parameters"]] != [tuple(p.shape) for p in self._locals()]:
+            raise ValueError("it has other parameters")
+        self._outer_steps.load(saved)
+        self._boundaries.passed(time.monotonic(), steps=int(saved["steps"]))
+        self._load_inner(saved)
+        for parameter, kept in zip(self._locals(), saved["parameters"], strict=True):
+            parameter.copy_(kept)
+
+    def _state_dict(self) -> dict[str, Any]:
+        return (
+            self._saved()
+            | self._outer_steps.saved()
+            | {
+                "peer_id": self._averager.peer_id,
+                "outer": self.outer.state_dict(),
+                "anchor": self.anchor,
+                "steps": self._boundaries.steps,
+            }
+        )
+
+    @torch.no_grad()
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        lineage = lineage_of(state)
+        origin_of(state)
+        check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
+        check_both("scheduler", state, self.scheduler)
+        check_both("feedback", state, self._has_feedback or None)
+        is_mine = state["peer_id"] == self._averager.peer_id
+        self._anchor.check(state["anchor"])
+        # Loads that may raise come first, before the anchor and the lineage change.
+        steps = int(state["steps"]) if is_mine else 0
+        if is_mine:
+            self._outer_steps.load(state)
+        else:
+            self._outer_steps.forget()
+        self._load_inner(state)
+        self.outer.load_state_dict(state["outer"])
+        self._anchor.load(state["anchor"])
+        if not is_mine:
+            self._anchor.give()
+        self._boundaries.passed(time.monotonic(), steps=steps)
+        if lineage.epoch == 0 and not steps:  # other parameters at the next step begin the run
+            state = {**state, "parameters": digest_of(self._locals()).hex()}
+        self._training.load(state, lineage)

@@ -1,0 +1,156 @@
+"""Published algorithms of local updates, each :class:`LocalUpdates` with the paper's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from p2pavg.blocking import Averager
+from p2pavg.optim.local.intervals import SyncEvery
+from p2pavg.optim.local.local import LocalUpdates
+from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
+from p2pavg.optim.mixing.mixed import MixedUpdates
+from p2pavg.optim.mixing.mixing import check_rates, group_size_in
+
+Inner = Optimizer | Sequence[Optimizer]
+
+
+def diloco(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery = 500,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    **options: Any,
+) -> LocalUpdates:
+    """DiLoCo: an outer SGD with Nesterov momentum (Douillard et al. 2023, section 2 and table 5; inner: AdamW).
+
+    Args:
+        options: further options of :class:`LocalUpdates`; all functions of this module have them.
+    """
+    outer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)
+
+
+def sparseloco(
+    inner: Inner, averager: Averager, *, sync_every: SyncEvery = 30, lr: float = 1.0, **options: Any
+) -> LocalUpdates:
+    """SparseLoCo: DiLoCo with few values in few bits (Sarfi et al. 2025, algorithm 1; inner: AdamW).
+
+    The outer optimizer is SGD without momentum: the decay of the feedback's residual takes its place. For
+    ``AveragingConfig(compression="topk")``, with the :class:`ErrorFeedback` that goes with it.
+    """
+    return LocalUpdates(inner, partial(torch.optim.SGD, lr=lr), averager, sync_every=sync_every, **options)
+
+
+def fedavg(inner: Inner, averager: Averager, *, sync_every: SyncEvery, **options: Any) -> LocalUpdates:
+    """FedAvg: the parameters' mean, weighted by samples (McMahan et al. 2017, algorithm 1; inner: SGD)."""
+    return LocalUpdates(inner, partial(torch.optim.SGD, lr=1.0), averager, sync_every=sync_every, **options)
+
+
+def fedprox(
+    inner: Inner, averager: Averager, *, sync_every: SyncEvery, mu: float, **options: Any
+) -> LocalUpdates:
+    """FedProx: FedAvg whose inner steps are pulled towards the anchor (Li et al. 2020, algorithm 2).
+
+    Args:
+        mu: strength of the pull; the paper tries 0.001 to 1.
+    """
+    return fedavg(inner, averager, sync_every=sync_every, proximal=mu, **options)
+
+
+def fedadagrad(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery,
+    lr: float = 1e-2,
+    tau: float = 1e-3,
+    **options: Any,
+) -> LocalUpdates:
+    """FedAdagrad (Reddi et al. 2021, algorithm 2)."""
+    return LocalUpdates(
+        inner, partial(FedAdagrad, lr=lr, tau=tau), averager, sync_every=sync_every, **options
+    )
+
+
+def fedadam(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery,
+    lr: float = 1e-2,
+    betas: tuple[float, float] = (0.9, 0.99),
+    tau: float = 1e-3,
+    **options: Any,
+) -> LocalUpdates:
+    """FedAdam (Reddi et al. 2021, algorithm 2)."""
+    outer = partial(FedAdam, lr=lr, betas=betas, tau=tau)
+    return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)
+
+
+def fedyogi(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery,
+    lr: float = 1e-2,
+    betas: tuple[float, float] = (0.9, 0.99),
+    tau: float = 1e-3,
+    **options: Any,
+) -> LocalUpdates:
+    """FedYogi (Reddi et al. 2021, algorithm 2)."""
+    outer = partial(FedYogi, lr=lr, betas=betas, tau=tau)
+    return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)
+
+
+def gossip(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery = 50,
+    **options: Any,
+) -> MixedUpdates:
+    """Gossip: after each round a peer's parameters are the average of its group's.
+
+    The groups are drawn anew for each round (Boyd et al. 2006, "Randomized Gossip Algorithms"; Ryabinin et al. 2021).
+
+    Args:
+        options: further options of :class:`MixedUpdates`, such as ``group_size``.
+    """
+    return MixedUpdates(
+        inner, partial(torch.optim.SGD, lr=1.0), averager, sync_every=sync_every, ahead=1.0, **options
+    )
+
+
+def noloco(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery = 50,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    pull: float | None = None,
+    **options: Any,
+) -> MixedUpdates:
+    """NoLoCo: DiLoCo's outer step with one random peer, and a pull to its anchor (Kolehmainen et al. 2025, section 3).
+
+    Args:
+        lr: beta, the rate of the pseudo-gradients.
+        momentum: alpha.
+        pull: gamma, the rate at which a peer's anchor goes to its group's; ``lr`` if not given, as in the authors'
+            program.
+        options: further options of :class:`MixedUpdates`, such as ``group_size``.
+
+    Raises:
+        ValueError: a number is out of range, or the anchors would not come together.
+    """
+    gamma = lr if pull is None else pull
+    check_rates(lr, momentum, gamma, group_size_in(averager.config, options.get("group_size")))
+    outer = partial(torch.optim.SGD, lr=gamma, momentum=momentum)
+    return MixedUpdates(inner, outer, averager, sync_every=sync_every, ahead=lr / gamma, **options)

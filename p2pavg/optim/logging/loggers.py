@@ -1,0 +1,135 @@
+"""Loggers of updates: TensorBoard, Weights & Biases, and a base for others.
+
+All of them take the same two things: the reports of an optimizer's ``step``, and the events of an averager.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.logging.figures import figures_of_report, figures_of_round, figures_of_update
+from p2pavg.telemetry.events import AnyEvent, RoundEnded, RoundKind, UpdateTaken
+
+
+class FiguresLog(abc.ABC):
+    """Base of loggers: give it to ``on_update=`` of an optimizer, or to ``averager.subscribe``, and not to both.
+
+    The step of all curves is the epoch. These are the curves:
+
+    * ``metrics/...``: the means over the update's peers.
+    * ``grad_norm``, and ``update_norm`` where the optimizer measures it.
+    * ``learning_rate``; with several parameter groups ``learning_rate/0`` and so on.
+    * ``round/...``: contributing ``peers``, their ``samples``, ``seconds``, and this peer's ``bytes_sent`` and
+      ``bytes_received``. From events, also ``lost`` and ``clipped``, the numbers of members.
+
+    Reports without an update are skipped, and so are events other than updates and rounds.
+    """
+
+    def __init__(self) -> None:
+        self._round: tuple[str, dict[str, float]] = ("", {})
+
+    def __call__(self, news: StepReport | AnyEvent) -> None:
+        """Write the figures of a report or an event."""
+        match news:
+            case StepReport():
+                if figures := figures_of_report(news):
+                    self.write(figures, news.epoch)
+            case RoundEnded() if news.result is RoundKind.SUCCESS:
+                self._round = (news.group_id, figures_of_round(news))  # the update of this round comes next
+            case UpdateTaken():
+                group_id, of_round = self._round
+                figures = figures_of_update(news) | (of_round if news.group_id == group_id else {})
+                self.write(figures, news.epoch)
+
+    @abc.abstractmethod
+    def write(self, figures: Mapping[str, float], epoch: int) -> None:
+        """Write figures at an epoch. Call it for figures of your own, such as ``{"held_out/loss": 2.1}``."""
+
+    def close(self) -> None:  # noqa: B027 - a logger may have nothing to close
+        """Flush and close the log; leaving a ``with`` block does it too."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorBoardLog(FiguresLog):
+    """Writes every update's figures for TensorBoard: see :class:`FiguresLog`.
+
+    Args:
+        log_dir: the folder, a separate one for each peer; created when missing.
+
+    Raises:
+        ImportError: TensorBoard is not installed; the message says how to install it.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoardLog needs TensorBoard: pip install tensorboard") from error
+        super().__init__()
+        self._writer: Any = SummaryWriter(os.fspath(log_dir))
+
+    def write(self, figures: Mapping[str, float], epoch: int) -> None:
+        """See :class:`FiguresLog`."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, epoch)
+
+    def close(self) -> None:
+        """See :class:`FiguresLog`."""
+        self._writer.close()
+
+
+class WandbLog(FiguresLog):
+    """Writes every update's figures to Weights & Biases: see :class:`FiguresLog`.
+
+    The epoch is the x axis of all curves. W&B's own step stays free for what the training loop logs itself.
+
+    Args:
+        run: a run of ``wandb.init``, which the caller finishes. Without one, this logger makes and finishes one.
+        init: arguments of ``wandb.init`` without ``run``, such as ``project="gpt"`` and ``mode="offline"``.
+
+    Raises:
+        ImportError: wandb is not installed; the message says how to install it.
+        ValueError: both ``run`` and arguments of ``wandb.init`` were given.
+    """
+
+    def __init__(self, run: Any = None, **init: Any) -> None:
+        if run is not None and init:
+            raise ValueError(f"run and {', '.join(sorted(init))} exclude each other: the run exists already")
+        self._owned = run is None
+        if run is None:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ImportError("WandbLog needs wandb: pip install wandb") from error
+            run = wandb.init(**init)
+        super().__init__()
+        self._run = run
+        self._defined = False
+
+    def write(self, figures: Mapping[str, float], epoch: int) -> None:
+        """See :class:`FiguresLog`."""
+        if not self._defined:
+            self._defined = True
+            self._run.define_metric("epoch")
+            for name in ("metrics/*", "round/*", "learning_rate/*", "held_out/*"):
+                self._run.define_metric(name, step_metric="epoch")
+            for name in ("grad_norm", "update_norm", "learning_rate"):
+                self._run.define_metric(name, step_metric="epoch")
+        self._run.log({**figures, "epoch": epoch})
+
+    def close(self) -> None:
+        """See :class:`FiguresLog`. A run of the caller goes on."""
+        if self._owned:
+            self._run.finish()

@@ -1,0 +1,125 @@
+"""Mixing: peers whose parameters differ average in small groups, with other peers in each round. No I/O, no clock.
+
+The peers' anchors differ, and each round brings them nearer: groups of g random peers divide the mean squared distance
+from the mean by g. :mod:`p2pavg.group.places.gossip` has the places where groups are found, and counts the rounds.
+
+Peers that are more than ``max_lag`` rounds apart do not average: a peer that comes with the first parameters would pull
+its partner half the way back.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.group.topology import Gossip
+from p2pavg.optim.base.recipe import Settings
+from p2pavg.optim.base.state import checked_amount, checked_count
+from p2pavg.runs.config import AveragingConfig
+
+ROUND = "outer_step"
+"""Metric of a contribution: the number of this peer's outer steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixingOptions:
+    """Options of :class:`~p2pavg.optim.MixedUpdates`, which documents them."""
+
+    group_size: int
+    partner_timeout: float
+    max_lag: int
+    ahead: float
+    """Multiple of a peer's own progress since its anchor that it contributes beyond the anchor."""
+
+    @property
+    def rules(self) -> Settings:
+        """The settings that all peers of a run share, for the recipe."""
+        return (("mixing", "groups"), ("group_size", self.group_size), ("ahead", self.ahead))
+
+
+def checked_mixing(
+    *, group_size: int, partner_timeout: float, max_lag: int, ahead: float, least: int
+) -> MixingOptions:
+    """Return the options; raise ValueError, with the argument's name, if one is out of range.
+
+    Args:
+        least: the run's ``min_group_size``.
+    """
+    if not max(least, 2) <= checked_count("group_size", group_size) <= MAX_GROUP_SIZE:
+        raise ValueError(
+            f"group_size must be from {max(least, 2)}, the config's min_group_size, to {MAX_GROUP_SIZE},"
+            f" got {group_size}"
+        )
+    return MixingOptions(
+        group_size=group_size,
+        partner_timeout=checked_amount("partner_timeout", partner_timeout),
+        max_lag=checked_count("max_lag", max_lag),
+        ahead=checked_amount("ahead", ahead),
+    )
+
+
+def group_size_in(config: AveragingConfig, given: int | None) -> int:
+    """Return the members of a group: as given, by the topology, or 2.
+
+    Raises:
+        ValueError: the topology says another number.
+    """
+    topology = config.aggregation.topology
+    if not isinstance(topology, Gossip):
+        return 2 if given is None else given
+    if given not in (None, topology.group_size):
+        raise ValueError(
+            f"group_size is {given}, and groups of the averager's topology {topology.text!r} have"
+            f" {topology.group_size}: leave group_size out, or give a degree that is one less"
+        )
+    return topology.group_size
+
+
+def contraction(momentum: float, pull: float, group_size: int) -> float:
+    """Return the factor by which a round multiplies the anchors' mean squared distance, in the long run.
+
+    An anchor x that is u away from its group's mean takes the step d <- momentum * d - pull * u. Members of a large run
+    are independent of each other, so with k = 1 - 1/g a round takes the means of x*x, x*d and d*d to linear
+    combinations of themselves; the factor is the largest absolute eigenvalue. It is 1/g for gossip, which has no
+    momentum and a pull of 1.
+    """
+    k, a, c = 1 - 1 / group_size, momentum, pull
+    steps = torch.tensor([c * c * k, -2 * a * c * k, a * a], dtype=torch.float64)
+    products = torch.tensor([-c * k, a, 0.0], dtype=torch.float64) + steps
+    squares = torch.tensor([1 - 2 * c * k, 2 * a, 0.0], dtype=torch.float64) + steps
+    return float(torch.linalg.eigvals(torch.stack([squares, products, steps])).abs().max())
+
+
+def check_rates(lr: float, momentum: float, pull: float, group_size: int) -> None:
+    """Raise ValueError if rates of an outer step are out of range, or the anchors would not come together."""
+    checked_amount("lr", lr)
+    checked_amount("pull", pull)
+    if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be a number from 0 to below 1, got {momentum!r}")
+    factor = contraction(momentum, pull, max(checked_count("group_size", group_size), 2))
+    if factor >= 1:
+        raise ValueError(
+            f"with a pull of {pull:g} and a momentum of {momentum:g} the anchors of groups of {group_size} do not come"
+            f" together: each round multiplies their mean squared distance by {factor:.2f}"
+        )
+
+
+def is_too_far(own: float, others: float, max_lag: int) -> bool:
+    """Return whether the other members of a group are so many rounds away that their average is of no use."""
+    return not abs(others - own) <= max_lag
+
+
+def lag_behind(own: int, others: Iterable[int], max_lag: int) -> int:
+    """Return the number of rounds by which a peer is behind the run; 0 if it may average.
+
+    Args:
+        own: this peer's round number.
+        others: those that others say. Half of them have to be more than ``max_lag`` ahead.
+    """
+    found = list(others)
+    lag = statistics.median_low(found) - own if found else 0
+    return int(lag) if lag > max_lag else 0

@@ -1,0 +1,256 @@
+"""A peer that trains nothing and helps those that do: it reduces a share of each group that takes it in."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from functools import partial
+
+import trio
+
+from p2pavg.allreduce.context import run_context
+from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS
+from p2pavg.group.aggregation import read_aggregation
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.candidate import ready_key
+from p2pavg.group.roster import share_cutter
+from p2pavg.matchmaking.actions import Settings
+from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.peer.helping import HelpedRounds
+from p2pavg.peer.host import Host
+from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.statuses import LOOK_SECONDS as STATUS_SECONDS
+from p2pavg.peer.statuses import HeardStatuses
+from p2pavg.peer.watched import Telemetry
+from p2pavg.round.reports import RoundReports
+from p2pavg.round.roles import Auxiliary
+from p2pavg.round.round import Round
+from p2pavg.round.rounds import Rounds, RoundSettings
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.records.boards import Boards
+from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
+from p2pavg.runs.records.spread_records import find_sample
+from p2pavg.telemetry.status import TOPIC
+from p2pavg_compression import resolve_codec
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+CLOSE_SECONDS = 1.0  # to withdraw the status
+EXCHANGE_SECONDS = 60.0
+TAIL_SECONDS = 2.0
+"""Time for telling the other members how the last round ended, when this peer leaves."""
+# Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
+MAX_SCHEMAS = 4
+
+
+async def assist(
+    host: Host,
+    run_id: str,
+    *,
+    bandwidth: float | None = None,
+    max_upload_mbps: float | None = None,
+    max_download_mbps: float | None = None,
+    access: RunAccess | None = None,
+    helping: HelpedRounds | None = None,
+) -> None:
+    """Take part in rounds of a run with weight 0, until cancelled, or until ``helping.leave()`` and the rounds' end.
+
+    Args:
+        host: this peer, a :class:`p2pavg.Peer`.
+        bandwidth: what this peer can send and receive, in Mbit/s; its share of a group's vector follows from it.
+            ``None``: measured in rounds.
+        max_upload_mbps: Mbit/s that it sends at most in all rounds of the run together, headers included; ``None`` is
+            without limit.
+        max_download_mbps: Mbit/s that it receives at most, likewise.
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        helping: counts the rounds, and ends them.
+
+    Raises:
+        ConfigError: an argument is out of the range that :class:`p2pavg.AveragingConfig` allows.
+    """
+    config = AveragingConfig(
+        run_id=run_id,
+        bandwidth=bandwidth,
+        max_upload_mbps=max_upload_mbps,
+        max_download_mbps=max_download_mbps,
+        access=access,
+    )
+    helping = HelpedRounds(host.id) if helping is None else helping
+    keys: set[bytes] = set()
+    limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
+    with closing(JoinedRun(host, run_id, access, partial(_recheck, host, keys))) as run:
+        helping.membership = run.membership
+        await _assist(host, config, run, limits, keys, helping)
+
+
+async def _assist(
+    host: Host,
+    config: AveragingConfig,
+    run: JoinedRun,
+    limits: tuple[RateLimit, RateLimit],
+    keys: set[bytes],
+    helping: HelpedRounds,
+) -> None:
+    run_id = config.run_id
+    async with (
+        trio.open_nursery() as tails,
+        trio.open_nursery() as nursery,
+        _publishing(host, config, run, nursery, helping) as reports,
+    ):
+        helped: dict[bytes, trio.CancelScope] = {}
+        nursery.start_soon(run.run)
+        nursery.start_soon(_end_when_left, helping, nursery.cancel_scope, tails.cancel_scope)
+        while True:
+            published = read_entries(
+                await find_sample(run.records.find, run_key(run_id), host.id, run.records.network_size)
+            )
+            helping.run_peers = frozenset(published) - {host.id}
+            helping.looked.set()
+            entries = _most_common(published)
+            for schema_hash in helped.keys() - entries.keys():
+                helped.pop(schema_hash).cancel()
+            for schema_hash, entry in entries.items():
+                key = ready_key(run_id, schema_hash, entry.rule, entry.aggregation)
+                if schema_hash not in helped and host.registry.find(key) is None:
+                    helped[schema_hash] = scope = trio.CancelScope()
+                    keys.add(key)
+                    nursery.start_soon(
+                        _assist_schema, host, config, run, limits, entry, tails, scope, helping, reports
+                    )
+            await trio.sleep(LOOK_SECONDS)
+
+
+@asynccontextmanager
+async def _publishing(
+    host: Host, config: AveragingConfig, run: JoinedRun, nursery: trio.Nursery, helping: HelpedRounds
+) -> AsyncIterator[RoundReports]:
+    """Publish this peer's status and read the others', as long as the block runs; yield what makes events of rounds."""
+    boards = Boards(
+        host.context.transport,
+        run.records,
+        run_id=config.run_id,
+        peer_id=host.id,
+        wall_clock=host.context.wall_clock,
+        nursery=nursery,
+    )
+    # Each schema has a meter of its own, and none is that of the whole link.
+    watched = Telemetry(host, config, run, boards, BandwidthMeter(), Role.AUXILIARY)
+    nursery.start_soon(watched.statuses.run)
+    helping.heards = HeardStatuses(boards.open(TOPIC, STATUS_SECONDS), host.context.wall_clock)
+    try:
+        yield watched.reports
+    finally:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+            async with trio.open_nursery() as withdrawing:
+                boards.close(withdrawing)
+        watched.statuses.close()
+
+
+async def _end_when_left(helping: HelpedRounds, rounds: trio.CancelScope, tails: trio.CancelScope) -> None:
+    await helping.left()
+    tails.deadline = trio.current_time() + TAIL_SECONDS
+    rounds.cancel()
+
+
+def _recheck(host: Host, keys: set[bytes]) -> None:
+    for matchmaker in filter(None, map(host.registry.find, keys)):
+        matchmaker.recheck()
+
+
+def _most_common(entries: dict[str, RunEntry]) -> dict[bytes, RunEntry]:
+    """Return one entry a schema, those of the most peers first, without codecs and rules that are unknown here."""
+    chosen: dict[bytes, RunEntry] = {}
+    for entry, _ in Counter(entries.values()).most_common():
+        if len(chosen) < MAX_SCHEMAS and entry.schema_hash not in chosen and _known(entry):
+            chosen[entry.schema_hash] = entry
+    return chosen
+
+
+def _known(entry: RunEntry) -> bool:
+    try:
+        resolve_codec(entry.codec)
+        read_aggregation(entry.aggregation)
+    except ValueError:
+        logger.warning(
+            "peers of the run use the codec %r and combine by %r, and this version does not have both",
+            entry.codec,
+            entry.aggregation,
+        )
+        return False
+    return True
+
+
+async def _assist_schema(
+    host: Host,
+    config: AveragingConfig,
+    run: JoinedRun,
+    limits: tuple[RateLimit, RateLimit],
+    entry: RunEntry,
+    tails: trio.Nursery,
+    scope: trio.CancelScope,
+    helping: HelpedRounds,
+    reports: RoundReports,
+) -> None:
+    codec = resolve_codec(entry.codec)
+    aggregation = read_aggregation(entry.aggregation)
+    cut_shares = share_cutter(entry.elements, codec.granularity, aggregation.topology)
+    key = ready_key(config.run_id, entry.schema_hash, entry.rule, entry.aggregation)
+    # One meter a schema, because a meter sees one round at a time.
+    meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
+    matchmaker = Matchmaker(
+        host.context,
+        key=key,
+        settings=Settings(
+            target=entry.group_size,
+            minimum=2,
+            match_timeout=EXCHANGE_SECONDS,
+            cut_shares=cut_shares,
+            choose_observers=None,  # the members' rule is unknown here
+            max_share=MAX_AUXILIARY_ELEMENTS,
+            refuses=run.refuses,
+        ),
+        codec=codec.name,
+        bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
+        records=run.records,
+    )
+    upload, download = limits  # for the rounds of all schemas together: they share one link
+    rounds = Rounds(
+        run_context(
+            host.context,
+            host.lobby,
+            codec=codec,
+            aggregation=aggregation,
+            group_size=entry.group_size,
+            elements=min(entry.elements, MAX_AUXILIARY_ELEMENTS),
+            meter=meter,
+            cut_shares=cut_shares,
+            upload=upload,
+            download=download,
+        ),
+        matchmaker,
+        RoundSettings(
+            run_id=config.run_id,
+            target=entry.group_size,
+            minimum=2,
+            exchange_timeout=EXCHANGE_SECONDS,
+            max_share=MAX_AUXILIARY_ELEMENTS,
+        ),
+        tails,
+        accuse=run.accuse,
+    )
+    host.registry.add(key, matchmaker)
+    logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
+    try:
+        with scope:
+            while not helping.is_leaving:
+                one = Round(rounds, Auxiliary(host.id, reports, helping.ended))
+                with helping.running(one):
+                    await one.run()
+    finally:
+        host.registry.remove(key)

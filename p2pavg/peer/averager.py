@@ -1,0 +1,483 @@
+"""The averager of a trio program. :mod:`p2pavg.blocking` offers the same to ordinary threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import trio
+
+from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
+from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.errors import ClosedError
+from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.base.threads.waits import told_while_waiting
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.places.gossip import ROUND, Rotation
+from p2pavg.group.places.meeting import Meeting, Stage, stages_at
+from p2pavg.group.topology import Gossip
+from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.peer.alone import take_alone
+from p2pavg.peer.contributing import open_rounds
+from p2pavg.peer.host import Host
+from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.shared_states import ShareSettings, open_sharing, shared_run
+from p2pavg.peer.statuses import Statuses
+from p2pavg.peer.step_plan import StepPlan, checked_plan, checked_wait
+from p2pavg.peer.watched import Telemetry
+from p2pavg.round.roles import Contributor
+from p2pavg.round.round import WARN_SECONDS, Round
+from p2pavg.round.rounds import Rounds
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.records.board import LOOK_SECONDS, Board
+from p2pavg.runs.records.boards import Boards
+from p2pavg.state.news import TOPIC
+from p2pavg.state.sharing import StateSharing
+from p2pavg.telemetry.hub import Events, OnEvent, Subscription
+from p2pavg.telemetry.members import RunPeer
+
+if TYPE_CHECKING:
+    # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
+    from trio_typing import TaskStatus
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 2.0
+
+
+OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
+
+
+class DecentralizedAverager:
+    """Averages what is accumulated with other peers of the same run.
+
+    Made by :meth:`p2pavg.Peer.averager`. ``accumulate``, ``accumulated``, ``weight`` and ``clear`` may be called from
+    any thread; ``step`` belongs to trio.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        config: AveragingConfig,
+        nursery: trio.Nursery,
+        tails: trio.Nursery,
+        open_averager: OpenAverager,
+    ) -> None:
+        self.config = config
+        self._host = host
+        self._open_averager = open_averager
+        self._nursery = nursery
+        self._tails = tails
+        self._rotation: Rotation | None = None
+        if isinstance(config.aggregation.topology, Gossip):
+            self._rotation = Rotation(host.id, config.group_size, config.match_timeout)
+        own_metrics = () if self._rotation is None else (ROUND,)
+        self._accumulation = Accumulation(config.max_weight, own_metrics)
+        self._meter = BandwidthMeter(
+            max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
+        )
+        self._rounds: Rounds | None = None
+        self._expected: frozenset[str] = frozenset()
+        self._run = JoinedRun(
+            host,
+            config.run_id,
+            config.access,
+            recheck=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
+        )
+        self._sharing: StateSharing | None = None
+        self._round: Round[RoundResult] | None = None
+        self._boards = Boards(
+            host.context.transport,
+            self._run.records,
+            run_id=config.run_id,
+            peer_id=host.id,
+            wall_clock=host.context.wall_clock,
+            nursery=nursery,
+        )
+        self._watched = Telemetry(host, config, self._run, self._boards, self._meter)
+        self._stepping = trio.Lock()
+        self._closed = False
+        if config.access is None:
+            logger.info("run %r is open to anybody: it has no authority", config.run_id)
+        nursery.start_soon(self._run.run)
+        nursery.start_soon(self._watched.statuses.run)
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's id."""
+        return self._host.id
+
+    @property
+    def reachability(self) -> Reachability:
+        """The ways in which others can reach this peer, as far as it knows; ``reachability.sentence`` is in words."""
+        return self._host.context.transport.reachability
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses at which others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        return self._host.addresses
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """Peers that are excluded from the run because evidence proves that they lied: the reason, by peer id.
+
+        Any peer that sees a lie can prove it to the others by signatures of the liar, and each peer verifies this proof
+        itself. An excluded peer is in no later group of this peer, for as long as this peer takes part in the run. May
+        be read from any thread.
+        """
+        return self._run.excluded
+
+    @property
+    def events(self) -> Events:
+        """Delivers the events of this averager to its subscribers. Optimizers emit theirs through it."""
+        return self._watched.events
+
+    @property
+    def statuses(self) -> Statuses:
+        """The status that this peer publishes, and those of the run's other peers."""
+        return self._watched.statuses
+
+    def subscribe(self, callback: OnEvent) -> Subscription:
+        """Call ``callback`` with every event of this averager from now on.
+
+        It is called in the thread in which the event happens: trio's for rounds and for other peers, the training
+        loop's for updates. So it must return soon, and must not call the averager. An exception that it raises is
+        logged once.
+
+        Args:
+            callback: takes one event of :mod:`p2pavg.telemetry.events`.
+
+        Returns:
+            The subscription; its ``cancel`` ends it.
+        """
+        return self._watched.events.subscribe(callback)
+
+    def members(self) -> tuple[RunPeer, ...]:
+        """Return the peers of the run that publish a status, this one first. May be called from any thread.
+
+        A peer appears within seconds of opening its averager. It is gone at once when it closes the averager, within
+        seconds when its process has ended and it was in this peer's last round, and within 15 s otherwise. What a peer
+        says of itself is its claim: a hostile peer may lie about its own entry, and about no other.
+        """
+        return self._watched.statuses.members()
+
+    def declare(self, tensors: Given) -> None:
+        """Describe the tensors without accumulating anything, so that :meth:`step` can observe.
+
+        Args:
+            tensors: as for :meth:`accumulate`; their values are not read.
+
+        Raises:
+            AccumulateError, ClosedError: as :meth:`accumulate`.
+        """
+        self._check_open()
+        self._accumulation.declare(tensors)
+
+    def accumulate(
+        self,
+        tensors: Given,
+        *,
+        weight: float = 1.0,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Add tensors to this peer's next contribution, which is their weighted mean.
+
+        Args:
+            tensors: a sequence, or a mapping from names, of dense tensors of float32, float16 or bfloat16, on CPU or
+                CUDA; always the same number, names, shapes, dtypes and devices as in the first call. They are read,
+                not kept.
+            weight: how much they count, in samples; finite and above 0, and at most ``config.max_weight``. Of what adds
+                up to more, the mean goes into the round and counts ``max_weight``.
+            metrics: what was measured on these samples, e.g. ``{"loss": 2.3}``: finite numbers, 16 names at most. Their
+                means by weight, over calls and then over peers, are in the round's :attr:`p2pavg.Success.metrics`.
+
+        Raises:
+            AccumulateError: anything else, NaN and Inf among the values too; the message names the tensor, and nothing
+                of this call is accumulated.
+            ClosedError: the averager is closed.
+        """
+        self._check_open()
+        self._accumulation.add(tensors, weight, metrics)
+
+    def accumulate_vector(
+        self, schema: Schema, vector: torch.Tensor, *, weight: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Add the flat float32 vector of tensors whose values are known to be in range; see :meth:`accumulate`.
+
+        Args:
+            schema: of the tensors, on the CPU. A weight of 0 only describes them.
+        """
+        self._check_open()
+        self._accumulation.add_vector(schema, vector, weight, metrics)
+
+    @property
+    def accumulated(self) -> Tensors | None:
+        """A copy of the weighted mean of what waits for the next round; ``None`` when nothing does."""
+        return self._accumulation.mean()
+
+    @property
+    def weight(self) -> float:
+        """Summed weight, in samples, of what waits for the next round."""
+        return self._accumulation.weight
+
+    @property
+    def unresolved_weight(self) -> float:
+        """Summed weight, in samples, of what went into rounds from which this peer was cut off.
+
+        It is not known yet whether the others used it (:attr:`p2pavg.Failed.contribution_used`). If they did not, it
+        counts as accumulated again.
+        """
+        return self._accumulation.unresolved_weight
+
+    def clear(self) -> None:
+        """Forget what was accumulated, also what a round that fails would give back."""
+        self._accumulation.clear()
+
+    def take_alone(self, state: bytes) -> Success | None:
+        """Take what is accumulated as the average of this peer alone, without a round; ``None`` if nothing is.
+
+        For an optimizer that takes updates while no other peer is there. No round of this averager may run.
+
+        Args:
+            state: state of the tensors before the update; the result's ``group_id`` depends on it.
+        """
+        self._check_open()
+        return take_alone(self._accumulation, self.peer_id, state)
+
+    @property
+    def round_state(self) -> bytes | None:
+        """The ``state`` of the round that runs or whose result was not collected yet; ``None`` without one."""
+        return None if self._round is None else self._round.role.state
+
+    async def step(
+        self,
+        *,
+        wait: float | None,
+        state: bytes = b"",
+        observe: bool = False,
+        group_size: int | None = None,
+        contributors: int = 0,
+        meeting: Meeting | Sequence[Stage] | None = None,
+    ) -> RoundResult:
+        """Average, or report the progress of a round that runs.
+
+        Starts a round if none runs; what is accumulated from then on belongs to the next one. The round goes on in
+        the background when this call returns before it has ended, and a later call collects its result.
+
+        Args:
+            wait: 0 does not wait, a number waits for at most so many seconds, ``None`` until there is a result or the
+                match timeout has passed without a group.
+            state: up to 32 bytes that name what the tensors belong to, such as the parameters that gradients are of:
+                a round is among peers of the same state. Like the next two, it counts for a round that this call
+                starts.
+            observe: hold the result, and contribute nothing: what is accumulated stays. :meth:`declare` says of what,
+                if nothing was accumulated yet.
+            group_size: members that the round aims at instead of ``config.group_size``, when it is known how many
+                will come; ``config.min_group_size`` to 64.
+            contributors: contributors without which such a group is not complete, when it is known that the others only
+                observe; 0 to 64.
+            meeting: where to look for the group, one place after the other if several are given; by default among all
+                peers that are ready, or where the topology says.
+
+        Returns:
+            * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up. Not so
+              when this peer is among its ``observers``, by ``observe`` or by the run's
+              :attr:`~p2pavg.AveragingConfig.participation`: then everything accumulated still is.
+            * :class:`~p2pavg.InProgress`: the round runs.
+            * :class:`~p2pavg.NoPeers`: no other peer was ready by the match timeout, or nothing was accumulated.
+            * :class:`~p2pavg.Failed`: the exchange did not come to an end, and why. As with ``NoPeers``, everything
+              accumulated still is, and the next call begins another round.
+
+        Raises:
+            ClosedError: the averager is closed.
+            BusyError: another averager of this peer, or its daemon, has the same tensors in the same run.
+            ValueError: ``wait`` is negative or not a number, or another argument is out of range.
+        """
+        self._check_open()
+        plan = checked_plan(state, observe, group_size, contributors, self.config, meeting)
+        deadline = trio.current_time() + checked_wait(wait)
+        await trio.lowlevel.checkpoint()
+        with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
+            await self._stepping.acquire()
+        if scope.cancelled_caught:  # another task waits for the round
+            return self._round.progress() if self._round else _another_averages(self.config.group_size)
+        try:
+            self._check_open()
+            return await self._step(deadline, plan)
+        finally:
+            self._stepping.release()
+
+    def expect(self, peers: Collection[str]) -> None:
+        """Name the other peers that the rounds are to be with from now on; an empty collection names none.
+
+        A group that this peer leads keeps their places: another contributor comes on top of them, and the group waits
+        for them as it would without it. Call it before :meth:`step` begins a round, from any thread.
+        """
+        # A process that shares its peer with others is known as PEER_ID/NAME. Groups consist of peers.
+        self._expected = frozenset(peer.partition("/")[0] for peer in peers) - {self.peer_id}
+
+    async def cancel_matchmaking(self, reason: str) -> bool:
+        """End the round that runs, if it has no group yet.
+
+        A later :meth:`step` collects its result, :class:`~p2pavg.NoPeers` with this reason, and everything accumulated
+        still is.
+
+        Returns:
+            Whether it did: a round that has a group goes on, since the others count on this peer.
+        """
+        await trio.lowlevel.checkpoint()
+        return self._round is not None and self._round.cancel_matchmaking(reason)
+
+    async def _step(self, deadline: float, plan: StepPlan) -> RoundResult:
+        if self._round is None and not self._begin(plan):
+            return NoPeers(reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED)
+        assert self._round is not None
+        while True:
+            if (result := self._round.result) is not None:
+                self._round = None
+                if self._rotation is not None and isinstance(result, Success):
+                    self._rotation.took(result.peers, result.weights, result.metrics)
+                return result
+            if (report := self._round.take_report()) is not None:
+                return report
+            with trio.move_on_at(deadline) as scope:
+                async with told_while_waiting(logger, self._round.exchange_word, first=WARN_SECONDS):
+                    await self._round.changed()
+            self._check_open()
+            if scope.cancelled_caught and self._round.result is None:
+                return self._round.progress()
+
+    def _begin(self, plan: StepPlan) -> bool:
+        schema = self._accumulation.schema
+        if schema is None or (self._accumulation.weight == 0 and not plan.observes):
+            return False
+        if self._rounds is None:
+            self._rounds = open_rounds(
+                self._host, self._run, self.config, schema, self._meter, self._nursery, self._tails
+            )
+        # From here on nothing can fail before the round owns what is taken.
+        contribution = None if plan.observes else self._accumulation.take()
+        if contribution is None and not plan.observes:  # cleared in another thread meanwhile
+            return False
+        stages, metrics = self._places(plan)
+        role = Contributor(
+            self._rounds.context,
+            self.config,
+            self._accumulation,
+            schema,
+            contribution,
+            plan.state,
+            on_average=None if self._sharing is None else self._sharing.committed,
+            reports=self._watched.reports,
+            metrics=metrics,
+        )
+        self._round = Round(self._rounds, role, plan.target, plan.contributors, stages, self._expected)
+        self._nursery.start_soon(self._round.run)
+        return True
+
+    def _places(self, plan: StepPlan) -> tuple[Sequence[Stage], Mapping[str, float]]:
+        """Return where the group of a round is looked for, and the metrics that the topology adds."""
+        if plan.stages is not None or self._rotation is None:
+            return plan.stages or stages_at(None), {}
+        trains = sum(peer.role != Role.AUXILIARY for peer in self.members())
+        return self._rotation.stages(trains), self._rotation.metrics
+
+    async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
+        """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.
+
+        Args:
+            look_seconds: between two looks for what does not come by itself; of the first call for a topic.
+
+        Raises:
+            ClosedError: the averager is closed.
+        """
+        self._check_open()
+        await trio.lowlevel.checkpoint()
+        return self._boards.open(topic, look_seconds)
+
+    async def share_states(self, settings: ShareSettings) -> StateSharing:
+        """Offer states to other peers of the run from now on, and be able to fetch theirs.
+
+        The optimizers of :mod:`p2pavg.optim` use it. Call :meth:`declare` before. A later call, of another optimizer,
+        ends what the earlier one shares.
+
+        Raises:
+            ClosedError: the averager is closed.
+            ValueError: the averager has not been told of any tensors.
+        """
+        self._check_open()
+        schema = self._accumulation.schema
+        if schema is None:
+            raise ValueError("call declare() before, so that it is known what a state is of")
+        if self._sharing is not None:
+            self._sharing.end()
+        board = await self.board(TOPIC)
+        self._sharing = await self._nursery.start(self._share, schema, settings, board)
+        return self._sharing
+
+    async def _share(
+        self,
+        schema: Schema,
+        settings: ShareSettings,
+        board: Board,
+        *,
+        task_status: TaskStatus[StateSharing] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        shared = shared_run(self._host, self._run, self.config, schema)
+        async with open_sharing(
+            self._host,
+            self._run,
+            shared,
+            self.config.run_id,
+            settings,
+            board,
+            self._is_exchanging,
+            lambda: self.config.bandwidth or self._meter.announced_mbps,
+            self.events.emit,
+        ) as sharing:
+            task_status.started(sharing)
+            await sharing.ended.wait()
+
+    def _is_exchanging(self) -> bool:
+        return self._round is not None and self._round.is_exchanging
+
+    def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
+        """Open another averager of the same peer. See :meth:`p2pavg.Peer.averager`."""
+        return self._open_averager(config)
+
+    async def aclose(self) -> None:
+        """End the round that runs, if any, and release everything within 2 s. What was accumulated stays readable."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._round is not None:
+            self._round.scope.cancel()
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+            async with trio.open_nursery() as nursery:
+                self._boards.close(nursery)
+                if self._rounds is not None:
+                    nursery.start_soon(self._rounds.matchmaker.withdraw)
+                    if self._host.registry.remove_averager(self._rounds.matchmaker.key, self.config.run_id):
+                        nursery.start_soon(self._rounds.leave)
+            self._watched.statuses.close()
+            self._run.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the averager is closed")
+
+
+def waiting_round(averager: DecentralizedAverager) -> object | None:
+    """Return the round that runs, if ``step`` could only return its progress. Any thread may call this."""
+    running = averager._round
+    return running if running is not None and running.only_waits else None
+
+
+def _another_averages(group_size: int) -> InProgress:
+    return InProgress(ready_peers=1, target_size=group_size, reason="another thread is averaging")

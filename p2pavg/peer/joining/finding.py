@@ -1,0 +1,190 @@
+"""The work of ``p2pavg join`` before the peer starts: find or make its folder, its identity and its certificate."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file
+from p2pavg.cli.invitation import redeem_link
+from p2pavg.peer.joining.home import Home, data_folder, default_home
+from p2pavg.records.identity import load_or_make_seed
+from p2pavg.runs.membership.armour import certificate_text
+from p2pavg.runs.membership.certificate import Certificate
+from p2pavg.runs.membership.files import read_certificate_file, read_run_file
+from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.tokens import SCHEME, Link, parse_link
+from p2pavg_dht import Ed25519Signer
+
+_LINK_FILE = "link"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The files with which a peer takes part in a run."""
+
+    home: Home
+    run_file: Path
+    certificate: Path
+    identity: Path
+
+
+def join(
+    what: str, *, link: str | None, certificate: Path | None, identity: Path | None, home: Path | None
+) -> Joined:
+    """Return the files of a peer of a run. What is missing is made, or fetched with an invitation link.
+
+    Args:
+        what: the run file's path, or an invitation link, which brings the run file.
+        link: invitation link for a peer that has the run file and no certificate yet.
+        certificate: the peer's certificate; ``None`` looks for it in the folder, and beside the run file.
+        identity: the peer's key file; ``None`` for the one in the folder, which is made at the first start.
+        home: the folder; ``None`` for the run's folder in :func:`~p2pavg.peer.joining.home.data_folder`.
+
+    Raises:
+        ConfigError, IdentityError: a file cannot be read or made, or belongs to another run or peer; or there is no
+            certificate, and no link. The message says what to do.
+        InvitationError: the link's delegate did not admit this peer.
+    """
+    if what.startswith(SCHEME):
+        if link is not None:
+            raise ConfigError("give the invitation link once: in place of the run file, or with --link")
+        return _join_by_link(parse_link(what), certificate, identity, home)
+    run_file = Path(what)
+    run = read_run_file(run_file)
+    place = Home(default_home(run.run_id) if home is None else home)
+    place.make()
+    _refuse_another_run(place, run)
+    key = place.identity if identity is None else identity
+    peer_id = Ed25519Signer(load_or_make_seed(key)).peer_id
+    if certificate is None:
+        certificate = _certificate_of(place, run_file, run, peer_id)
+    if certificate is None:
+        if link is None:
+            raise _no_certificate(run, run_file, peer_id, place)
+        brought, signed = trio.run(redeem_link, parse_link(link), load_or_make_seed(key))
+        if brought.authority != run.authority:
+            raise ConfigError(f"the invitation link is of another run than {run_file}")
+        certificate = _keep(place, run, signed)
+    return Joined(place, run_file, certificate, key)
+
+
+def _join_by_link(link: Link, certificate: Path | None, identity: Path | None, home: Path | None) -> Joined:
+    """Redeem a link once; the next start with the same link finds the files of the first one."""
+    if certificate is not None:
+        raise ConfigError("--certificate needs a run file: an invitation link brings its own certificate")
+    digest = hashlib.sha256(link.text.encode()).hexdigest()
+    place = _home_of_link(digest, home)
+    place.make()
+    key = place.identity if identity is None else identity
+    seed = load_or_make_seed(key)
+    peer_id = Ed25519Signer(seed).peer_id
+    known = _files_of_link(place, digest)
+    if known is not None and _is_valid_for(known[1], read_run_file(known[0]), peer_id):
+        return Joined(place, *known, key)
+    run, signed = trio.run(redeem_link, link, seed)
+    if home is None:
+        place, key = _move_to_run(place, run, key)
+    _refuse_another_run(place, run)
+    run_file = place.run_file(run.run_id)
+    _write(run_file, run.text, PRIVATE)
+    kept = _keep(place, run, signed)
+    _write(place.folder / _LINK_FILE, f"{digest} {run_file.name}\n", PRIVATE)
+    return Joined(place, run_file, kept, key)
+
+
+def _home_of_link(digest: str, home: Path | None) -> Home:
+    """Return the folder of a peer that joins by a link; without ``home``, a new one until the run's name is known."""
+    if home is not None:
+        return Home(home)
+    try:
+        folders = sorted(data_folder().iterdir())
+    except OSError:
+        folders = []
+    for folder in folders:
+        if _files_of_link(Home(folder), digest) is not None:
+            return Home(folder)
+    return Home(data_folder() / f"joining-{digest[:16]}")
+
+
+def _files_of_link(place: Home, digest: str) -> tuple[Path, Path] | None:
+    """Return the run file and the certificate that a link has brought; ``None`` if it was not redeemed here."""
+    file = place.folder / _LINK_FILE
+    if not file.exists():
+        return None
+    noted, _, name = read_text(file, "note of a link", max_bytes=1024).strip().partition(" ")
+    run_file = place.folder / Path(name).name
+    certificate = run_file.with_suffix(".cert")
+    return (run_file, certificate) if noted == digest and run_file.exists() and certificate.exists() else None
+
+
+def _move_to_run(place: Home, run: RunFile, key: Path) -> tuple[Home, Path]:
+    """Give the folder of a newcomer the name of its run, if there is none of that name yet."""
+    wanted = default_home(run.run_id)
+    if wanted.exists():
+        raise ConfigError(
+            f"this user's machine has a peer of a run {run.run_id!r} already, in {wanted}; "
+            "name another folder with --home, with which the same link works again"
+        )
+    try:
+        place.folder.rename(wanted)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {wanted}: {error.strerror}") from None
+    moved = Home(wanted)
+    return moved, moved.identity if key == place.identity else key
+
+
+def _certificate_of(place: Home, run_file: Path, run: RunFile, peer_id: str) -> Path | None:
+    """Return this peer's certificate that holds longest, from the folder or beside the run file."""
+    candidates = (
+        place.certificate(run.run_id),
+        run_file.with_suffix(".cert"),
+        run_file.with_name(f"{peer_id}.cert"),
+        place.folder / f"{peer_id}.cert",
+    )
+    valid = [file for file in dict.fromkeys(candidates) if _is_valid_for(file, run, peer_id)]
+    return max(valid, key=lambda file: read_certificate_file(file).expires, default=None)
+
+
+def _is_valid_for(file: Path, run: RunFile, peer_id: str) -> bool:
+    """Return whether a file has a certificate of this run and peer that has not expired."""
+    if not file.exists():
+        return False
+    found = read_certificate_file(file)
+    return found.authority == run.authority and found.peer_id == peer_id and found.expires > time.time()
+
+
+def _refuse_another_run(place: Home, run: RunFile) -> None:
+    """Raise ConfigError if the folder has the certificate of another run of the same name."""
+    file = place.certificate(run.run_id)
+    if file.exists() and read_certificate_file(file).authority != run.authority:
+        raise ConfigError(
+            f"{file} is of another run with the name {run.run_id!r}; name another folder with --home"
+        )
+
+
+def _no_certificate(run: RunFile, run_file: Path, peer_id: str, place: Home) -> ConfigError:
+    return ConfigError(
+        f"this peer has no valid certificate of the run {run.run_id!r}. Its id is {peer_id}",
+        remedy=f"send this id to the run's operator, who signs a certificate with `p2pavg run invite {run_file.name} "
+        f"{peer_id} --role auxiliary ...`; put it at {place.certificate(run.run_id)} and start again. "
+        "Or start with --link LINK",
+    )
+
+
+def _keep(place: Home, run: RunFile, signed: Certificate) -> Path:
+    file = place.certificate(run.run_id)
+    _write(file, certificate_text(signed), PUBLIC)
+    return file
+
+
+def _write(file: Path, text: str, mode: int) -> None:
+    try:
+        replace_file(file, text.encode(), mode=mode)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None

@@ -1,0 +1,322 @@
+"""One peer: an identity, a transport, a record node, and everything that uses them, in one nursery."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, closing
+from functools import partial
+
+import trio
+
+from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
+from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.base.errors import ClosedError, RemoteProtocolError
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
+from p2pavg.base.threads.waits import told_while_waiting
+from p2pavg.base.threads.workers import RunInThread, Workers
+from p2pavg.group.milestones import OnMilestone, ignore
+from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
+from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
+from p2pavg.net.addresses import check_is_list, parse_peer_address
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.nat.reach.options import checked_options
+from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
+from p2pavg.net.transport import Stream, Transport
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.registry import Registry
+from p2pavg.records.identity import load_or_make_seed
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.context import PeerContext
+from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
+from p2pavg.runs.records.bandwidth import BandwidthService
+from p2pavg.runs.records.bootstrap import BootstrapDials
+from p2pavg.runs.records.calls import RecordCalls
+from p2pavg.runs.records.greeting import Greeter
+from p2pavg.runs.records.hello import PROTOCOL as HELLO_PROTOCOL
+from p2pavg.runs.records.service import RecordService
+from p2pavg.state.donor.service import StateService
+from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
+from p2pavg.telemetry.hub import Events, OnEvent, Subscription
+from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.verification.evidence.service import EvidenceService
+from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
+from p2pavg_dht import (
+    Contact,
+    Ed25519Signer,
+    RecordNode,
+    Signer,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+BOOTSTRAP_SECONDS = 15.0
+_DIAL_SECONDS = 5.0
+_FIRST_MESSAGE_SECONDS = 10.0
+_WITHDRAW_SECONDS = 1.0
+_TAIL_SECONDS = 2.0
+
+
+class Peer:
+    """This process in the network. Made by :func:`open_peer`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        signer: Signer,
+        nursery: trio.Nursery,
+        *,
+        wall_clock: Callable[[], float],
+        run_in_thread: RunInThread,
+        processor_wait: ProcessorWait,
+        on_milestone: OnMilestone = ignore,
+    ) -> None:
+        self._transport = transport
+        self.records = RecordNode(
+            signer=signer,
+            rpc=RecordCalls(transport),
+            addresses=lambda: transport.addresses,
+            wall_clock=wall_clock,
+        )
+        """The record node, which publishes and finds records on the network."""
+        self.lobby = Lobby()
+        self.registry = Registry()
+        self._closed = False
+        self.bootstrap: frozenset[str] = frozenset()
+        """Ids of the peers through which this one joined the network."""
+        self.events = Events()
+        """The events of all averagers of this peer."""
+        self.greeter = Greeter(
+            transport,
+            wall_clock=wall_clock,
+            protocols=(
+                RECORDS_PROTOCOL,
+                MATCH_PROTOCOL,
+                EXCHANGE_PROTOCOL,
+                EVIDENCE_PROTOCOL,
+                STATE_PROTOCOL,
+            ),
+            runs=lambda: self.registry.runs,
+            contacts=lambda: self.records.contacts,
+        )
+        """Compares clocks and versions with other peers."""
+        self.context = PeerContext(
+            transport=transport,
+            signer=signer,
+            wall_clock=wall_clock,
+            nursery=nursery,
+            run_in_thread=run_in_thread,
+            processor_wait=processor_wait,
+            on_milestone=on_milestone,
+        )
+        self.evidence = EvidenceService(self.context)
+        """Evidence that members of this peer's runs lied."""
+        self.state = StateService(self.context, self.evidence.refusal)
+        """States of this peer's runs, for peers that join late or come back."""
+
+    @property
+    def id(self) -> str:
+        """This peer's id."""
+        return self._transport.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses at which others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        return list(self._transport.addresses)
+
+    def subscribe(self, callback: OnEvent) -> Subscription:
+        """Call ``callback`` with every event of this peer's averagers; see :meth:`DecentralizedAverager.subscribe`."""
+        return self.events.subscribe(callback)
+
+    @asynccontextmanager
+    async def averager(self, config: AveragingConfig) -> AsyncIterator[DecentralizedAverager]:
+        """Open an averager that lives as long as the block.
+
+        Raises:
+            ClosedError: the peer was closed.
+            ConfigError: ``config.access`` has a certificate for another peer.
+        """
+        if self._closed:
+            raise ClosedError("the peer is closed")
+        with bare_exceptions():
+            # What a member still owes others after its own result runs in `tails`.
+            async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
+                averager = DecentralizedAverager(self, config, nursery, tails, self.averager)
+                try:
+                    yield averager
+                finally:
+                    await averager.aclose()
+                    nursery.cancel_scope.cancel()
+                    tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
+
+    async def start(self, bootstrap: Sequence[str]) -> None:
+        """Serve, and join the network through the bootstrap addresses."""
+        self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
+        self._transport.serve(MATCH_PROTOCOL, self._serve_match)
+        self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
+        self._transport.serve(BANDWIDTH_PROTOCOL, BandwidthService().serve)
+        self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
+        self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
+        self._transport.serve(STATE_PROTOCOL, self.state.serve)
+        self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
+        self.lobby.on_members = self._remember_members
+        await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
+        if bootstrap:
+            await self.join(bootstrap)
+            # What is announced first should work: others would dial a useless address, or none, until the next renewal.
+            await self._transport.settle()
+        self.context.nursery.start_soon(self.greeter.run)
+
+    async def join(self, bootstrap: Sequence[str]) -> None:
+        """Join the network through addresses of peers in it.
+
+        Raises:
+            AddressError: a text is not an address that ends in a peer id.
+            BootstrapError: none of them could be reached within 15 s.
+        """
+        contacts: dict[str, list[str]] = {}
+        for text in bootstrap:
+            _, peer_id = parse_peer_address(text)
+            if peer_id != self.id:
+                contacts.setdefault(peer_id, []).append(text)
+            elif text not in self.addresses:
+                logger.warning(
+                    "bootstrap address %s has this peer's own id; if another process is there, "
+                    "the two share one identity file, and neither will meet the other",
+                    text,
+                )
+        if not contacts:
+            return
+        self.bootstrap |= contacts.keys()
+        texts = [text for texts in contacts.values() for text in texts]
+        dial = partial(self._transport.dial, timeout=_DIAL_SECONDS)
+        await BootstrapDials(texts, dial, BOOTSTRAP_SECONDS).until_one_answers()
+        async with told_while_waiting(logger, lambda seconds: _looks_up(contacts, seconds)):
+            known = await self.records.join(
+                [Contact(peer_id, tuple(texts)) for peer_id, texts in contacts.items()]
+            )
+        if not known:
+            logger.warning(
+                "the bootstrap peers are connected, and none of them answers for records; this peer goes on asking"
+            )
+
+    async def aclose(self) -> None:
+        """Withdraw this peer's records. It ends within a second, also when cancelled."""
+        self._closed = True
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
+            await self.records.withdraw_all()
+
+    def _remember_members(self, members: frozenset[str]) -> None:
+        for peer_id in members - {self.id}:
+            self._transport.remember_peer(peer_id, companion=True)
+
+    async def _serve_match(self, stream: Stream) -> None:
+        with trio.move_on_after(_FIRST_MESSAGE_SECONDS) as scope:
+            data = await receive_message(stream)
+        if scope.cancelled_caught or data is None:
+            return
+        message = decode(data)
+        if not isinstance(message, Ask | Nudge):
+            raise RemoteProtocolError(f"a join stream began with {type(message).__name__}")
+        matchmaker = self.registry.find(message.me.record.key)
+        if matchmaker is not None:
+            await matchmaker.serve(stream, message)
+        elif isinstance(message, Ask):
+            await send_message(stream, encode(Declined("has no averager of this run and schema", over=True)))
+            await stream.aclose()
+
+
+def _looks_up(bootstrap: Collection[str], seconds: float) -> str:
+    return (
+        f"looking for the nearest peers of the network for {seconds:.0f} s, through {len(bootstrap)} bootstrap"
+        f" peer{'s' if len(bootstrap) > 1 else ''}"
+    )
+
+
+@asynccontextmanager
+async def peer_over(
+    transport: Transport,
+    signer: Signer,
+    *,
+    bootstrap: Sequence[str] = (),
+    wall_clock: Callable[[], float] = time.time,
+    run_in_thread: RunInThread | None = None,
+    processor_wait: ProcessorWait | None = None,
+    on_milestone: OnMilestone = ignore,
+) -> AsyncIterator[Peer]:
+    """Open a peer over any transport. :func:`open_peer` does this over libp2p.
+
+    Args:
+        wall_clock: seconds since 1970. A simulation gives its own.
+        run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
+            something runs on the loop, gives one that runs them there.
+        processor_wait: returns the seconds for which this thread has waited for a processor; a simulation gives 0.
+        on_milestone: is told how far the peer is in each of its rounds.
+    """
+    workers = Workers()
+    with bare_exceptions(), closing(workers):
+        async with trio.open_nursery() as nursery:
+            peer = Peer(
+                transport,
+                signer,
+                nursery,
+                wall_clock=wall_clock,
+                run_in_thread=run_in_thread or workers.run,
+                processor_wait=processor_wait or wait_of_this_thread(),
+                on_milestone=on_milestone,
+            )
+            try:
+                await peer.start(bootstrap)
+                yield peer
+            finally:
+                await peer.aclose()
+                nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_peer(
+    *,
+    listen: Sequence[str] = DEFAULT_LISTEN,
+    bootstrap: Sequence[str] = (),
+    identity: str | os.PathLike[str] | None = None,
+    announce: Sequence[str] = (),
+    port_mapping: bool = True,
+    relay_mbps: float = DEFAULT_RELAY_MBPS,
+) -> AsyncIterator[Peer]:
+    """Open a peer that lives as long as the block.
+
+    Args:
+        listen: addresses such as ``/ip4/0.0.0.0/tcp/4001``; port 0 takes any free one.
+        bootstrap: addresses of peers that are in the network, each ending in ``/p2p/<peer id>``; without any, this
+            peer begins a new network.
+        identity: the key file, made when missing; ``None`` takes a new identity that is not kept.
+        announce: addresses at which others can dial this peer, such as ``/ip4/203.0.113.7/tcp/4001`` for a forwarded
+            port or a cloud's outer address. They are announced without a check.
+        port_mapping: ask the router to forward the port, by UPnP or NAT-PMP.
+        relay_mbps: Mbit/s that this peer carries for peers which cannot be dialled, if it can be dialled itself; 0
+            relays nothing.
+
+    Raises:
+        AddressError, ListenError, IdentityError: the caller's addresses or key file; the message says what is wrong.
+        ConfigError: ``relay_mbps`` or ``port_mapping`` is out of range.
+        BootstrapError: no bootstrap peer answered within 15 s.
+    """
+    # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
+    from p2pavg.net.libp2p.transport import open_libp2p_transport
+
+    check_is_list("listen", listen)
+    check_is_list("bootstrap", bootstrap)
+    options = checked_options(announce, port_mapping=port_mapping, relay_mbps=relay_mbps)
+    seed = load_or_make_seed(identity)
+    for text in bootstrap:
+        parse_peer_address(text)
+    with bare_exceptions():
+        async with (
+            open_libp2p_transport(seed=seed, listen=listen, options=options) as transport,
+            peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap) as peer,
+        ):
+            yield peer

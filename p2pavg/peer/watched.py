@@ -1,0 +1,74 @@
+"""An averager as others see it: its events, its status, and the statuses of the run's peers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from p2pavg.base.version import __version__
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.peer.host import Host
+from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.statuses import LOOK_SECONDS, Statuses
+from p2pavg.round.reports import RoundReports
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.certificate import Role, read_certificate
+from p2pavg.runs.records.boards import Boards
+from p2pavg.telemetry.hub import Events
+from p2pavg.telemetry.keeper import StatusKeeper
+from p2pavg.telemetry.round_log import log_round
+from p2pavg.telemetry.status import MAX_SECONDS, TOPIC, PeerStatus
+
+
+class Telemetry:
+    """The events and the statuses of one averager, or of one auxiliary.
+
+    Args:
+        role: of this peer in the run, as it begins.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        config: AveragingConfig,
+        run: JoinedRun,
+        boards: Boards,
+        meter: BandwidthMeter,
+        role: Role = Role.CONTRIBUTOR,
+    ) -> None:
+        self.events = Events(parent=host.events)
+        wall_clock = host.context.wall_clock
+        self.reports = RoundReports(
+            self.events,
+            run_id=config.run_id,
+            peer_id=host.id,
+            wall_clock=wall_clock,
+            excluded=lambda: run.excluded.keys(),
+        )
+        keeper = StatusKeeper(_first_status(config, role))
+        self.events.subscribe(keeper.take)
+        self.events.subscribe(log_round)
+        self.statuses = Statuses(
+            partial(boards.open, TOPIC, LOOK_SECONDS),
+            self.events,
+            keeper,
+            host.registry.statuses,
+            run_id=config.run_id,
+            peer_id=host.id,
+            reachability=lambda: host.context.transport.reachability,
+            meter=meter,
+            wall_clock=wall_clock,
+        )
+
+
+def _first_status(config: AveragingConfig, role: Role) -> PeerStatus:
+    begins = PeerStatus(name=config.name, software=__version__, role=str(role))
+    if config.access is None:
+        return begins
+    certificate = read_certificate(config.access.certificate)
+    return PeerStatus(
+        name=config.name,
+        software=__version__,
+        role=str(role),
+        roles=tuple(sorted(certificate.roles)),
+        expires=min(certificate.expires, MAX_SECONDS),
+    )

@@ -1,0 +1,238 @@
+"""The configuration of one averager."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import (
+    MAX_BANDWIDTH,
+    MAX_CODEC_CHARS,
+    MAX_GROUP_SIZE,
+    MAX_MBPS,
+    MAX_RULE_CHARS,
+    MAX_RUN_ID_CHARS,
+    MAX_TIMEOUT_SECONDS,
+    MAX_WEIGHT,
+    MIN_BANDWIDTH,
+    USUAL_GROUP_SIZE,
+)
+from p2pavg.base.names import is_rule
+from p2pavg.base.numbers import check_number
+from p2pavg.group.aggregation import (
+    MOST_NORMS,
+    Aggregation,
+    RobustRule,
+    check_codec_for,
+    check_combinable,
+    resolve_rule,
+)
+from p2pavg.group.audits import Audits, resolve_audits
+from p2pavg.group.participation import Participation, check_tags
+from p2pavg.group.strategy import check_text, mark
+from p2pavg.group.topology import Gossip, Topology, resolve_topology, size_of_groups
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.files import read_access, read_run_file
+from p2pavg.telemetry.status import MAX_NAME_CHARS
+from p2pavg.telemetry.text import is_harmless
+from p2pavg_compression import Codec, resolve_codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingConfig:
+    """Settings with which an averager forms groups and exchanges.
+
+    Args:
+        run_id: name of the training run. Peers with different run ids never meet.
+        group_size: number of members that a group aims at, 2 to 64, auxiliaries not counted. With the
+            topology gossip it becomes ``degree + 1``: leave it out then.
+        min_group_size: number of members that suffices once ``match_timeout`` has passed, 2 to ``group_size``.
+        match_timeout: seconds that a peer looks for a full group before it accepts a smaller one.
+        exchange_timeout: seconds after which an exchange that is not complete has failed.
+        compression: the codec on the wire, by name (``"blockwise8"``, ``"int8:256"``, …) or as an object; ``None`` is
+            fp32. Only peers with the same codec and block size form groups.
+        bandwidth: Mbit/s that this peer can send and receive, 0.1 to 100,000; its share of the work follows from it.
+            ``None``: measured in rounds.
+        max_upload_mbps: Mbit/s that this peer sends at most, headers included; ``None`` is without limit.
+        max_download_mbps: Mbit/s that this peer receives at most, likewise.
+        participation: rule that decides which members of a group contribute and which only observe; ``None``: all
+            contribute. All peers of a run need the same rule: peers with different rules never meet.
+        tags: abilities of this peer, which participation rules can select by, e.g. ``("gpu", "fp16")``.
+        max_weight: the most, in samples, that one contribution to a round may count. A peer that announces more is
+            refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
+            few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
+            ``None``: 1e15.
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        robust: rule that combines the contributions instead of their weighted mean, so that a few peers that lie cannot
+            move the result far: :class:`TrimmedMean`, :class:`Median` or :class:`CenteredClip`, or the same as text
+            (``"trimmed_mean:0.25"``, ``"median"``, ``"centered_clip:1.0:3"``). All peers of a run need the same rule:
+            peers with different rules never meet. ``None``: the weighted mean.
+        max_norm: a contribution that is longer (by the Euclidean norm of all of its values) than ``max_norm`` times the
+            median of its group counts as if it were shortened to that length, 1 to 1e6. Each peer signs its norm, and
+            :attr:`Success.clipped` names the peers that were shortened. All peers of a run need the same value.
+            ``None``: contributions count as they are.
+        audit: how members check each other's averages: :class:`Audits`, or text. ``"after"``: after each round, each
+            share is audited by another member with probability 1/8 (``"after:0.5"``: 1/2). A reducer that lied is
+            excluded from the run with evidence, and :attr:`Success.averaged` of the rounds before stays what it was.
+            ``"before"``, ``"before:0.5"``: likewise before each round ends, which takes longer. ``"off"``: no audits.
+            All peers of a run need the same value.
+        topology: the members that average: ``"butterfly"`` or :class:`Butterfly`, in which each member averages a share
+            of the vector; ``"star"`` or :class:`Star`, in which the members elect one by announced ``bandwidth`` that
+            averages everything; ``"hierarchical"`` or :class:`Hierarchical`, in which sites average before they
+            exchange sums; ``"gossip"`` or :class:`Gossip`, in which a peer averages with a few others in each round,
+            and with other ones in the next. All peers of a run need the same one: peers with different ones never
+            meet.
+        name: name of this peer for people, such as ``"garage, 3090"``: at most 40 printable characters. The other peers
+            of the run see it (:meth:`DecentralizedAverager.members`); nothing depends on it. Empty: none.
+        strategy: text of the strategy with which the peers of the run train (:mod:`p2pavg.strategies`); empty: none.
+            Peers with different strategies never meet, and hear why. ``Strategy.config`` sets it.
+
+    Raises:
+        ConfigError: an argument is out of range; the message names it.
+    """
+
+    run_id: str
+    group_size: int = USUAL_GROUP_SIZE
+    min_group_size: int = 2
+    match_timeout: float = 30.0
+    exchange_timeout: float = 60.0
+    compression: str | Codec | None = "blockwise8"
+    bandwidth: float | None = None
+    max_upload_mbps: float | None = None
+    max_download_mbps: float | None = None
+    participation: Participation | None = None
+    tags: tuple[str, ...] = ()
+    max_weight: float | None = None
+    access: RunAccess | None = None
+    robust: str | RobustRule | None = None
+    max_norm: float | None = None
+    audit: str | Audits = "after"
+    topology: str | Topology = "butterfly"
+    name: str = ""
+    strategy: str = ""
+
+    def __post_init__(self) -> None:
+        if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
+            raise ConfigError(
+                f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} printable characters, got {self.run_id!r}"
+            )
+        try:
+            topology = resolve_topology(self.topology)
+        except ConfigError as error:
+            raise ConfigError(f"topology: {error}") from None
+        _check_size("group_size", self.group_size, 2, MAX_GROUP_SIZE)
+        object.__setattr__(self, "group_size", size_of_groups(topology, self.group_size))
+        _check_size("min_group_size", self.min_group_size, 2, self.group_size)
+        check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
+        check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
+        if self.bandwidth is not None:
+            check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
+        for name in ("max_upload_mbps", "max_download_mbps"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), MAX_MBPS)
+        if self.max_weight is not None:
+            check_number("max_weight", self.max_weight, MAX_WEIGHT)
+        if self.access is not None and not isinstance(self.access, RunAccess):
+            raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
+        if self.participation is not None and not isinstance(self.participation, Participation):
+            raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
+        if self.strategy != "":
+            check_text(self.strategy)
+        if not is_rule(self.rule):
+            raise ConfigError(
+                f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"
+            )
+        check_tags(self.tags)
+        if not isinstance(self.name, str) or not is_harmless(self.name, MAX_NAME_CHARS):
+            raise ConfigError(
+                f"name must be text of at most {MAX_NAME_CHARS} printable characters, got {self.name!r}"
+            )
+        if self.max_norm is not None:
+            check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+        try:
+            resolve_rule(self.robust)
+        except ConfigError as error:
+            raise ConfigError(f"robust: {error}") from None
+        try:
+            resolve_audits(self.audit)
+        except ConfigError as error:
+            raise ConfigError(f"audit: {error}") from None
+        if isinstance(topology, Gossip) and self.participation is not None:
+            raise ConfigError(
+                f"participation must be None with the topology {topology.text!r}: all of a small group contribute"
+            )
+        try:
+            name = resolve_codec(self.compression).name
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"compression: {error}") from None
+        check_combinable(self.robust, self.codec)
+        check_codec_for(self.aggregation.topology, self.codec)
+        if not 0 < len(name) <= MAX_CODEC_CHARS or not name.isprintable():
+            raise ConfigError(
+                f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"
+            )
+
+    @classmethod
+    def from_run(
+        cls, run_file: str | os.PathLike[str], *, certificate: str | os.PathLike[str], **overrides: Any
+    ) -> AveragingConfig:
+        """Return the configuration of a peer in a run that has an authority.
+
+        Args:
+            run_file: the file that ``p2pavg run create`` has made.
+            certificate: the file of this peer's certificate, which ``p2pavg run invite`` or ``p2pavg run join`` has
+                made.
+            overrides: settings of this peer that replace those of the run file, such as ``bandwidth``. ``run_id`` and
+                ``access`` are always those of the files.
+
+        Raises:
+            ConfigError: a file cannot be read or is malformed, the certificate is of another run, or a setting is out
+                of range; the message names the file or the setting.
+        """
+        run = read_run_file(run_file)
+        access = read_access(run, certificate)
+        for name in ("run_id", "access"):
+            if name in overrides:
+                raise ConfigError(f"{name} cannot be overridden: it follows from {os.fspath(run_file)}")
+        return cls(**run.settings | overrides, access=access)
+
+    @property
+    def rule(self) -> str:
+        """The text of ``participation`` and the mark of the strategy; empty without both."""
+        text = "" if self.participation is None else self.participation.text
+        return " ".join(filter(None, (text, mark(self.strategy))))
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The rule by which a group combines its contributions, from ``robust`` and ``max_norm``; audits, topology."""
+        most = None if self.max_norm is None else float(self.max_norm)
+        audits, topology = resolve_audits(self.audit), resolve_topology(self.topology)
+        return Aggregation(resolve_rule(self.robust), most, audits, topology)
+
+    @property
+    def most_weight(self) -> float:
+        """The largest weight that any peer's contribution may have."""
+        return MAX_WEIGHT if self.max_weight is None else float(self.max_weight)
+
+    @property
+    def own_most_weight(self) -> float:
+        """The largest weight that this peer's contribution may have: its certificate may allow less."""
+        return self.most_weight if self.access is None else min(self.most_weight, self.access.max_weight)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec that ``compression`` names."""
+        return resolve_codec(self.compression)
+
+
+def _is_text(value: object) -> bool:
+    # Terminals obey control characters, and a run file may be a stranger's. Undecodable bytes of a command line become
+    # lone surrogates, which are not printable either, and cannot be encoded for the wire.
+    return isinstance(value, str) and value.isprintable()
+
+
+def _check_size(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {value!r}")

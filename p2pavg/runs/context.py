@@ -1,0 +1,31 @@
+"""The context of one peer: transport, identity and clock, which all of its runs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from p2pavg.base.threads.processor import ProcessorWait
+from p2pavg.base.threads.workers import RunInThread
+from p2pavg.group.milestones import OnMilestone, ignore
+from p2pavg.net.transport import Transport
+from p2pavg_dht import Signer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerContext:
+    """Everything that the runs of one peer share."""
+
+    transport: Transport
+    signer: Signer
+    wall_clock: Callable[[], float]
+    """Seconds since 1970. A simulation has its own."""
+    nursery: trio.Nursery
+    """Lives as long as the peer, so it outlives every round."""
+    run_in_thread: RunInThread
+    """Runs work off the event loop. A simulation runs it on the loop."""
+    processor_wait: ProcessorWait
+    """Of the event loop's thread. A simulation never waits."""
+    on_milestone: OnMilestone = ignore

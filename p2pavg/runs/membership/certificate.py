@@ -1,0 +1,286 @@
+"""Certificates: statements that a run's authority admits one peer. No I/O, no clock, no random source.
+
+A certificate names a peer id, the roles that the peer may take, the largest weight of its contributions, and the time
+for which it holds. The authority of the run signs it with its Ed25519 key, or a *delegate* does: a peer whose own
+certificate has the role ``delegate``. A delegate's certificates carry the delegate's own one and grant no more than it
+does. Delegates cannot make other peers delegates, so a chain has two certificates at most.
+
+The format is canonical: a certificate has one encoding. Its signature covers everything but itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import lru_cache
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_CERTIFICATE_BYTES, MAX_WEIGHT
+from p2pavg_dht.identity import PeerIdError, public_key_of
+
+DOMAIN = b"p2pavg-member/1\0"
+AUTHORITY_BYTES = 32
+SERIAL_BYTES = 16
+SIGNATURE_BYTES = 64
+MAX_TIME = 253402300799.0  # the last second of the year 9999
+CLOCK_SKEW_SECONDS = 60.0
+"""A certificate counts this long before its first moment, because the clocks of authority and peers differ."""
+
+
+class Role(StrEnum):
+    """The roles that a certificate can grant."""
+
+    CONTRIBUTOR = "contributor"
+    """Contribute to averages, and everything that an observer may do."""
+    OBSERVER = "observer"
+    """Hold the average without contributing."""
+    AUXILIARY = "auxiliary"
+    """Reduce a share without holding the average."""
+    SOURCE = "source"
+    """Give its parameters to peers that begin."""
+    DELEGATE = "delegate"
+    """Sign certificates of other peers."""
+
+
+class MemberCertificateError(RemoteProtocolError):
+    """A certificate that is malformed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """One peer's certificate. :func:`read_certificate` and :func:`issue` make it; :func:`refusal` checks it.
+
+    ``not_before`` and ``expires`` are wall clock, seconds since 1970.
+    """
+
+    authority: bytes
+    """Ed25519 public key of the run's authority: 32 bytes."""
+    peer_id: str
+    roles: frozenset[Role]
+    max_weight: float
+    """Largest weight of one contribution, in samples."""
+    not_before: float
+    expires: float
+    serial: bytes
+    """16 bytes that name this certificate, for its revocation."""
+    issuer: Certificate | None = None
+    """The certificate of the delegate that signed this one; ``None``: the authority signed it."""
+    signature: bytes = field(default=b"", repr=False)
+
+    @property
+    def statement(self) -> bytes:
+        """The bytes that are signed."""
+        return DOMAIN + _pack_body(self) + (b"" if self.issuer is None else self.issuer.data)
+
+    @property
+    def data(self) -> bytes:
+        """The certificate as bytes, at most :data:`~p2pavg.base.limits.MAX_CERTIFICATE_BYTES`."""
+        return pack(1, _pack_body(self), self.signature, b"" if self.issuer is None else self.issuer.data)
+
+    @property
+    def serials(self) -> tuple[bytes, ...]:
+        """The serials on which this certificate depends: its own, and that of the delegate's certificate."""
+        return (self.serial,) if self.issuer is None else (self.serial, self.issuer.serial)
+
+
+def _pack_body(certificate: Certificate) -> bytes:
+    return pack(
+        certificate.authority,
+        certificate.peer_id,
+        tuple(sorted(certificate.roles)),
+        float(certificate.max_weight),
+        float(certificate.not_before),
+        float(certificate.expires),
+        certificate.serial,
+    )
+
+
+def issue(
+    sign: Callable[[bytes], bytes],
+    *,
+    authority: bytes,
+    peer_id: str,
+    roles: Iterable[Role],
+    max_weight: float,
+    not_before: float,
+    expires: float,
+    serial: bytes,
+    issuer: Certificate | None = None,
+) -> Certificate:
+    """Return a signed certificate.
+
+    Args:
+        sign: returns the Ed25519 signature of the authority, or of the delegate that ``issuer`` names.
+        serial: 16 random bytes.
+
+    Raises:
+        MemberCertificateError: a field is out of range, or the delegate's certificate does not grant as much.
+    """
+    unsigned = Certificate(
+        authority=authority,
+        peer_id=peer_id,
+        roles=frozenset(roles),
+        max_weight=max_weight,
+        not_before=not_before,
+        expires=expires,
+        serial=serial,
+        issuer=issuer,
+    )
+    _check_fields(unsigned)
+    if (wrong := _exceeds(unsigned)) is not None:
+        raise MemberCertificateError(wrong)
+    values = {name: getattr(unsigned, name) for name in Certificate.__slots__ if name != "signature"}
+    return Certificate(**values, signature=sign(unsigned.statement))
+
+
+@lru_cache(maxsize=4096)  # at most 640 bytes each; the same certificate comes with every record and roster
+def read_certificate(data: bytes) -> Certificate:
+    """Read a certificate. Its signatures are checked by :func:`refusal`.
+
+    Raises:
+        MemberCertificateError: the bytes are no certificate in its canonical form.
+    """
+    return _read(data, depth=0)
+
+
+def _read(data: bytes, depth: int) -> Certificate:
+    if len(data) > MAX_CERTIFICATE_BYTES:
+        raise MemberCertificateError(
+            f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are allowed"
+        )
+    try:
+        version, body, signature, issuer = unpack(data, int, bytes, bytes, bytes)
+        authority, peer_id, roles, weight, begins, expires, serial = unpack(
+            body, bytes, str, tuple, float, float, float, bytes
+        )
+        names = checked(roles, (str,) * len(roles))
+    except RemoteProtocolError as error:
+        raise MemberCertificateError(f"not a certificate: {error}") from None
+    if version != 1:
+        raise MemberCertificateError(f"a certificate of version {version}; this peer reads version 1")
+    if not set(names) <= set(Role) or list(names) != sorted(set(names)):
+        raise MemberCertificateError("a certificate whose roles are unknown or out of order")
+    if len(signature) != SIGNATURE_BYTES:
+        raise MemberCertificateError(f"a certificate without a signature of {SIGNATURE_BYTES} bytes")
+    if issuer and depth:
+        raise MemberCertificateError("a delegate's certificate that another delegate has signed")
+    certificate = Certificate(
+        authority=authority,
+        peer_id=peer_id,
+        roles=frozenset(map(Role, names)),
+        max_weight=weight,
+        not_before=begins,
+        expires=expires,
+        serial=serial,
+        issuer=_read(issuer, depth + 1) if issuer else None,
+        signature=signature,
+    )
+    _check_fields(certificate)
+    if certificate.data != data:  # msgpack has several encodings of a number
+        raise MemberCertificateError("a certificate that is not in its canonical form")
+    return certificate
+
+
+def _check_fields(certificate: Certificate) -> None:
+    if len(certificate.authority) != AUTHORITY_BYTES or len(certificate.serial) != SERIAL_BYTES:
+        raise MemberCertificateError("a certificate whose authority or serial has the wrong length")
+    if not certificate.roles:
+        raise MemberCertificateError("a certificate without a role")
+    if not 0 < certificate.max_weight <= MAX_WEIGHT:
+        raise MemberCertificateError(
+            f"a certificate with a max_weight of {certificate.max_weight:g}; "
+            f"it must be above 0 and at most {MAX_WEIGHT:g}"
+        )
+    if not 0 <= certificate.not_before < certificate.expires <= MAX_TIME:
+        raise MemberCertificateError("a certificate that ends before it begins, or after the year 9999")
+    try:
+        public_key_of(certificate.peer_id)
+    except PeerIdError as error:
+        raise MemberCertificateError(f"a certificate for no peer id: {error}") from None
+
+
+def _exceeds(certificate: Certificate) -> str | None:
+    """Return what a delegated certificate grants beyond its delegate's own one, or ``None``."""
+    issuer = certificate.issuer
+    if issuer is None:
+        return None
+    if issuer.issuer is not None or Role.DELEGATE in certificate.roles:
+        return "a delegate cannot make other peers delegates"
+    if Role.DELEGATE not in issuer.roles:
+        return "its issuer is no delegate"
+    if issuer.authority != certificate.authority:
+        return "its delegate belongs to another run"
+    if beyond := certificate.roles - issuer.roles:
+        return f"its delegate may not grant the role {min(beyond)}"
+    if certificate.max_weight > issuer.max_weight:
+        return f"its delegate may grant a max_weight of {issuer.max_weight:g} at most"
+    if certificate.expires > issuer.expires or certificate.not_before < issuer.not_before:
+        return "it holds longer than its delegate's own certificate"
+    return None
+
+
+def refusal(
+    data: bytes, *, authority: bytes, peer_id: str, now: float, revoked: Collection[bytes] = ()
+) -> str | None:
+    """Return the reason for which a peer is not admitted with this certificate, or ``None``.
+
+    Args:
+        data: the certificate as it came; empty if the peer has shown none.
+        authority: public key of the run's authority.
+        peer_id: the authenticated id of the peer that shows it.
+        now: wall clock, seconds.
+        revoked: serials of revoked certificates.
+    """
+    if not data:
+        return "it has shown no certificate of this run"
+    try:
+        certificate = read_certificate(data)
+    except MemberCertificateError as error:
+        return str(error)
+    if certificate.authority != authority:
+        return "its certificate is of another run"
+    if certificate.peer_id != peer_id:
+        return "its certificate is for another peer"
+    if not is_genuine(certificate):
+        return "its certificate is forged"
+    for serial in certificate.serials:
+        if serial in revoked:
+            whose = "its certificate" if serial == certificate.serial else "its delegate's certificate"
+            return f"{whose} was revoked"
+    if now >= certificate.expires:
+        return f"its certificate expired on {date_of(certificate.expires)}"
+    if now < certificate.not_before - CLOCK_SKEW_SECONDS:
+        return f"its certificate begins on {date_of(certificate.not_before)}"
+    return None
+
+
+def is_genuine(certificate: Certificate) -> bool:
+    """Return whether the authority, or a delegate within its own rights, has signed a certificate."""
+    issuer = certificate.issuer
+    if issuer is None:
+        return _signed_by(certificate.authority, certificate.data)
+    if _exceeds(certificate) is not None or not _signed_by(issuer.authority, issuer.data):
+        return False
+    return _signed_by(public_key_of(issuer.peer_id).public_bytes_raw(), certificate.data)
+
+
+@lru_cache(maxsize=4096)  # a check takes 0.1 ms
+def _signed_by(public_key: bytes, data: bytes) -> bool:
+    certificate = read_certificate(data)
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(certificate.signature, certificate.statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def date_of(seconds: float) -> str:
+    """Return a moment as text, to the second, in UTC."""
+    return datetime.fromtimestamp(math.floor(seconds), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,86 @@
+"""The members of a run, as one of its peers sees them. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.group.candidate import Candidate
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.certificate import Role, read_certificate, refusal
+from p2pavg.runs.membership.revocation import RevocationList, no_revocations
+
+
+class Membership:
+    """The members of a run that has an authority.
+
+    Args:
+        access: this peer's access to the run.
+        peer_id: this peer's id.
+
+    Raises:
+        ConfigError: the certificate is for another peer.
+    """
+
+    def __init__(self, access: RunAccess, peer_id: str) -> None:
+        if access.peer_id != peer_id:
+            raise ConfigError(
+                f"certificate: it is for {access.peer_id}, and this peer is {peer_id}; "
+                "open the peer with the identity file for which the certificate was made"
+            )
+        self.access = access
+        self._revocations = no_revocations(access.authority)
+
+    @property
+    def revocations(self) -> RevocationList:
+        """The newest list of revoked certificates that this peer has seen."""
+        return self._revocations
+
+    def learn(self, revocations: RevocationList) -> bool:
+        """Take a list of revoked certificates, which was checked; return whether it is newer than all others."""
+        if revocations.number <= self._revocations.number:
+            return False
+        self._revocations = revocations
+        return True
+
+    def own_refusal(self, now: float) -> str | None:
+        """Return the reason for which other members refuse this peer, or ``None``."""
+        return self.refusal(self.access.peer_id, self.access.certificate, now)
+
+    def refusal(self, peer_id: str, certificate: bytes, now: float) -> str | None:
+        """Return the reason for which a peer is no member, or ``None``.
+
+        Args:
+            peer_id: the authenticated id of the peer.
+            certificate: what it has shown.
+            now: wall clock, seconds.
+        """
+        return refusal(
+            certificate,
+            authority=self.access.authority,
+            peer_id=peer_id,
+            now=now,
+            revoked=self._revocations.serials,
+        )
+
+    def refuses(self, candidate: Candidate, now: float) -> str | None:
+        """Return the reason for which a candidate may not take part as it wants to, or ``None``."""
+        wrong = self.refusal(candidate.peer_id, candidate.certificate, now)
+        if wrong is not None:
+            return wrong
+        certificate = read_certificate(candidate.certificate)
+        role = self._role_of(candidate)
+        if role not in certificate.roles and not (
+            role is Role.OBSERVER and Role.CONTRIBUTOR in certificate.roles
+        ):
+            granted = ", ".join(sorted(certificate.roles))
+            return f"its certificate grants {granted} and not {role}"
+        if candidate.weight > certificate.max_weight:
+            return (
+                f"its weight of {candidate.weight:g} is above the {certificate.max_weight:g} "
+                "that its certificate grants"
+            )
+        return None
+
+    def _role_of(self, candidate: Candidate) -> Role:
+        if candidate.auxiliary:
+            return Role.AUXILIARY
+        return self.access.contributing if candidate.weight else Role.OBSERVER

@@ -1,0 +1,282 @@
+"""Run files: what all members of a run that has an authority must know alike. No I/O, no clock, no random source.
+
+A run file is TOML. It holds the run's secret, so it goes to members only, over a private channel.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import (
+    MAX_AUDIT_CHARS,
+    MAX_BANDWIDTH,
+    MAX_CODEC_CHARS,
+    MAX_GROUP_SIZE,
+    MAX_MBPS,
+    MAX_ROBUST_CHARS,
+    MAX_RUN_ID_CHARS,
+    MAX_TIMEOUT_SECONDS,
+    MAX_TOPOLOGY_CHARS,
+    MAX_WEIGHT,
+    MIN_BANDWIDTH,
+    USUAL_GROUP_SIZE,
+)
+from p2pavg.group.aggregation import (
+    MOST_NORMS,
+    Aggregation,
+    check_codec_for,
+    check_combinable,
+    resolve_rule,
+)
+from p2pavg.group.audits import resolve_audits
+from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
+from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups
+from p2pavg.runs.membership.access import SECRET_BYTES
+from p2pavg.runs.membership.certificate import AUTHORITY_BYTES
+from p2pavg_compression import resolve_codec
+from p2pavg_dht import PeerIdError, public_key_of
+
+VERSION = 1
+MAX_BOOTSTRAP = 8
+MAX_ADDRESS_CHARS = 256
+MAX_RUN_FILE_BYTES = 7168
+"""Length of :attr:`RunFile.text`. A file that a user has edited may have comments, up to ``MAX_EDITED_BYTES``."""
+MAX_EDITED_BYTES = 16 * 1024
+_USUAL_TOPOLOGY = ("topology", BUTTERFLY.text)
+COMMENT = "# p2pavg run file. It holds the run's secret: give it to members only, over a private channel."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """The keys of a run, and the settings that its members share.
+
+    Args:
+        run_id: name of the run.
+        authority: Ed25519 public key of the run's authority, 32 bytes.
+        secret: 32 bytes from which the keys of the run's records follow.
+        group_size, min_group_size, match_timeout, exchange_timeout, max_weight, max_norm: see
+            :class:`~p2pavg.AveragingConfig`.
+        compression: name of the codec.
+        robust: text of the rule that combines contributions; ``None``: the weighted mean.
+        audit: text of the audits of averages, such as ``"after:0.125"``.
+        topology: text of the topology, such as ``"star"``. ``"hierarchical"`` needs an ``audit`` of ``"off"``;
+            ``"gossip"`` needs no ``group_size``.
+        bandwidth, max_upload_mbps, max_download_mbps: what members announce and use, in Mbit/s, unless they say
+            otherwise; see :class:`~p2pavg.AveragingConfig`.
+        relay_mbps: what members carry for peers that cannot be dialled, in Mbit/s, unless they say otherwise.
+        bootstrap: addresses of peers that are usually online, 8 at most, each ending in ``/p2p/<peer id>``.
+        strategy: text of the strategy with which all members train (:mod:`p2pavg.strategies`); empty: none. In the file
+            it is the table ``[strategy]``.
+
+    Raises:
+        ConfigError: a value is out of range; the message names it.
+    """
+
+    run_id: str
+    authority: bytes
+    secret: bytes = field(repr=False)
+    group_size: int = USUAL_GROUP_SIZE
+    min_group_size: int = 2
+    match_timeout: float = 30.0
+    exchange_timeout: float = 60.0
+    compression: str = "blockwise8"
+    max_weight: float | None = None
+    robust: str | None = None
+    max_norm: float | None = None
+    audit: str = "after"
+    topology: str = BUTTERFLY.text
+    bandwidth: float | None = None
+    max_upload_mbps: float | None = None
+    max_download_mbps: float | None = None
+    relay_mbps: float | None = None
+    bootstrap: tuple[str, ...] = ()
+    strategy: str = ""
+
+    def __post_init__(self) -> None:
+        _check_text("run_id", self.run_id, MAX_RUN_ID_CHARS)
+        _check_bytes("authority", self.authority, AUTHORITY_BYTES)
+        _check_bytes("secret", self.secret, SECRET_BYTES)
+        _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
+        topology = resolve_topology(self.topology)
+        _check_size("group_size", self.group_size, MAX_GROUP_SIZE)
+        object.__setattr__(self, "group_size", size_of_groups(topology, self.group_size))
+        _check_size("min_group_size", self.min_group_size, self.group_size)
+        _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
+        _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
+        if self.max_weight is not None:
+            _check_number("max_weight", self.max_weight, MAX_WEIGHT)
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+        if self.robust is not None:
+            _check_rule("robust", self.robust, MAX_ROBUST_CHARS, resolve_rule)
+        if self.bandwidth is not None:
+            _check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
+        for name in ("max_upload_mbps", "max_download_mbps"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), MAX_MBPS)
+        if self.relay_mbps is not None and self.relay_mbps != 0:  # 0: relay nothing
+            _check_number("relay_mbps", self.relay_mbps, MAX_BANDWIDTH)
+        _check_rule("audit", self.audit, MAX_AUDIT_CHARS, resolve_audits)
+        _check_compression(self.compression)
+        check_combinable(self.robust, resolve_codec(self.compression))
+        # It raises an error if they do not fit together.
+        Aggregation(resolve_rule(self.robust), self.max_norm, resolve_audits(self.audit), topology)
+        check_codec_for(topology, resolve_codec(self.compression))
+        _check_bootstrap(self.bootstrap)
+        if self.strategy != "":
+            check_text(self.strategy)
+
+    @property
+    def text(self) -> str:
+        """The file's text, at most :data:`MAX_RUN_FILE_BYTES` long. :func:`parse_run_file` reads it back."""
+        lines = [COMMENT, f"version = {VERSION}"]
+        for each in fields(self):
+            value = getattr(self, each.name)
+            # Run files of a butterfly are those of versions that have no other topology.
+            if value is not None and each.name != "strategy" and (each.name, value) != _USUAL_TOPOLOGY:
+                lines.append(f"{each.name} = {_toml(value)}")
+        if self.strategy:  # a table comes after all values
+            lines += ["", *toml_lines(read_table(self.strategy), "strategy")]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that :class:`~p2pavg.AveragingConfig` has as well, by name."""
+        own = ("authority", "secret", "relay_mbps", "bootstrap")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+
+
+_KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
+_KEYS = {each.name: each.default is MISSING for each in fields(RunFile)}  # name -> it is required
+
+
+def parse_run_file(text: str) -> RunFile:
+    """Read a run file.
+
+    Raises:
+        ConfigError: the text is no run file; the message names the key that is wrong.
+    """
+    if len(text) > MAX_EDITED_BYTES:
+        raise ConfigError(f"a run file has at most {MAX_EDITED_BYTES} characters, not {len(text)}")
+    try:
+        found = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also of a number with thousands of digits
+        raise ConfigError(f"it is not TOML: {str(error) or 'too deeply nested'}") from None
+    if "version" not in found:
+        raise ConfigError("version is missing; a run file begins with it")
+    version = found.pop("version")
+    if type(version) is not int or version != VERSION:
+        raise ConfigError(f"version must be {VERSION}, got {_shown(version)}; this p2pavg reads no other")
+    if unknown := sorted(found.keys() - _KEYS.keys()):
+        raise ConfigError(f"unknown key {_shown(unknown[0])}; a run file has version, {', '.join(_KEYS)}")
+    if missing := [name for name, required in _KEYS.items() if required and name not in found]:
+        raise ConfigError(f"{missing[0]} is missing")
+    for name in ("authority", "secret"):
+        found[name] = _from_hex(name, found[name])
+    if isinstance(addresses := found.get("bootstrap"), list):
+        found["bootstrap"] = tuple(addresses)
+    if "strategy" in found:
+        if not isinstance(found["strategy"], dict):
+            raise ConfigError("strategy must be a table, [strategy]")
+        found["strategy"] = canonical(found["strategy"])
+    return RunFile(**found)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bytes):
+        return f'"{value.hex()}"'
+    if isinstance(value, str):
+        return f'"{"".join(map(_escaped, value))}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return f"\\u{ord(character):04x}" if ord(character) < 32 or ord(character) == 127 else character
+
+
+def _from_hex(name: str, value: object) -> bytes:
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        raise ConfigError(f"{name} must be 64 hexadecimal digits in quotation marks")
+    return bytes.fromhex(value)
+
+
+def _check_text(name: str, value: object, most: int) -> None:
+    # Terminals obey control characters, and lone surrogates, which are not printable either, cannot be encoded.
+    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
+        raise ConfigError(f"{name} must be text of 1 to {most} printable characters, got {_shown(value)}")
+
+
+def _check_bytes(name: str, value: object, size: int) -> None:
+    if not isinstance(value, bytes) or len(value) != size:
+        raise ConfigError(f"{name} must be {size} bytes")
+
+
+def _check_size(name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 2 <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from 2 to {most}, got {_shown(value)}")
+
+
+def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
+    number = type(value) in (int, float)
+    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
+        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
+        raise ConfigError(f"{name} must be a number {range_of}, got {_shown(value)}")
+
+
+def _check_rule(name: str, value: object, most: int, resolve: Callable[[object], object]) -> None:
+    _check_text(name, value, most)
+    try:
+        resolve(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _check_compression(value: object) -> None:
+    _check_text("compression", value, MAX_CODEC_CHARS)
+    try:
+        resolve_codec(value)  # type: ignore[arg-type]  # it is text
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"compression: {error}") from None
+
+
+def _check_bootstrap(value: object) -> None:
+    if not isinstance(value, tuple) or len(value) > MAX_BOOTSTRAP:
+        raise ConfigError(f"bootstrap must be a list of at most {MAX_BOOTSTRAP} addresses")
+    for address in value:
+        _check_text("each address of bootstrap", address, MAX_ADDRESS_CHARS)
+        if not is_peer_address(address):
+            raise ConfigError(
+                "each address of bootstrap must be like /ip4/203.0.113.7/tcp/4001/p2p/PEER_ID, "
+                f"got {_shown(address)}"
+            )
+
+
+def is_peer_address(text: str) -> bool:
+    """Return whether a text looks like an address of a peer. Dialling it checks the rest."""
+    start, _, peer_id = text.rpartition("/p2p/")
+    try:
+        public_key_of(peer_id)
+    except PeerIdError:
+        return False
+    return start.startswith("/") and start.isascii() and start.isprintable()
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    shown = ascii(value) if isinstance(value, str | int | float) and not _is_long(value) else ""
+    return shown[:80] if shown else type(value).__name__
+
+
+def _is_long(value: object) -> bool:
+    return isinstance(value, int) and value.bit_length() > 64  # its text may have too many digits for Python

@@ -1,0 +1,239 @@
+"""The protocol of invitation links: a newcomer sends a token, and the delegate answers with a certificate.
+
+The newcomer is authenticated by the stream, so a certificate is never for another peer than the one that asks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from p2pavg.base.encoding import pack, unpack
+from p2pavg.base.errors import (
+    ClosedError,
+    ConfigError,
+    InvitationError,
+    RemoteProtocolError,
+    StreamBrokenError,
+    UnreachableError,
+)
+from p2pavg.base.files import PRIVATE, read_text, replace_file
+from p2pavg.base.threads.workers import RunInThread
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.runs.membership.certificate import (
+    Certificate,
+    MemberCertificateError,
+    Role,
+    read_certificate,
+    refusal,
+)
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.run_file import MAX_RUN_FILE_BYTES, RunFile, parse_run_file
+from p2pavg.runs.membership.tokens import MAX_TOKEN_BYTES, Link, certify, read_token, token_key
+from p2pavg.runs.membership.used_tokens import MAX_USED_BYTES, UsedTokens, parse_used_tokens
+from p2pavg_dht import Ed25519Signer
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "/p2pavg/invite/1"
+MAX_STREAMS = 8  # that a delegate serves at once, one of each peer
+STREAM_SECONDS = 10.0
+MAX_REQUEST_BYTES = MAX_TOKEN_BYTES + 16
+MAX_ANSWER_BYTES = 8192
+MAX_REASON_CHARS = 300
+REDEEM_SECONDS = 20.0
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate:
+    """A delegate's run, identity and memory.
+
+    Args:
+        run: the run file, which newcomers get.
+        membership: the delegate's own one. While it refuses the delegate, no peer is admitted.
+        seed: private key of the delegate's identity.
+        used_file: file of the links that were used, made when missing.
+
+    Raises:
+        ConfigError: the delegate's certificate does not let it admit peers.
+    """
+
+    run: RunFile
+    membership: Membership
+    seed: bytes
+    used_file: Path
+
+    def __post_init__(self) -> None:
+        if Role.DELEGATE not in self.membership.access.roles:
+            raise ConfigError(
+                "certificate: it does not have the role delegate; ask the run's operator for one that "
+                "`p2pavg run delegate` has made"
+            )
+
+
+class Invitations:
+    """Serves invitation links as a delegate.
+
+    Raises:
+        ConfigError: the file of used links cannot be read or is damaged; the message names it.
+    """
+
+    def __init__(
+        self, delegate: Delegate, *, wall_clock: Callable[[], float], run_in_thread: RunInThread
+    ) -> None:
+        self._delegate = delegate
+        self._wall_clock = wall_clock
+        self._run_in_thread = run_in_thread
+        self._key = token_key(delegate.seed, delegate.run.authority)
+        self._signer = Ed25519Signer(delegate.seed)
+        self._used = _read_used(delegate.used_file)
+        self._unsaved = False
+        self._saving = trio.Lock()
+        self._served: set[PeerId] = set()
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one newcomer. A peer beyond the limits loses its stream."""
+        if len(self._served) >= MAX_STREAMS or stream.remote in self._served:
+            return
+        with self._place(stream.remote), trio.move_on_after(STREAM_SECONDS):
+            request = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
+            if request is None:
+                return
+            version, data = unpack(request, int, bytes)
+            if version != _VERSION:
+                raise RemoteProtocolError(f"a request of version {version}")
+            try:
+                certificate = await self._admit(stream.remote, data)
+            except InvitationError as error:
+                answer = pack(_VERSION, str(error), b"", b"")
+            else:
+                text = self._delegate.run.text.encode("utf-8")
+                answer = pack(_VERSION, "", text, certificate.data)
+                logger.info("admitted %s with an invitation link", stream.remote)
+            await send_message(stream, answer)
+            await stream.aclose()
+
+    @contextmanager
+    def _place(self, peer_id: PeerId) -> Iterator[None]:
+        self._served.add(peer_id)
+        try:
+            yield
+        finally:
+            self._served.discard(peer_id)
+
+    async def _admit(self, peer_id: PeerId, data: bytes) -> Certificate:
+        """Return a newcomer's certificate. Raise InvitationError with a sentence for it."""
+        try:
+            token = read_token(self._key, data)
+        except RemoteProtocolError:
+            raise InvitationError(
+                "this delegate has not made this link, or the link is damaged; copy all of it"
+            ) from None
+        now = self._wall_clock()
+        membership = self._delegate.membership
+        if (wrong := membership.own_refusal(now)) is not None:
+            raise InvitationError(f"this delegate admits no peer: {wrong}")
+        if (wrong := self._used.refusal(token, peer_id, now)) is not None:
+            raise InvitationError(wrong)
+        own = read_certificate(membership.access.certificate)
+        try:
+            certificate = certify(token, peer_id, own, self._signer.sign)
+        except MemberCertificateError as error:
+            raise InvitationError(f"this delegate can no longer grant what the link says: {error}") from None
+        self._unsaved |= self._used.use(token, peer_id, now)
+        await self._save()
+        return certificate
+
+    async def _save(self) -> None:
+        """Write the used links before the newcomer hears that it is admitted."""
+        async with self._saving:
+            if not self._unsaved:
+                return
+            file, text = self._delegate.used_file, self._used.text
+            self._unsaved = False
+            saved = False
+            try:
+                await self._run_in_thread(_write_used, file, text)
+                saved = True
+            except OSError as error:
+                logger.error("cannot write the used links %s: %s", file, error.strerror)  # noqa: TRY400
+                raise InvitationError(
+                    "the delegate cannot note that the link is used; try again later"
+                ) from None
+            finally:
+                self._unsaved |= not saved
+
+
+def _write_used(file: Path, text: str) -> None:
+    replace_file(file, text.encode("ascii"), mode=PRIVATE)
+
+
+def _read_used(file: Path) -> UsedTokens:
+    if not file.exists():
+        return UsedTokens()
+    text = read_text(file, "file of used links", max_bytes=MAX_USED_BYTES)
+    try:
+        return parse_used_tokens(text)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+async def redeem(transport: Transport, link: Link, *, now: float) -> tuple[RunFile, Certificate]:
+    """Ask the delegate of a link for this peer's certificate.
+
+    Args:
+        now: wall clock, seconds.
+
+    Returns:
+        The run file, and a valid certificate of its run for this peer.
+
+    Raises:
+        UnreachableError: the delegate could not be reached, or did not answer, within 20 s.
+        InvitationError: the delegate refused the link, or its answer is none.
+    """
+    answer = None
+    with trio.move_on_after(REDEEM_SECONDS):
+        await transport.dial(link.address, timeout=REDEEM_SECONDS)
+        stream = await transport.open_stream(
+            link.delegate, PROTOCOL, addresses=[link.address], timeout=REDEEM_SECONDS
+        )
+        try:
+            await send_message(stream, pack(_VERSION, link.token))
+            answer = await receive_message(stream, max_bytes=MAX_ANSWER_BYTES)
+        except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
+            raise UnreachableError(f"the delegate gave no answer; try again: {error}") from None
+        finally:
+            await stream.reset()
+    if answer is None:
+        raise UnreachableError("the delegate gave no answer; it may be busy: try again")
+    return _read_answer(answer, transport.peer_id, link.delegate, now)
+
+
+def _read_answer(answer: bytes, peer_id: PeerId, delegate: PeerId, now: float) -> tuple[RunFile, Certificate]:
+    try:
+        version, reason, text, data = unpack(answer, int, str, bytes, bytes)
+        if version != _VERSION or len(text) > MAX_RUN_FILE_BYTES:
+            raise InvitationError("the delegate answered in another version; compare the versions of p2pavg")
+        if reason:
+            raise InvitationError(_printable(reason))
+        run = parse_run_file(text.decode("utf-8"))
+        certificate = read_certificate(data)
+    except (RemoteProtocolError, ConfigError, UnicodeDecodeError) as error:
+        raise InvitationError(f"the delegate's answer is damaged: {error}") from None
+    wrong = refusal(data, authority=run.authority, peer_id=peer_id, now=now)
+    if wrong is None and (certificate.issuer is None or certificate.issuer.peer_id != delegate):
+        wrong = "another peer has signed it"
+    if wrong is not None:
+        raise InvitationError(f"the delegate sent a certificate that is not valid: {wrong}")
+    return run, certificate
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text[:MAX_REASON_CHARS])

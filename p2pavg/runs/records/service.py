@@ -1,0 +1,78 @@
+"""Answers the record calls of other peers, within their budgets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+import trio
+
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.call_budget import LONGEST_DELAY, CallBudget
+from p2pavg.net.limits.sources import prefix_of
+from p2pavg.net.transport import Stream
+from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER, RECORD_STREAM_SECONDS
+from p2pavg_dht import MAX_MESSAGE_BYTES, MessageError, RecordNode
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0
+
+
+class RecordService:
+    """Serves the record protocol of one peer."""
+
+    def __init__(self, records: RecordNode, budget: CallBudget | None = None) -> None:
+        self._records = records
+        self._budget = budget or CallBudget()
+        self._streams: Counter[str] = Counter()
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one call after the other, until the caller closes the stream or is idle for too long.
+
+        Raises:
+            RemoteProtocolError: the caller has too many streams, or makes calls faster than its budget allows.
+        """
+        if self._streams[stream.remote] >= MAX_STREAMS_PER_PEER:
+            raise RemoteProtocolError(f"it has {MAX_STREAMS_PER_PEER} record streams already")
+        self._streams[stream.remote] += 1
+        try:
+            while await self._answer_next(stream):
+                pass
+        finally:
+            self._streams[stream.remote] -= 1
+            self._streams += Counter()  # drops the peers without streams
+
+    async def _answer_next(self, stream: Stream) -> bool:
+        with trio.move_on_after(RECORD_STREAM_SECONDS) as scope:
+            request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+        if scope.cancelled_caught or request is None:
+            return False
+        prefix = prefix_of(stream.remote_host)
+        await self._wait_for_budget(stream.remote, prefix)
+        began, thread_began = trio.current_time(), time.thread_time()
+        count = 0
+        try:
+            answer = self._records.answer(stream.remote, request)
+            count = len(answer)
+        except MessageError as error:
+            raise RemoteProtocolError(str(error)) from None
+        finally:
+            now = trio.current_time()
+            # This thread's own CPU time is charged: a training loop that holds the interpreter is not the caller's
+            # fault. In simulations the event loop's clock stands still here, so that every run charges the same.
+            seconds = min(now - began, time.thread_time() - thread_began)
+            self._budget.charge(now, stream.remote, prefix, seconds=seconds, count=count)
+        with trio.move_on_after(ANSWER_SECONDS) as scope:
+            await send_message(stream, answer)
+        return not scope.cancelled_caught
+
+    async def _wait_for_budget(self, peer_id: str, prefix: str) -> None:
+        delay = self._budget.delay(trio.current_time(), peer_id, prefix)
+        if delay is None:
+            raise RemoteProtocolError(
+                f"busy: its record calls have used up the budget of the next {LONGEST_DELAY:.0f} s"
+            )
+        await trio.sleep(delay)

@@ -1,0 +1,168 @@
+"""Serves the blobs of this peer's runs to joiners: ``/p2pavg/state/1``.
+
+In a run with an authority, states are shown to members only: the joiner is authenticated by its stream, and sends its
+certificate. A peer that evidence excludes from the run is refused in every run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.rate import UNLIMITED, RateLimit
+from p2pavg.net.transport import PeerId, Stream
+from p2pavg.runs.context import PeerContext
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.sealing import sealed_key
+from p2pavg.state.donor.serving import Holdings, Offered, Session
+from p2pavg.state.donor.uploads import OnSent
+from p2pavg.state.messages import MAX_HELLO_BYTES, Hello, encode_welcome, read_hello, state_key
+
+logger = logging.getLogger(__name__)
+
+MAX_SESSIONS = 16
+"""Joiners that are served at once."""
+MAX_SESSIONS_PER_PEER = 2
+"""A joiner opens a new session when the old one has broken, which this peer may hear later."""
+MAX_GREETED = 32
+"""Streams whose hello is read at once, two of each peer."""
+HELLO_SECONDS = 10.0
+
+Excluded = Callable[[str, Membership | None, PeerId], str | None]
+"""Returns the reason for which a peer is excluded from a run, or ``None``."""
+
+
+@dataclass(slots=True)
+class _Run:
+    run_id: str
+    membership: Membership | None
+    offered: list[Offered] = field(default_factory=list)
+
+
+class StateService:
+    """The states that one peer can give to others, of all its runs.
+
+    Args:
+        excluded: looks up the run's exclusions.
+    """
+
+    def __init__(self, context: PeerContext, excluded: Excluded) -> None:
+        self._context = context
+        self._excluded = excluded
+        self._runs: dict[bytes, _Run] = {}
+        self._greeted: Counter[PeerId] = Counter()
+        self._served: Counter[PeerId] = Counter()
+
+    def join(
+        self,
+        run_id: str,
+        membership: Membership | None,
+        holdings: Holdings,
+        *,
+        upload: RateLimit = UNLIMITED,
+        is_busy: Callable[[], bool] = lambda: False,
+        bandwidth: Callable[[], float] = lambda: 0.0,
+        on_sent: OnSent = lambda _peer_id, _count: None,
+    ) -> None:
+        """Serve what one user of a run holds from now on. Several averagers of one run may each call it once.
+
+        Args:
+            membership: ``None`` if the run is open to anybody.
+            upload: the averager's limit, which its rounds share.
+            is_busy: returns true while a round exchanges, from any thread. Then pieces wait, for a second at most.
+            bandwidth: returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known.
+            on_sent: is told of the bytes of pieces that were sent, from any thread.
+        """
+        run = self._runs.setdefault(stored_key(run_id, membership), _Run(run_id, membership))
+        run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent))
+
+    def leave(self, run_id: str, membership: Membership | None, holdings: Holdings) -> None:
+        """Take back one :meth:`join`. Running sessions find nothing of it any more."""
+        key = stored_key(run_id, membership)
+        offered = self._runs[key].offered
+        offered.pop(next(index for index, each in enumerate(offered) if each.holdings is holdings))
+        if not offered:
+            del self._runs[key]
+
+    async def serve(self, stream: Stream) -> None:
+        """Serve one joiner. A peer beyond the limits hears so, or loses its stream.
+
+        Raises:
+            RemoteProtocolError: the joiner sent what none sends.
+            StreamBrokenError: the connection ended.
+        """
+        peer_id = stream.remote
+        hello = None
+        if self._greeted.total() >= MAX_GREETED or self._greeted[peer_id] >= MAX_SESSIONS_PER_PEER:
+            return
+        with _counted(self._greeted, peer_id), trio.move_on_after(HELLO_SECONDS):
+            data = await receive_message(stream, max_bytes=MAX_HELLO_BYTES)
+            hello = None if data is None else read_hello(data)
+            refusal = "" if hello is None else self._refusal(peer_id, hello)
+            if refusal:
+                await send_message(stream, encode_welcome(refusal))
+                await stream.aclose()
+                return
+        if hello is None:
+            return
+        with _counted(self._served, peer_id):
+            welcomed = False
+            with trio.move_on_after(HELLO_SECONDS):
+                await send_message(stream, encode_welcome(""))
+                welcomed = True
+            if welcomed:
+                await self._session(stream, hello).run()
+
+    def _session(self, stream: Stream, hello: Hello) -> Session:
+        def source() -> tuple[Offered, ...]:
+            run = self._runs.get(hello.key)
+            return () if run is None else tuple(run.offered)
+
+        def refusal() -> str:
+            return self._unfit(stream.remote, hello)
+
+        return Session(self._context, stream, source, hello.ticket, refusal=refusal)
+
+    def _refusal(self, peer_id: PeerId, hello: Hello) -> str:
+        """Return the reason for which a joiner is not welcomed; empty if it is."""
+        if why := self._unfit(peer_id, hello):
+            return why
+        if self._served[peer_id] >= MAX_SESSIONS_PER_PEER:
+            return f"it has {MAX_SESSIONS_PER_PEER} sessions already"
+        if self._served.total() >= MAX_SESSIONS:
+            return f"this peer serves {MAX_SESSIONS} joiners already"
+        return ""
+
+    def _unfit(self, peer_id: PeerId, hello: Hello) -> str:
+        """Return the reason for which a peer may not have the states of a run; empty if it may."""
+        run = self._runs.get(hello.key)
+        if run is None:
+            return "this peer holds no states of that run"
+        if run.membership is not None:
+            why = run.membership.refusal(peer_id, hello.certificate, self._context.wall_clock())
+            if why is not None:
+                return why
+        return self._excluded(run.run_id, run.membership, peer_id) or ""
+
+
+@contextmanager
+def _counted(counter: Counter[PeerId], peer_id: PeerId) -> Iterator[None]:
+    counter[peer_id] += 1
+    try:
+        yield
+    finally:
+        counter[peer_id] -= 1
+        if not counter[peer_id]:
+            del counter[peer_id]
+
+
+def stored_key(run_id: str, membership: Membership | None) -> bytes:
+    """Return the name of a run in hellos."""
+    key = state_key(run_id)
+    return key if membership is None else sealed_key(membership.access.secret, key)

@@ -1,0 +1,334 @@
+"""Which donor sends which pieces of a blob next: the rules. No I/O, no clock: ``now`` is passed.
+
+* First, one donor is asked for the manifest; if it has not answered within :data:`HEDGE_SECONDS`, another one as well.
+* A donor is asked for ranges of consecutive pieces, as many as it sends in :data:`RANGE_SECONDS`, and for two ranges at
+  once, so that it has always something to send.
+* **End game:** if no piece is free, a donor with nothing to do takes over pieces of another one that stalls, or that
+  would finish them later than after twice the time that it needs itself, and half a second later. It begins with the
+  piece that would come last.
+* A donor that is silent, too slow or gone gives its pieces back. One that sent a wrong piece is never asked again.
+
+Each piece that is missing is free, or at least one donor is asked for it. Nothing is asked of an excluded donor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from p2pavg.state.joiner.donors import Donor, Range
+from p2pavg.state.messages import MAX_RANGE
+
+RANGE_SECONDS = 1.5
+MAX_RANGES = 2
+"""Ranges that one donor is asked for at once."""
+HEDGE_SECONDS = 3.0
+MUCH_SLOWER = 2.0
+LEAST_GAIN_SECONDS = 0.5
+"""By which the piece must come sooner. For less, it is not worth sending it twice."""
+GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
+MAX_HOLDERS = 2
+"""Donors that are asked for the same piece at once, as long as they do not stall."""
+PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchManifest:
+    """Ask the donor for the manifest."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRange:
+    """Ask the donor for a range of pieces."""
+
+    range: Range
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask the donor for nothing now, but look again at this moment, or when something has changed."""
+
+    until: float
+    why: str
+
+
+Decision = FetchManifest | FetchRange | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The consequences of a piece that came."""
+
+    fresh: bool
+    """False if the piece had come before."""
+    useless: tuple[Range, ...]
+    """Ranges, of any donor, of which every piece that is still to come is here already: they can be cancelled."""
+
+
+class Pieces:
+    """The plan of one blob's download.
+
+    Args:
+        patience: seconds for which no donor may be usable before :meth:`hopeless` says so.
+    """
+
+    def __init__(self, *, patience: float = PATIENCE_SECONDS) -> None:
+        self.donors: dict[str, Donor] = {}
+        self.sizes: Sequence[int] | None = None
+        """Bytes of each piece; ``None`` until the manifest is here."""
+        self.total_bytes = 0
+        self.done_bytes = 0
+        self.twice_bytes = 0
+        """Bytes of pieces that came more than once."""
+        self._patience = patience
+        self._usable_at = -math.inf
+        self._has_manifest = False
+        self._manifest_asked_at = -math.inf
+        self._done = bytearray()
+        self._missing = 0
+        self._free: list[tuple[int, int]] = []  # [first, end), in order, apart from each other
+
+    # ------------------------------------------------------------------ the blob
+
+    def start(self, now: float) -> None:
+        """Begin to count the time without a usable donor."""
+        self._usable_at = now
+
+    def begin(self, sizes: Sequence[int], have: Iterable[int] = ()) -> None:
+        """Note the sizes of the pieces, and those that are here already. All donors have the same ones."""
+        self.sizes = sizes
+        self.total_bytes = sum(sizes)
+        self._done = bytearray(len(sizes))
+        for index in have:
+            self._done[index] = 1
+            self.done_bytes += sizes[index]
+        self._missing = self._done.count(0)
+        self._free = _intervals(index for index, done in enumerate(self._done) if not done)
+
+    @property
+    def complete(self) -> bool:
+        """True when every piece has come."""
+        return self.sizes is not None and self._missing == 0
+
+    def hopeless(self, now: float) -> str | None:
+        """Return the reason for which the blob cannot be had, or ``None``."""
+        if any(donor.is_usable for donor in self.donors.values()):
+            self._usable_at = now
+        if now - self._usable_at < self._patience:
+            return None
+        reasons = [f"{donor.peer_id}: {donor.reason or 'no answer'}" for donor in self.donors.values()]
+        return f"no donor is left: {'; '.join(reasons) or 'none was named'}"
+
+    # ------------------------------------------------------------------ the donors
+
+    def add(self, peer_id: str) -> None:
+        """Count on a donor from now on."""
+        self.donors.setdefault(peer_id, Donor(peer_id))
+
+    def may_use_at(self, peer_id: str) -> float:
+        """Return the moment from which a session with a donor may be opened."""
+        donor = self.donors[peer_id]
+        if donor.excluded:
+            return math.inf
+        if not donor.failures:
+            return -math.inf
+        others = any(other.is_usable for other in self.donors.values() if other is not donor)
+        return donor.failed_at + donor.pause(others)
+
+    def opened(self, peer_id: str, received: int, now: float) -> None:
+        """Note that a session with a donor is open, and has received so many bytes before."""
+        self.donors[peer_id].begin(received, now)
+
+    def observe(self, peer_id: str, received: int, now: float) -> None:
+        """Note how many bytes a donor's session has received in all."""
+        self.donors[peer_id].observe(received, now)
+
+    def failed(self, peer_id: str, now: float, reason: str) -> None:
+        """Note that a donor's session has ended, or that the donor does not give what was asked."""
+        donor = self.donors[peer_id]
+        ranges = [*donor.ranges]
+        donor.fail(now, reason)
+        if all(not other.asked_manifest for other in self.donors.values()):
+            self._manifest_asked_at = -math.inf
+        self._set_free(ranges)
+
+    def exclude(self, peer_id: str, now: float, reason: str) -> None:
+        """Never ask a donor again."""
+        self.failed(peer_id, now, reason)
+        self.donors[peer_id].excluded = True
+
+    def too_slow(self, now: float) -> list[tuple[str, str]]:
+        """Return the donors whose sessions are to be given up, each with the reason. Call it a few times a second."""
+        found = [(donor.peer_id, donor.too_slow(now)) for donor in self.donors.values()]
+        return [(peer_id, reason) for peer_id, reason in found if reason]
+
+    def _set_free(self, ranges: Iterable[Range]) -> None:
+        """Free the pieces of ranges that are off, unless another donor is asked for them too."""
+        lost = {index for range_ in ranges for index in range_.left if not self._done[index]}
+        if lost:
+            lost -= {
+                index for donor in self.donors.values() for range_ in donor.ranges for index in range_.left
+            }
+            self._free = _merged(sorted([*self._free, *_intervals(sorted(lost))]))
+
+    # ------------------------------------------------------------------ decisions
+
+    def next(self, peer_id: str, now: float) -> Decision:
+        """Return what to ask an active donor for next. What is returned counts as asked."""
+        donor = self.donors[peer_id]
+        if not donor.active:
+            return Wait(math.inf, "no session with it is open")
+        if self.sizes is None:
+            return self._manifest(donor, now)
+        if len(donor.ranges) >= MAX_RANGES:
+            return Wait(math.inf, f"it is asked for {MAX_RANGES} ranges")
+        if self._free:
+            return self._ask(donor, self._take(donor), now, "the next pieces that no donor is asked for")
+        if donor.ranges:
+            return Wait(math.inf, "it is busy, and every piece is asked for")
+        return self._take_over(donor, now)
+
+    def _manifest(self, donor: Donor, now: float) -> Decision:
+        if self._has_manifest:
+            return Wait(math.inf, "the pieces of an earlier download are being verified")
+        if donor.asked_manifest:
+            return Wait(math.inf, "it is asked for the manifest")
+        if now < (until := self._manifest_asked_at + HEDGE_SECONDS):
+            return Wait(until, "another donor is asked for the manifest")
+        donor.ask(now)
+        donor.asked_manifest = True
+        self._manifest_asked_at = now
+        return FetchManifest("no donor has sent the manifest")
+
+    def _ask(self, donor: Donor, range_: Range, now: float, why: str) -> FetchRange:
+        donor.ask(now)
+        donor.ranges.append(range_)
+        return FetchRange(range_, why)
+
+    def _most(self, donor: Donor, size: int) -> int:
+        """Return how many pieces of this size one range of a donor has."""
+        return max(1, min(MAX_RANGE, int(RANGE_SECONDS * donor.meter.rate / max(size, 1))))
+
+    def _take(self, donor: Donor) -> Range:
+        assert self.sizes is not None
+        first, end = self._free[0]
+        active = sum(other.active for other in self.donors.values())
+        fair = -(-sum(end - first for first, end in self._free) // active)  # of the last pieces
+        count = min(self._most(donor, self.sizes[first]), end - first, fair)
+        self._free[:1] = [(first + count, end)] if first + count < end else []
+        return Range(first, count, [*range(first, first + count)])
+
+    def _take_over(self, donor: Donor, now: float) -> Decision:
+        """Let a donor that has nothing to do help another one that needs much longer."""
+        due = self._due(donor, now)
+        if not due:
+            return Wait(math.inf, "every piece is asked for")
+        assert self.sizes is not None
+        last = max(due, key=lambda index: (due[index], index))
+        rate = donor.meter.rate
+        one = self.sizes[last] / rate if rate else GUESSED_SECONDS
+        chosen: list[int] = []
+        while (
+            (own := one * (len(chosen) + 1))
+            and (index := last - len(chosen)) in due
+            and len(chosen) < self._most(donor, self.sizes[last])
+            and due[index] > max(MUCH_SLOWER * own, own + LEAST_GAIN_SECONDS)
+        ):
+            chosen.append(index)
+        if not chosen:
+            return Wait(now + LEAST_GAIN_SECONDS, "the other donors finish soon enough")
+        taken = Range(chosen[-1], len(chosen), chosen[::-1])
+        return self._ask(donor, taken, now, "the donors that are asked for these pieces are much slower")
+
+    def _due(self, donor: Donor, now: float) -> dict[int, float]:
+        """Return the pieces that a donor may take over, each with the seconds until it is expected."""
+        assert self.sizes is not None
+        due: dict[int, float] = {}
+        holders: dict[int, int] = {}
+        for other in self.donors.values():
+            if other is donor:
+                continue
+            rate = 0.0 if other.is_stalled(now) else other.meter.rate
+            # As long as its rate is not known, a donor is given the time that a new one is expected to need.
+            guessed = math.inf if other.is_stalled(now) else GUESSED_SECONDS
+            total = 0
+            for index in (index for range_ in other.ranges for index in range_.left):
+                total += self.sizes[index]
+                expected = total / rate if rate else guessed
+                due[index] = min(due.get(index, math.inf), expected)
+                holders[index] = holders.get(index, 0) + (expected != math.inf)
+        return {
+            index: seconds
+            for index, seconds in due.items()
+            if not self._done[index] and holders[index] < MAX_HOLDERS
+        }
+
+    # ------------------------------------------------------------------ arrivals
+
+    def manifest_came(self, peer_id: str, now: float) -> None:
+        """Note that a donor sent the manifest, and that it is the blob's. :meth:`begin` follows."""
+        self._has_manifest = True
+        self.donors[peer_id].was_useful(now)
+        for donor in self.donors.values():
+            donor.asked_manifest = False
+
+    def came(self, peer_id: str, range_: Range, index: int, now: float) -> Arrival:
+        """Note a piece that came from a donor and is right."""
+        assert self.sizes is not None
+        donor, size = self.donors[peer_id], self.sizes[index]
+        range_.left.remove(index)
+        donor.was_useful(now)
+        donor.fetched += size
+        fresh = not self._done[index]
+        if fresh:
+            self._done[index] = 1
+            self._missing -= 1
+            self.done_bytes += size
+            self._forget_free(index)
+        else:
+            self.twice_bytes += size
+        return Arrival(fresh, self._useless())
+
+    def ended(self, peer_id: str, range_: Range, now: float) -> None:
+        """Note that the answer to a range has ended. Pieces that did not come are free again."""
+        donor = self.donors[peer_id]
+        if range_ in donor.ranges:
+            donor.ranges.remove(range_)
+            donor.useful_at = now
+        self._set_free([range_])
+
+    def _useless(self) -> tuple[Range, ...]:
+        return tuple(
+            range_
+            for donor in self.donors.values()
+            for range_ in donor.ranges
+            if range_.left and all(self._done[index] for index in range_.left)
+        )
+
+    def _forget_free(self, index: int) -> None:
+        """Take a piece out of those that are free: its donor failed just before the piece was noted."""
+        for position, (first, end) in enumerate(self._free):
+            if first <= index < end:
+                parts = [(first, index), (index + 1, end)]
+                self._free[position : position + 1] = [part for part in parts if part[0] < part[1]]
+                return
+
+
+def _intervals(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending numbers as intervals."""
+    return _merged((index, index + 1) for index in indices)
+
+
+def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join intervals that touch. They are in ascending order."""
+    found: list[tuple[int, int]] = []
+    for first, end in intervals:
+        if found and found[-1][1] >= first:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found

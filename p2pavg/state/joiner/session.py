@@ -1,0 +1,328 @@
+"""One session at the joiner: it sends requests to one donor, and reads the answers from a stream and a direct lane."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+import trio
+
+from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.threads.workers import ToLoop, in_own_thread
+from p2pavg.net.blame import guarded
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.transport import DirectLane, PeerId, Stream
+from p2pavg.runs.context import PeerContext
+from p2pavg.state.joiner.answers import Answers, Request
+from p2pavg.state.messages import (
+    MAX_WELCOME_BYTES,
+    PROTOCOL,
+    TICKET_BYTES,
+    AskManifest,
+    AskPieces,
+    Cancel,
+    Hello,
+    Message,
+    encode_hello,
+    encode_request,
+    read_welcome,
+)
+from p2pavg.state.session_errors import ENDINGS, of_the_remote
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 10.0
+"""To reach a donor and be welcomed."""
+END_SECONDS = 2.0
+"""For the donor to end its direct lane, so that it can be used again."""
+READ_BYTES = 64 * 1024
+LIMITED_BYTES = 16 * 1024
+"""Bytes that are read at once under a rate limit. Several donors share it, and each must show signs of life."""
+
+
+class Session:
+    """One joiner's session with one donor. Made by :func:`open_session`; its owner starts :meth:`run` at once.
+
+    Args:
+        download: the limit of all that this peer downloads.
+    """
+
+    def __init__(
+        self, context: PeerContext, lobby: Lobby, stream: Stream, ticket: bytes, download: RateLimit
+    ) -> None:
+        self.remote = stream.remote
+        self.ended = trio.Event()
+        """Set when the donor sends nothing more."""
+        self.error: Exception = ClosedError("this peer closed the session")
+        """The reason for its end."""
+        self._context = context
+        self._lobby = lobby
+        self._stream = stream
+        self._ticket = ticket
+        self._download = download
+        self._answers = Answers(ToLoop())
+        self._idle = trio.Event()
+        self._ask, self._asked = trio.open_memory_channel[Message | None](math.inf)  # its owner bounds them
+        self._streamed = 0
+        self._lane: _LaneReading | None = None
+        self._lane_done = trio.Event()
+        self._left = False  # the donor is told that this is the end
+        self._scope = trio.CancelScope()
+
+    @property
+    def received(self) -> int:
+        """Bytes of answers that have come."""
+        return self._streamed + (0 if self._lane is None else self._lane.received)
+
+    @property
+    def over_lane(self) -> bool:
+        """True if the donor has opened a direct lane."""
+        return self._lane is not None
+
+    @property
+    def lane_failed(self) -> bool:
+        """True if the session broke while it had a direct lane: the lane may be the reason."""
+        return self.over_lane and isinstance(self.error, StreamBrokenError)
+
+    # ------------------------------------------------------------------ requests
+
+    def ask_manifest(
+        self, kind: int, blob_id: bytes, max_bytes: int, ended: Callable[[Exception | None], None]
+    ) -> Request:
+        """Ask for a manifest of at most ``max_bytes``, which the request has when it has ended without an error."""
+        request = Request(self._answers.next_number(), ended=ended, max_manifest_bytes=max_bytes)
+        self._begin(request, AskManifest(request.number, kind, blob_id))
+        return request
+
+    def ask_pieces(
+        self,
+        kind: int,
+        blob_id: bytes,
+        first: int,
+        sizes: Sequence[int],
+        *,
+        take: Callable[[int, memoryview], None],
+        came: Callable[[int], None],
+        ended: Callable[[Exception | None], None],
+    ) -> Request:
+        """Ask for consecutive pieces of these sizes; see :class:`~p2pavg.state.joiner.answers.Request`."""
+        number = self._answers.next_number()
+        request = Request(number, take=take, came=came, ended=ended, first=first, sizes=sizes)
+        self._begin(request, AskPieces(number, kind, blob_id, first, len(sizes)))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Use nothing of a request any more, and ask the donor to send no more of it."""
+        if not request.cancelled and not self.ended.is_set():
+            request.cancelled = True
+            self._ask.send_nowait(Cancel(request.number))
+
+    def _begin(self, request: Request, message: Message) -> None:
+        if self.ended.is_set():
+            raise StreamBrokenError(f"the session with {self.remote} has ended: {self.error}")
+        self._answers.expect(request)
+        self._ask.send_nowait(message)
+
+    # ------------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Send requests and read answers until the session ends. Raises nothing."""
+        try:
+            with (
+                self._scope,
+                guarded(self.remote, self._fault, what="a state", expected=ENDINGS),
+                of_the_remote(),
+            ):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._send)
+                    await self._read_stream()
+        except ENDINGS as error:
+            self._over(error)
+        finally:
+            self._over(self.error)
+            with trio.CancelScope(shield=True):
+                await self._end_lane()
+                await self._stream.reset()
+            del self._lobby.tickets[self._ticket]
+
+    def _fault(self, _peer_id: PeerId, error: Exception) -> None:
+        self.drop(RemoteProtocolError(f"handling what it sent failed: {error!r}"))
+
+    def _over(self, error: Exception) -> None:
+        if not self.ended.is_set():
+            self.error = error
+            self.ended.set()
+            self._answers.fail(StreamBrokenError(f"the session ended: {error}"))
+
+    def drop(self, error: Exception) -> None:
+        """End the session at once, for this reason."""
+        self._over(error)
+        self._scope.cancel()
+        if self._lane is not None:
+            self._lane.stop()
+
+    def close(self) -> None:
+        """End the session soon. Its direct lane is left to others, if what was asked comes within two seconds."""
+        self._answers.on_idle = self._idle.set
+        if not self._answers.waits:
+            self._idle.set()
+        self._ask.send_nowait(None)
+
+    async def _send(self) -> None:
+        async for message in self._asked:
+            if message is None:
+                await self._leave()
+                return
+            await send_message(self._stream, encode_request(message))
+
+    async def _leave(self) -> None:
+        with trio.move_on_after(END_SECONDS):
+            await self._idle.wait()
+        if self._answers.waits:
+            self.drop(self.error)
+        else:
+            self._over(self.error)
+            await self._stream.aclose()
+            self._left = True
+            self._scope.cancel()
+
+    # ------------------------------------------------------------------ the stream
+
+    async def _read_stream(self) -> None:
+        in_thread, reading = self._context.run_in_thread, self._answers.read()
+        most = READ_BYTES if self._download.unlimited else LIMITED_BYTES
+        buffer = await in_thread(next, reading, None)
+        while buffer is not None:
+            filled = 0
+            while filled < len(buffer):
+                wanted = min(len(buffer) - filled, most)
+                await trio.sleep(self._download.delay(wanted))
+                chunk = await self._stream.receive_some(wanted)
+                if not chunk:
+                    raise StreamBrokenError(f"{self.remote} ended the session")
+                buffer[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
+                self._streamed += len(chunk)
+            buffer = await in_thread(next, reading, None)
+        raise RemoteProtocolError("an end on a stream")
+
+    # ------------------------------------------------------------------ the direct lane
+
+    async def serve_lane(self, lane: DirectLane) -> bool:
+        """Read a direct lane until the donor ends it; return whether it may be used again."""
+        if self._lane is not None or self.ended.is_set():
+            raise RemoteProtocolError("a second direct lane for one session, or one after its end")
+        reading = self._lane = _LaneReading(lane, self._answers, self._download)
+        try:
+            with guarded(self.remote, self._fault, what="a state", expected=ENDINGS):
+                await in_own_thread(reading.run, stop=reading.stop, name="p2pavg-state-receive")
+        except ENDINGS as error:
+            self.drop(error)
+        else:
+            if not self.ended.is_set():
+                self.drop(StreamBrokenError(f"{self.remote} ended its direct lane"))
+        finally:
+            self._lane_done.set()
+        return reading.clean
+
+    async def _end_lane(self) -> None:
+        if self._lane is not None:
+            if self._left:
+                with trio.move_on_after(END_SECONDS):
+                    await self._lane_done.wait()
+            self._lane.stop()
+
+
+class _LaneReading:
+    """Reads a direct lane, in a thread of its own."""
+
+    def __init__(self, lane: DirectLane, answers: Answers, download: RateLimit) -> None:
+        self.clean = False
+        """True when everything was read, and acknowledged."""
+        self._lane = lane
+        self._answers = answers
+        self._download = download
+        self._before = lane.bytes_received  # of former uses
+        self._stopped = threading.Event()
+
+    @property
+    def received(self) -> int:
+        return self._lane.bytes_received - self._before
+
+    def stop(self) -> None:
+        """Make :meth:`run` end soon. From any thread."""
+        self._stopped.set()
+        if not self.clean:
+            self._lane.abort()
+
+    def run(self) -> None:
+        """Read until the donor ends the lane.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+            RemoteProtocolError, WrongPieceError: the donor sent what it must not.
+        """
+        for buffer in self._answers.read():
+            if self._download.unlimited:
+                self._lane.receive_into(buffer)
+                continue
+            for start in range(0, len(buffer), LIMITED_BYTES):
+                piece = buffer[start : start + LIMITED_BYTES]
+                seconds = self._download.delay(len(piece))
+                if seconds and self._stopped.wait(seconds):
+                    raise StreamBrokenError("the session is over")
+                self._lane.receive_into(piece)
+        self._lane.acknowledge()
+        self.clean = True
+
+
+async def open_session(
+    context: PeerContext,
+    lobby: Lobby,
+    donor: PeerId,
+    addresses: Sequence[str],
+    *,
+    key: bytes,
+    certificate: bytes,
+    download: RateLimit,
+    wants_lane: bool = True,
+) -> Session:
+    """Open a session with a donor.
+
+    Args:
+        key: names the run in the hello.
+        certificate: this peer's; empty if the run is open to anybody.
+        wants_lane: false if its last direct lane broke.
+
+    Raises:
+        UnreachableError: there is no way to the donor, or it does not answer or refuses; the message says why.
+    """
+    ticket = secrets.token_bytes(TICKET_BYTES)
+    stream: Stream | None = None
+    with trio.move_on_after(OPEN_SECONDS):
+        try:
+            stream = await context.transport.open_stream(
+                donor, PROTOCOL, addresses=addresses, timeout=OPEN_SECONDS, wait_inbound=True
+            )
+            session = Session(context, lobby, stream, ticket, download)
+            # Before the donor knows the ticket: a lane that it has kept may come sooner than the answer.
+            lobby.tickets[ticket] = (donor, session.serve_lane)
+            await send_message(stream, encode_hello(Hello(key, certificate, ticket if wants_lane else b"")))
+            answer = await receive_message(stream, max_bytes=MAX_WELCOME_BYTES)
+            refusal = "it closed the stream" if answer is None else read_welcome(answer)
+            if not refusal:
+                stream = None
+                return session
+            raise UnreachableError(f"it refuses: {refusal}")
+        except ENDINGS as error:
+            raise UnreachableError(f"it gave no session: {error}") from None
+        finally:
+            if stream is not None:
+                lobby.tickets.pop(ticket, None)
+                await stream.reset()
+    raise UnreachableError(f"it did not answer within {OPEN_SECONDS:.0f} s")

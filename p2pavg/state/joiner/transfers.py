@@ -1,0 +1,251 @@
+"""Blobs on their way to this peer: snapshots, and averages of the log.
+
+A training loop looks at a transfer from its own thread, where no call waits for the network. The transfer itself runs
+in trio's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import trio
+
+from p2pavg.allreduce.averages import EncodedAverage
+from p2pavg.base.errors import StateError
+from p2pavg.base.result import Success
+from p2pavg.net.transport import PeerId
+from p2pavg.state.average import Expected, LoggedAverage, ProvenAverage, decode
+from p2pavg.state.joiner.fetching import Fetch, Progress
+from p2pavg.state.joiner.sink import FileSink, Sink
+from p2pavg.state.news import SnapshotOffer
+from p2pavg.state.progress import StateProgress, amount, span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRun:
+    """A run, as states need to know it.
+
+    Args:
+        peer_id: this peer.
+        addresses: returns the addresses at which other peers can dial this one.
+        elements: length of the vector.
+        unflatten: turns a vector into the tensors that the averager averages.
+        members_only: true if the run has an authority.
+        bootstrap: the peers through which this one joined the network.
+        expected: returns the average of a group that this peer can check, by its group id.
+    """
+
+    peer_id: PeerId
+    addresses: Callable[[], Sequence[str]]
+    elements: int
+    unflatten: Callable[[torch.Tensor], list[torch.Tensor]]
+    members_only: bool
+    bootstrap: frozenset[str]
+    expected: Callable[[bytes], Expected]
+
+
+class Transfer:
+    """A blob on its way to this peer. Calls may come from any thread, :meth:`run` belongs to trio."""
+
+    def __init__(self, fetch: Callable[[Transfer], Fetch], token: trio.lowlevel.TrioToken) -> None:
+        self._make = fetch
+        self._token = token
+        self._scope = trio.CancelScope()
+        self._fetch: Fetch | None = None
+        self._donors: Mapping[PeerId, Sequence[str]] = {}
+        self._ended = threading.Event()
+        self._progress: Progress | None = None
+        self.sink: Sink | None = None
+        self.failure = ""
+        """Reason for which it failed; empty before the end, and if it succeeded."""
+
+    @property
+    def ended(self) -> bool:
+        """True if it has succeeded or failed."""
+        return self._ended.is_set()
+
+    @property
+    def stands_still(self) -> bool:
+        """True while no donor is used: each has refused, or cannot be reached."""
+        return self._progress is not None and not self._progress.rates
+
+    @property
+    def latest(self) -> Progress | None:
+        """Its last numbers; ``None`` before the first ones."""
+        return self._progress
+
+    def wait(self, timeout: float) -> None:
+        """Block until it has ended, for at most ``timeout`` seconds."""
+        self._ended.wait(timeout)
+
+    def set_donors(self, donors: Mapping[PeerId, Sequence[str]]) -> None:
+        """Replace the donors: addresses by peer id."""
+        if donors != self._donors:
+            self._donors = donors
+            self._soon(self._tell_donors)
+
+    def cancel(self) -> None:
+        """Stop it."""
+        self._soon(self._scope.cancel)
+
+    def _soon(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(
+            trio.RunFinishedError
+        ):  # the averager is closed; its next call raises ClosedError
+            self._token.run_sync_soon(function)
+
+    def _tell_donors(self) -> None:
+        if self._fetch is not None:
+            self._fetch.set_donors(self._donors)
+
+    def note(self, progress: Progress) -> None:
+        """Take the progress of the transfer; called in trio's thread."""
+        self._progress = progress
+
+    def progress(self, about: StateProgress) -> StateProgress:
+        """Return a progress with the numbers of this transfer."""
+        found = self._progress
+        if found is None:
+            return about
+        rate, left = found.rate, found.seconds_left
+        told = f"{amount(found.done)} of {amount(found.total)}"
+        donors = sum(each > 0 for each in found.rates.values())
+        if rate > 0 and math.isfinite(left):
+            told += f", {amount(rate)}/s from {donors} peer{'s' if donors != 1 else ''}, {span(left)} left"
+        return replace(
+            about,
+            reason=f"{about.reason}: {told}",
+            bytes_done=found.done,
+            bytes_total=found.total,
+            bytes_per_second=rate,
+            seconds_left=left if math.isfinite(left) else None,
+            donors=donors,
+        )
+
+    def abandon(self) -> None:
+        """Note that it cannot run any more."""
+        self.failure = "the averager is closed"
+        self._ended.set()
+
+    async def run(self) -> None:
+        """Fetch the blob."""
+        self.failure = "the transfer was stopped"
+        try:
+            with self._scope:
+                self._fetch = self._make(self)
+                self._fetch.set_donors(self._donors)
+                self.sink = await self._fetch.run()
+                self.failure = ""
+        except StateError as error:
+            self.failure = str(error)
+        finally:
+            self._fetch = None
+            self._ended.set()
+
+
+class SnapshotTransfer(Transfer):
+    """A snapshot on its way."""
+
+    offer: SnapshotOffer
+
+    @contextlib.contextmanager
+    def data(self) -> Iterator[memoryview]:
+        """Lend the bytes of the snapshot, which has succeeded. The memory, or the file, goes with the block."""
+        assert self.sink is not None
+        sink, self.sink = self.sink, None
+        try:
+            yield sink.take()
+        finally:
+            sink.close()
+            if isinstance(sink, FileSink):
+                sink.remove()
+
+
+class AverageTransfer(Transfer):
+    """An average of the log on its way."""
+
+    group_id: bytes
+    _proof: ProvenAverage | None = None
+    _run: SharedRun
+    _codec_of: Expected
+
+    @property
+    def before(self) -> bytes | None:
+        """State of the lineage before the update, as soon as the certificate is here and checked."""
+        return None if self._proof is None else self._proof.state
+
+    def proven(self) -> ProvenAverage:
+        """Return the certificate's content, after the transfer has succeeded."""
+        assert self._proof is not None
+        return self._proof
+
+    def success(self, averaged: list[torch.Tensor]) -> Success:
+        """Return the result of the round, of which this peer was no member; ``averaged`` is from :meth:`decode`."""
+        return replayed_success(self.proven(), averaged)
+
+    def note_proof(self, proof: ProvenAverage) -> None:
+        """Take the content of the certificate, which was checked."""
+        self._proof = proof
+
+    def belongs_to(self, run: SharedRun, expected: Expected) -> None:
+        """Note what the average is of."""
+        self.group_id, self._run, self._codec_of = expected.group_id, run, expected
+
+    def _parts(self) -> tuple[memoryview, ...]:
+        assert self.sink is not None
+        data, at, parts = self.sink.take(), 0, []
+        for size in self.proven().sizes:
+            parts.append(data[at : at + size])
+            at += size
+        return tuple(parts)
+
+    def decode(self) -> list[torch.Tensor]:
+        """Return the averaged tensors.
+
+        Raises:
+            RemoteProtocolError: the bytes do not decode.
+        """
+        return self._run.unflatten(self.decoded()[1])
+
+    def decoded(self) -> tuple[ProvenAverage, torch.Tensor]:
+        """Return the content of the certificate, and the averaged vector; see :meth:`decode` for the error."""
+        vector = torch.empty(self._run.elements)
+        decode(self.proven(), self._parts(), self._codec_of.codec, vector)
+        return self.proven(), vector
+
+    def logged(self) -> LoggedAverage:
+        """Return it as an entry of this peer's own log."""
+        proof = self.proven()
+        return LoggedAverage(
+            proof.state,
+            proof.group_id,
+            proof.certificate,
+            EncodedAverage(self._parts(), proof.digests),
+        )
+
+
+def replayed_success(proven: ProvenAverage, averaged: list[torch.Tensor]) -> Success:
+    """Return the result of a round of which this peer was no member, as its certificate describes it."""
+    roster = proven.roster
+    return Success(
+        averaged=averaged,
+        peers=tuple(member.peer_id for member in roster.contributors),
+        weights={member.peer_id: member.weight for member in roster.contributors},
+        total_weight=roster.total_weight,
+        compression_ratio=1.0,
+        bytes_sent=0,
+        bytes_received=sum(proven.sizes),
+        duration=0.0,
+        exchange_duration=0.0,
+        group_id=proven.group_id.hex(),
+        share=(0, 0),
+        metrics=roster.metrics,
+        observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
+        auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
+        certificate=proven.certificate,
+    )

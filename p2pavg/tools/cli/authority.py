@@ -1,0 +1,305 @@
+"""The work of a run's authority, behind ``p2pavg run``: its key, certificates, and the list of revoked ones.
+
+The authority keeps four files in one folder: ``NAME.key``, ``NAME.run``, ``NAME.issued`` (the ledger of its
+certificates) and ``NAME.revoked``. Each function returns the lines that the command prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import PRIVATE, PUBLIC, create_file, read_text, replace_file
+from p2pavg.net.addresses import parse_peer_address
+from p2pavg.records.identity import load_seed, make_seed
+from p2pavg.runs.membership.access import SECRET_BYTES
+from p2pavg.runs.membership.armour import certificate_text, revocations_text
+from p2pavg.runs.membership.certificate import (
+    SERIAL_BYTES,
+    Certificate,
+    MemberCertificateError,
+    Role,
+    date_of,
+    is_genuine,
+    issue,
+)
+from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
+from p2pavg.runs.membership.ledger import COMMENT, ledger_line, parse_ledger, serials_of, still_revoked
+from p2pavg.runs.membership.revocation import no_revocations
+from p2pavg.runs.membership.revocation import revoke as sign_revocations
+from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.words import DAY_SECONDS, describe
+from p2pavg_dht import PeerIdError, public_key_of
+
+MAX_DAYS = 36500.0
+MAX_LEDGER_BYTES = 64 * 1024 * 1024  # 70,000 certificates
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SERIAL = re.compile(r"[0-9a-fA-F]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """A run's authority: the run file, and the key beside which its other files are."""
+
+    run: RunFile
+    key_file: Path
+    key: Ed25519PrivateKey
+
+    @property
+    def ledger_file(self) -> Path:
+        """The file of all certificates."""
+        return self.key_file.with_suffix(".issued")
+
+    @property
+    def revoked_file(self) -> Path:
+        """The file of the newest list of revoked certificates."""
+        return self.key_file.with_suffix(".revoked")
+
+
+def open_authority(run_file: Path, key_file: Path | None) -> Authority:
+    """Read an authority's files.
+
+    Args:
+        key_file: ``None`` for the file beside the run file, with the same name and ``.key``.
+
+    Raises:
+        ConfigError, IdentityError: a file cannot be read, or the key is of another run.
+    """
+    run = read_run_file(run_file)
+    key_file = run_file.with_suffix(".key") if key_file is None else key_file
+    key = Ed25519PrivateKey.from_private_bytes(load_seed(key_file, what="authority's key"))
+    if key.public_key().public_bytes_raw() != run.authority:
+        raise ConfigError(f"{key_file} is not the key of the authority that {run_file} names")
+    return Authority(run, key_file, key)
+
+
+def create(name: str, directory: Path, bootstrap: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """Make an authority's key and the run file."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"NAME must be 1 to 64 letters, digits, dots, dashes and underscores, got {name!r}: "
+            "it is the name of the run and of its files"
+        )
+    for address in bootstrap:
+        parse_peer_address(address)
+    # With a key of zeros: settings that are out of range leave no files behind.
+    draft = RunFile(
+        run_id=name,
+        authority=bytes(32),
+        secret=secrets.token_bytes(SECRET_BYTES),
+        bootstrap=tuple(bootstrap),
+        **settings,
+    )
+    key_file, run_file = directory / f"{name}.key", directory / f"{name}.run"
+    seed = make_seed(key_file, what="authority's key")
+    public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
+    try:
+        write_new(run_file, replace(draft, authority=public).text, mode=PRIVATE)
+    except ConfigError:
+        key_file.unlink()  # made a moment ago, and of no run
+        raise
+    return [
+        f"made {key_file}: the authority's key. Keep it and a copy of it to yourself; it signs all certificates.",
+        f"made {run_file}: for every member, over a private channel. It holds the run's secret.",
+        "Next: ask each peer for its id, which `p2pavg identity FILE` prints, and sign its certificate with",
+        f"  p2pavg run invite {run_file} PEER_ID --max-weight SAMPLES --days DAYS",
+    ]
+
+
+def rotate(run_file: Path, output: Path) -> list[str]:
+    """Write a run file with a new secret. The authority and all certificates stay valid."""
+    run = replace(read_run_file(run_file), secret=secrets.token_bytes(SECRET_BYTES))
+    write_new(output, run.text, mode=PRIVATE)
+    return [
+        f"made {output}: the run {run.run_id!r} with a new secret. Certificates stay valid.",
+        "Give it to the members that stay, and let them start again with it: peers with the new secret do not meet",
+        "peers with the old one.",
+    ]
+
+
+def invite(
+    authority: Authority,
+    peer_id: str,
+    *,
+    roles: Sequence[str],
+    max_weight: float,
+    days: float,
+    output: Path | None,
+    delegate: bool = False,
+) -> list[str]:
+    """Sign a peer's certificate.
+
+    Args:
+        delegate: true if the peer may sign certificates with these roles itself.
+    """
+    now = time.time()
+    try:
+        certificate = issue(
+            authority.key.sign,
+            authority=authority.run.authority,
+            peer_id=peer_id,
+            roles=[*parse_roles(roles), *([Role.DELEGATE] if delegate else [])],
+            max_weight=max_weight,
+            not_before=now,
+            expires=now + seconds_of(days),
+            serial=secrets.token_bytes(SERIAL_BYTES),
+        )
+    except MemberCertificateError as error:
+        raise ConfigError(str(error)) from None
+    file = authority.key_file.with_name(f"{peer_id}.cert") if output is None else output
+    refuse_to_overwrite(file)
+    _add_to_ledger(authority, [certificate])
+    write_new(file, certificate_text(certificate), mode=PUBLIC)
+    granted = ", ".join(sorted(certificate.roles))
+    return [
+        f"made {file}: {granted} until {date_of(certificate.expires)}, serial {certificate.serial.hex()}",
+        "Next: send it to the peer with the run file. It joins with the identity file whose id you were given.",
+    ]
+
+
+def revoke(authority: Authority, named: Sequence[str], number: int | None) -> list[str]:
+    """Add certificates to the list of revoked ones.
+
+    Args:
+        named: files of certificates, serials, and ids of peers.
+        number: of the list; ``None`` for the next one.
+    """
+    now = time.time()
+    ledger = _read_ledger(authority)
+    before = no_revocations(authority.run.authority)
+    if authority.revoked_file.exists():
+        before = read_revocations_file(authority.revoked_file, authority.run.authority)
+    if number is None:
+        number = before.number + 1
+    elif number <= before.number:
+        raise ConfigError(f"--number must be above {before.number}, the number of the last list")
+    added: set[bytes] = set()
+    for text in named:
+        serials, known = _serials_named(authority, text, ledger, now)
+        added |= serials
+        _add_to_ledger(authority, [each for each in known if each not in ledger])
+        ledger += known
+    serials = still_revoked(before.serials | added, ledger, now=now)
+    try:
+        revocations = sign_revocations(
+            authority.key.sign, authority=authority.run.authority, number=number, serials=serials
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}; make a new run file with a new authority") from None
+    try:
+        replace_file(authority.revoked_file, revocations_text(revocations).encode(), mode=PUBLIC)
+    except OSError as error:
+        raise ConfigError(f"cannot write {authority.revoked_file}: {error.strerror}") from None
+    return [
+        f"made {authority.revoked_file}: list number {number}, serials in it: {len(serials)}",
+        *(f"  revoked {serial.hex()}" for serial in sorted(added)),
+        "Members refuse these peers from the moment at which they have the list.",
+    ]
+
+
+def _serials_named(
+    authority: Authority, text: str, ledger: Sequence[Certificate], now: float
+) -> tuple[frozenset[bytes], list[Certificate]]:
+    """Return the serials that an argument of ``revoke`` names, and the certificate if the argument is its file."""
+    if os.path.exists(text):
+        certificate = read_certificate_file(text)
+        if certificate.authority != authority.run.authority or not is_genuine(certificate):
+            raise ConfigError(f"{text}: this run's authority has not signed it, so it cannot be revoked")
+        if certificate.expires <= now:
+            raise ConfigError(
+                f"{text}: it expired on {date_of(certificate.expires)} and admits no peer any more"
+            )
+        return frozenset([certificate.serial]), [certificate]
+    if _SERIAL.fullmatch(text):
+        return frozenset([bytes.fromhex(text)]), []
+    try:
+        public_key_of(text)
+    except PeerIdError:
+        raise ConfigError(
+            f"{text!r} is no file of a certificate, no serial of 32 hexadecimal digits, and no peer id"
+        ) from None
+    serials = serials_of(text, ledger, now=now)
+    if not serials:
+        raise ConfigError(
+            f"{authority.ledger_file} has no valid certificate of {text}; give the certificate's file or serial"
+        )
+    return serials, []
+
+
+def show(file: Path, *, show_secret: bool) -> list[str]:
+    """Return what a file of a run says."""
+    text = read_text(file, "file of a run", max_bytes=MAX_LEDGER_BYTES)
+    try:
+        return describe(text, now=time.time(), show_secret=show_secret)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def parse_roles(names: Sequence[str]) -> list[Role]:
+    """Return the roles of these names. Raise ConfigError for others, and for ``delegate``."""
+    granted = [role for role in Role if role is not Role.DELEGATE]
+    for name in names:
+        if name not in granted:
+            hint = "; p2pavg run delegate makes delegates" if name == Role.DELEGATE else ""
+            raise ConfigError(f"--role must be one of {', '.join(granted)}, got {name!r}{hint}")
+    return [Role(name) for name in names]
+
+
+def seconds_of(days: float, option: str = "--days") -> float:
+    """Return days in seconds. Raise ConfigError if they are out of range."""
+    if not 0 < days <= MAX_DAYS:
+        raise ConfigError(f"{option} must be above 0 and at most {MAX_DAYS:g}, got {days:g}")
+    return days * DAY_SECONDS
+
+
+def refuse_to_overwrite(file: Path) -> None:
+    """Raise ConfigError if there is a file of this name."""
+    if file.exists():
+        raise ConfigError(f"{file} exists and is never overwritten; move it away, or choose another name")
+
+
+def write_new(file: Path, text: str, *, mode: int) -> None:
+    """Write a file that does not exist yet. Raise ConfigError if it exists or cannot be written."""
+    try:
+        create_file(file, text.encode("utf-8"), mode=mode)
+    except FileExistsError:
+        refuse_to_overwrite(file)
+        raise ConfigError(f"{file} is a link to a missing file; remove it") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+
+
+def _read_ledger(authority: Authority) -> list[Certificate]:
+    file = authority.ledger_file
+    if not file.exists():
+        return []
+    text = read_text(file, "ledger", max_bytes=MAX_LEDGER_BYTES)
+    try:
+        return parse_ledger(text)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _add_to_ledger(authority: Authority, certificates: Sequence[Certificate]) -> None:
+    """Append certificates. Two commands at once both append whole lines."""
+    if not certificates:
+        return
+    file = authority.ledger_file
+    lines = "".join(map(ledger_line, certificates)).encode("ascii")
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(lines if os.fstat(descriptor).st_size else COMMENT.encode("ascii") + lines)
+            opened.flush()
+            os.fsync(descriptor)
+    except OSError as error:
+        raise ConfigError(f"cannot write the ledger {file}: {error.strerror}") from None

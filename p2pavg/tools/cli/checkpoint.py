@@ -1,0 +1,53 @@
+"""The commands ``p2pavg checkpoint …``: files with the state of a peer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="checkpoint",
+    help="Checkpoint files: show one, look for damage, and take the model out of it.",
+    no_args_is_help=True,
+)
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The checkpoint.")]
+
+
+@app.command()
+def show(file: FileArgument) -> None:
+    """Print what a checkpoint holds. Only its header is read; `p2pavg checkpoint verify` looks for damage."""
+    from p2pavg.tools.cli.checkpoint_files import describe
+
+    for line in describe(file):
+        typer.echo(line)
+
+
+@app.command()
+def verify(file: FileArgument) -> None:
+    """Check every byte of a checkpoint. The exit code is 1 if the file is damaged."""
+    from p2pavg.tools.cli.checkpoint_files import verify as check
+
+    typer.echo(check(file))
+
+
+@app.command()
+def export(
+    file: FileArgument,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="safetensors, or torch for torch.load. Default: torch if OUT ends in .pt or .pth.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
+) -> None:
+    """Write the trained parameters and averaged buffers of a checkpoint under the model's own names."""
+    from p2pavg.tools.cli.checkpoint_files import export as write
+
+    typer.echo(write(file, output, form=form, force=force))

@@ -1,0 +1,150 @@
+"""The work of the commands ``p2pavg checkpoint …``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import PUBLIC, creating, replacing
+from p2pavg.runs.membership.certificate import date_of
+from p2pavg.state.checkpoint import COMMON, OWN, Checkpoint, pieces_of, read
+from p2pavg.state.layout import write_header
+from p2pavg.state.snapshot import Content, specs_of
+
+TORCH, SAFETENSORS = "torch", "safetensors"
+_TORCH_SUFFIXES = (".pt", ".pth")
+_LINEAGE = "lineage"
+_EXTRAS = "extras"
+# Of an AveragedOptimizer, of LocalUpdates, and of both.
+_PREFIXES = ("parameter/", "anchor/", "buffer/")
+
+
+def describe(file: Path) -> list[str]:
+    """Return what a checkpoint holds, line by line.
+
+    Raises:
+        StateError: the file is no checkpoint; the message says why.
+    """
+    checkpoint = read(file, verified=True)
+    lineage = checkpoint.common.values.get(_LINEAGE)
+    extras = checkpoint.own.values.get(_EXTRAS)
+    return [
+        f"update {checkpoint.epoch}, written {_when(checkpoint.written)}",
+        f"lineage {_state_of(lineage) or 'unknown'}",
+        f"root {checkpoint.root.hex()}",
+        f"size {checkpoint.size:,} bytes",
+        f"common to all peers: {_summary(checkpoint.common)}",
+        f"of this peer alone: {_summary(checkpoint.own)}",
+        f"extras: {_listed(extras if isinstance(extras, dict) else ())}",
+        *_table(checkpoint),
+    ]
+
+
+def _state_of(lineage: object) -> str:
+    """Return the state of a lineage as :mod:`p2pavg.optim.base.state` packs it; empty for anything else."""
+    state = lineage.get("state") if isinstance(lineage, dict) else None
+    return state if isinstance(state, str) and state.isalnum() else ""
+
+
+def verify(file: Path) -> str:
+    """Return one line about a checkpoint without damage.
+
+    Raises:
+        StateError: the file is damaged or no checkpoint; the message says why.
+    """
+    checkpoint = read(file)
+    return f"{file}: update {checkpoint.epoch}, {checkpoint.size:,} bytes, no damage"
+
+
+def export(file: Path, output: Path, *, form: str | None, force: bool) -> str:
+    """Write the model of a checkpoint, and return one line about it.
+
+    Args:
+        form: ``torch``, ``safetensors``, or None for what the output's suffix says.
+        force: true if an existing output is overwritten.
+
+    Raises:
+        StateError: the checkpoint is damaged.
+        ConfigError: the output exists or cannot be written, or the checkpoint has no model.
+    """
+    if form is None:
+        form = TORCH if output.suffix in _TORCH_SUFFIXES else SAFETENSORS
+    if form not in (TORCH, SAFETENSORS):
+        raise ConfigError(f"--format must be {SAFETENSORS} or {TORCH}, got {form!r}")
+    if output.exists() and output.samefile(file):
+        raise ConfigError(f"{output} is the checkpoint itself; choose another name")
+    if output.exists() and not force:
+        raise _exists(output)
+    tensors = model_of(read(file))
+    if not tensors:
+        raise ConfigError(f"{file} has no parameters and no buffers of a model")
+    try:
+        with (replacing if force else creating)(output, mode=PUBLIC) as opened:
+            (_write_torch if form == TORCH else _write_safetensors)(opened, tensors)
+    except FileExistsError:
+        raise _exists(output) from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+    return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
+
+
+def model_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the trained parameters and averaged buffers of a checkpoint, by the model's own names."""
+    tensors = checkpoint.common.tensors
+    return {
+        name.removeprefix(prefix): tensor
+        for prefix in _PREFIXES
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _write_torch(opened: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    # torch saves the whole memory of a view, here that of the file, so each tensor gets its own.
+    torch.save({name: tensor.clone() for name, tensor in tensors.items()}, opened)
+
+
+def _write_safetensors(opened: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    header, layout = write_header(specs_of(tensors), {"format": "pt"})
+    for piece in pieces_of(tensors, header, layout):
+        opened.write(piece)
+
+
+def _exists(output: Path) -> ConfigError:
+    return ConfigError(f"{output} exists; --force overwrites it")
+
+
+def _when(seconds: float) -> str:
+    try:
+        return date_of(seconds)
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"
+
+
+def _summary(content: Content) -> str:
+    size = sum(tensor.nbytes for tensor in content.tensors.values())
+    return f"{len(content.tensors)} tensors of {size:,} bytes; values: {_listed(content.values)}"
+
+
+def _listed(names: Iterable[object]) -> str:
+    # A name may hold anything, also what moves a terminal's cursor.
+    return (
+        ", ".join(name if isinstance(name, str) and name.isprintable() else repr(name) for name in names)
+        or "none"
+    )
+
+
+def _table(checkpoint: Checkpoint) -> Iterator[str]:
+    rows = [("tensor", "dtype", "shape")]
+    for prefix, content in ((COMMON, checkpoint.common), (OWN, checkpoint.own)):
+        rows += (
+            (f"{prefix}{name}", str(tensor.dtype).removeprefix("torch."), str(tuple(tensor.shape)))
+            for name, tensor in sorted(content.tensors.items())
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for name, dtype, shape in rows:
+        yield f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape}"

@@ -1,0 +1,172 @@
+"""The commands ``p2pavg join``, ``p2pavg status`` and ``p2pavg stop``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
+from p2pavg.tools.cli.config_file import ConfigOption, configurable, naming
+from p2pavg.tools.cli.logs import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
+from p2pavg.tools.cli.options import (
+    DEFAULT_LISTEN,
+    AnnounceOption,
+    AttachOption,
+    BandwidthOption,
+    BootstrapOption,
+    DelegateOption,
+    DownloadOption,
+    ListenOption,
+    MappingOption,
+    MetricsOption,
+    MonitorOption,
+    RelayOption,
+    SiteOption,
+    UploadOption,
+    VerboseOption,
+    with_defaults,
+)
+
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]", help="Name of the run, or its run file. Without it: all daemons of this user."
+    ),
+]
+DaemonHomeOption = Annotated[
+    Path | None, typer.Option("--home", metavar="DIR", help="The daemon's folder, in place of RUN.")
+]
+
+
+@configurable
+def join(
+    context: typer.Context,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run file NAME.run, or an invitation link p2pavg:...")
+    ],
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="LINK", help="Invitation link that brings a certificate, if there is none yet."),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for identity, certificate and the socket of `p2pavg status`, made when missing. "
+            "Default: a folder of the run's name in ~/.local/share/p2pavg.",
+        ),
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Key file. Default: identity.key in the folder.")
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="This peer's certificate. Default: NAME.cert in the folder, or beside the run file.",
+        ),
+    ] = None,
+    listen: ListenOption = DEFAULT_LISTEN,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer only reads it
+    delegate: DelegateOption = False,
+    bandwidth: BandwidthOption = None,
+    max_upload_mbps: UploadOption = None,
+    max_download_mbps: DownloadOption = None,
+    announce: AnnounceOption = [],  # noqa: B006
+    port_mapping: MappingOption = True,
+    relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
+    attach: AttachOption = None,
+    site: SiteOption = "",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Write log lines, also on a terminal, in place of the live view.")
+    ] = False,
+    config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
+    verbose: VerboseOption = False,
+    metrics: MetricsOption = None,
+    monitor: MonitorOption = None,
+    log_format: FormatOption = LogFormat.TEXT,
+    log_level: LevelOption = LogLevel.INFO,
+) -> None:
+    """Take part in a run until Ctrl-C or SIGTERM, with a run file or an invitation link and nothing else.
+
+    The peer helps the run's rounds as `p2pavg peer` does, if its certificate has the role auxiliary. Its identity is
+    made at the first start. SIGHUP starts it again with all files read anew.
+    """
+    from p2pavg.peer.joining.finding import join as find_files
+    from p2pavg.tools.cli.daemon import DaemonOptions, open_run, run_peer
+
+    log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
+    with naming(context):
+        files = find_files(run, link=link, certificate=certificate, identity=identity, home=home)
+        member = open_run(
+            files.run_file,
+            certificate=files.certificate,
+            identity=files.identity,
+            run_id=None,
+            delegate=delegate,
+        )
+        run_peer(
+            DaemonOptions(
+                attach=attach,
+                site=site,
+                listen=listen,
+                bootstrap=bootstrap,
+                identity=files.identity,
+                announce=announce,
+                port_mapping=port_mapping,
+                run_id=None,
+                member=member,
+                home=files.home,
+                metrics=metrics,
+                monitor=monitor,
+                live_view=not plain and sys.stdout.isatty() and sys.stderr.isatty(),
+                **with_defaults(
+                    context,
+                    None if member is None else member.run,
+                    bandwidth=bandwidth,
+                    max_upload_mbps=max_upload_mbps,
+                    max_download_mbps=max_download_mbps,
+                    relay_mbps=relay_mbps,
+                ),
+            )
+        )
+
+
+def status(
+    run: RunArgument = None,
+    home: DaemonHomeOption = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON array with one object a daemon.")
+    ] = False,
+) -> None:
+    """Say what this user's daemons do: run, addresses, reachability, peers, rounds, bytes, certificate.
+
+    The exit code is 0 if it runs and other peers answer it, 3 if no daemon runs, 4 if no other peer answers it, and 5
+    if other members refuse it. Of several daemons, the highest counts.
+    """
+    from p2pavg.tools.cli import status as work
+
+    text, code = work.status(work.homes_of(run, home), json=json)
+    typer.echo(text)
+    raise typer.Exit(code)
+
+
+def stop(
+    run: RunArgument = None,
+    home: DaemonHomeOption = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Wait so long for the daemon's end.")
+    ] = 70.0,
+) -> None:
+    """Tell a daemon to finish its round and to end, and wait for it.
+
+    The exit code is 0 if it has ended, 3 if none runs, and 75 if it still finishes a round.
+    """
+    from p2pavg.tools.cli import status as work
+
+    text, code = work.stop(work.homes_of(run, home), timeout=timeout)
+    typer.echo(text)
+    raise typer.Exit(code)

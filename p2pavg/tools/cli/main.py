@@ -1,0 +1,324 @@
+"""The command ``p2pavg``, also ``python -m p2pavg``."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2pavg import __version__
+from p2pavg.base.errors import (
+    AddressError,
+    BootstrapError,
+    BusyError,
+    ConfigError,
+    ListenError,
+    P2PAvgError,
+    UnreachableError,
+)
+from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
+from p2pavg.tools.cli.checkpoint import app as checkpoint_app
+from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
+from p2pavg.tools.cli.daemon_commands import join, status, stop
+from p2pavg.tools.cli.logs import (
+    FORMAT,
+    LEVEL,
+    FormatOption,
+    LevelOption,
+    LogFormat,
+    LogLevel,
+    log_all,
+    log_to_stderr,
+)
+from p2pavg.tools.cli.options import (
+    DEFAULT_LISTEN,
+    AnnounceOption,
+    AttachOption,
+    BandwidthOption,
+    BootstrapOption,
+    DelegateOption,
+    DownloadOption,
+    HomeOption,
+    ListenOption,
+    MappingOption,
+    MetricsOption,
+    MonitorOption,
+    RelayOption,
+    SiteOption,
+    UploadOption,
+    VerboseOption,
+    with_defaults,
+)
+from p2pavg.tools.cli.run import app as run_app
+from p2pavg.tools.daemon.words import ExitCode
+
+app = typer.Typer(
+    name="p2pavg",
+    help="Peers average gradients and parameters over the open internet, with no server.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (join, status, stop):
+    app.command()(command)
+app.add_typer(run_app)
+app.add_typer(checkpoint_app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"p2pavg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+    log_format: Annotated[LogFormat | None, FORMAT] = None,
+    log_level: Annotated[LogLevel | None, LEVEL] = None,
+) -> None:
+    """Options that every command has."""
+    log_all(context, log_format, log_level)
+
+
+@app.command()
+@configurable
+def peer(
+    context: typer.Context,
+    listen: ListenOption = DEFAULT_LISTEN,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer only reads it
+    identity: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Key file, made when missing. Without one, and without --home, the identity is new at every start.",
+        ),
+    ] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Help the rounds of this run: reduce a share, contribute nothing."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.run",
+            help="Take part in this run, which has an authority, with --certificate and --identity.",
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This peer's certificate in the run of --run.")
+    ] = None,
+    delegate: DelegateOption = False,
+    bandwidth: BandwidthOption = None,
+    max_upload_mbps: UploadOption = None,
+    max_download_mbps: DownloadOption = None,
+    announce: AnnounceOption = [],  # noqa: B006
+    port_mapping: MappingOption = True,
+    relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
+    attach: AttachOption = None,
+    site: SiteOption = "",
+    home: HomeOption = None,
+    config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
+    verbose: VerboseOption = False,
+    metrics: MetricsOption = None,
+    monitor: MonitorOption = None,
+    log_format: FormatOption = LogFormat.TEXT,
+    log_level: LevelOption = LogLevel.INFO,
+) -> None:
+    """Run a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
+
+    Prints its address on one line when it is ready; everything else goes to the log on stderr.
+    """
+    from p2pavg.tools.cli.daemon import DaemonOptions, open_home, open_run, run_peer
+
+    log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
+    with naming(context):
+        folder = open_home(home)
+        if folder is not None and identity is None:
+            identity = folder.identity
+        member = open_run(run, certificate=certificate, identity=identity, run_id=run_id, delegate=delegate)
+        run_peer(
+            DaemonOptions(
+                listen=listen,
+                bootstrap=bootstrap,
+                identity=identity,
+                announce=announce,
+                port_mapping=port_mapping,
+                run_id=run_id,
+                member=member,
+                attach=attach,
+                site=site,
+                home=folder,
+                metrics=metrics,
+                monitor=monitor,
+                **with_defaults(
+                    context,
+                    None if member is None else member.run,
+                    bandwidth=bandwidth,
+                    max_upload_mbps=max_upload_mbps,
+                    max_download_mbps=max_download_mbps,
+                    relay_mbps=relay_mbps,
+                ),
+            )
+        )
+
+
+@app.command()
+@configurable_except("listen")  # of peers, in other commands
+def monitor(
+    context: typer.Context,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Id of the run, or NAME.run of a run that has an authority.")
+    ],
+    bootstrap: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ADDR", help="Address of a peer of the run's network, ending in /p2p/PEER_ID. Repeatable."
+        ),
+    ] = [],  # noqa: B006
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", help="Port of the page on 127.0.0.1. Without it, a free one."),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Serve the page to other machines, to those that have the token."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the token. Without it, one is made and printed."),
+    ] = None,
+    name: Annotated[
+        list[str],
+        typer.Option(metavar="HOST", help="Further name under which browsers ask for the page. Repeatable."),
+    ] = [],  # noqa: B006
+    terminal: Annotated[bool, typer.Option("--terminal", help="Show the run here instead.")] = False,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The monitor's certificate in the run of NAME.run.")
+    ] = None,
+    identity: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The monitor's key file. Without one, the identity is not kept."),
+    ] = None,
+    peer_listen: Annotated[
+        list[str],
+        typer.Option(metavar="ADDR", help="Address on which the monitor listens for peers. Repeatable."),
+    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
+    config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
+    log_format: FormatOption = LogFormat.TEXT,
+    log_level: LevelOption = LogLevel.WARNING,
+) -> None:
+    """Show a run: its peers, rounds, metrics, lineages, transfers and exchanges, as a web page or in the terminal.
+
+    Prints the address of the page on one line. The monitor joins the network, reads what the run's peers publish, and
+    is no peer of the run itself.
+    """
+    from p2pavg.tools.cli.monitor import find_run, options_of, run_monitor
+
+    log_to_stderr(log_format, log_level)
+    with naming(context):
+        found = find_run(run, bootstrap=bootstrap, certificate=certificate, identity=identity)
+        if terminal and (port is not None or listen is not None):
+            raise typer.BadParameter("--terminal serves no page: leave out --port and --listen")
+        options = None if terminal else options_of(port, listen, token_file, name)
+        run_monitor(found, options, identity=identity, listen=peer_listen)
+
+
+@app.command()
+def identity(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Key file, made when missing.")],
+) -> None:
+    """Show the peer id of a key file; make the file, readable by its owner only, when it is missing."""
+    from p2pavg.records.identity import load_or_make_seed
+    from p2pavg_dht import Ed25519Signer
+
+    typer.echo(Ed25519Signer(load_or_make_seed(file)).peer_id)
+
+
+@app.command()
+@configurable
+def doctor(
+    context: typer.Context,
+    listen: ListenOption = DEFAULT_LISTEN,
+    bootstrap: BootstrapOption = [],  # noqa: B006
+    identity: Annotated[Path | None, typer.Option(metavar="FILE", help="The peer's key file.")] = None,
+    run_id: Annotated[str | None, typer.Option(metavar="ID", help="Look for the peers of this run.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.run", help="Look for the peers of this run, which has an authority."),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The peer's certificate in the run of --run.")
+    ] = None,
+    announce: AnnounceOption = [],  # noqa: B006
+    port_mapping: Annotated[
+        bool,
+        typer.Option(
+            "--port-mapping/--no-port-mapping", help="Ask the router to forward the port for a moment."
+        ),
+    ] = True,
+    config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    verbose: VerboseOption = False,
+    log_format: FormatOption = LogFormat.TEXT,
+) -> None:
+    """Find out why a peer does not meet others: check machine, files, network and run, and name cause and remedy.
+
+    It takes less than 30 s, and changes nothing that lasts. The exit code is 1 if a fault was found.
+    """
+    from p2pavg.tools.cli import doctor as work
+    from p2pavg.tools.doctor.examination import Options
+
+    options = Options(
+        listen=listen,
+        bootstrap=bootstrap,
+        identity=identity,
+        run_id=run_id,
+        run=run,
+        certificate=certificate,
+        announce=announce,
+        port_mapping=port_mapping,
+    )
+    try:
+        with naming(context):
+            work.check(options)
+    except (AddressError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
+    if verbose:
+        log_to_stderr(log_format, LogLevel.DEBUG)
+    with nullcontext() if verbose else work.quiet():
+        text, code = work.report(options, json=json)
+    typer.echo(text)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command line.
+
+    A user's mistake is reported on stderr, with what to do about it. :class:`~p2pavg.tools.daemon.words.ExitCode` has the
+    exit codes.
+    """
+    try:
+        app()
+    except P2PAvgError as error:
+        typer.echo(f"p2pavg: {error}", err=True)
+        if error.remedy:
+            typer.echo(f"p2pavg: what to do: {error.remedy}", err=True)
+        sys.exit(_exit_code(error))
+    except Exception:  # noqa: BLE001 - a bug has its own exit code, with which a daemon is started again
+        traceback.print_exc()
+        sys.exit(ExitCode.BUG)
+
+
+def _exit_code(error: P2PAvgError) -> ExitCode:
+    temporary = isinstance(error, BootstrapError | BusyError | ListenError | UnreachableError)
+    return ExitCode.TRY_AGAIN if temporary else ExitCode.MISTAKE

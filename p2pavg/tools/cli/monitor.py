@@ -1,0 +1,175 @@
+"""The work behind ``p2pavg monitor`` and ``p2pavg peer --monitor``: a page or a terminal view of a run."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import read_text
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.peer.peer import Peer, open_peer
+from p2pavg.records.identity import load_seed
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.files import read_access, read_run_file
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
+from p2pavg.tools.monitor.serving import MonitorOptions, check_installed, serve_run
+from p2pavg.tools.monitor.watching import board_source, watching
+from p2pavg_dht import Ed25519Signer
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKEN_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MonitoredRun:
+    """The run to look at, and how to get there."""
+
+    run_id: str
+    bootstrap: tuple[str, ...]
+    access: RunAccess | None = None
+
+
+def find_run(
+    run: str, *, bootstrap: Sequence[str], certificate: Path | None, identity: Path | None
+) -> MonitoredRun:
+    """Return the run that a user has named: by its id, or by the run file of a run that has an authority.
+
+    Raises:
+        ConfigError, IdentityError: the options do not fit together, or a file cannot be read or is for another peer.
+    """
+    if not run.endswith(".run"):
+        if certificate is not None:
+            raise ConfigError("--certificate needs a run file: p2pavg monitor NAME.run --certificate FILE")
+        if not bootstrap:
+            raise ConfigError("--bootstrap ADDR is needed: the address of a peer of the run's network")
+        AveragingConfig(run_id=run)  # raises if no run can have this id
+        return MonitoredRun(run, tuple(bootstrap))
+    if certificate is None or identity is None:
+        raise ConfigError(
+            f"{run} is of a run with an authority: --certificate FILE and --identity FILE, for which the certificate "
+            "was made, are needed. Use an own identity for the monitor: one that a running peer has disturbs that peer"
+        )
+    found = read_run_file(run)
+    access = read_access(found, certificate)
+    Membership(
+        access, Ed25519Signer(load_seed(identity)).peer_id
+    )  # raises if the certificate is for another peer
+    named = (*bootstrap, *found.bootstrap)
+    if not named:
+        raise ConfigError(f"--bootstrap ADDR is needed: {run} names no address")
+    return MonitoredRun(found.run_id, named, access)
+
+
+def options_of(
+    port: int | None, listen: str | None, token_file: Path | None, names: Sequence[str]
+) -> MonitorOptions:
+    """Return where the page is served.
+
+    Raises:
+        ConfigError: the options do not fit together, or the token's file cannot be read.
+    """
+    token = None if token_file is None else _read_token(token_file)
+    if listen is None:
+        return MonitorOptions(port=port or 0, token=token, names=tuple(names))
+    if port is not None:
+        raise ConfigError("--port and --listen exclude each other: --listen HOST:PORT has the port")
+    host, colon, its_port = listen.rpartition(":")
+    if not colon or not host or not its_port.isdecimal():
+        raise ConfigError(f"--listen must be HOST:PORT, such as 0.0.0.0:8080, got {listen!r}")
+    return MonitorOptions(port=int(its_port), host=host.strip("[]"), token=token, names=tuple(names))
+
+
+def _read_token(path: Path) -> str:
+    text = read_text(path, "token file", max_bytes=MAX_TOKEN_FILE_BYTES).strip()
+    if len(text) < MIN_TOKEN_CHARS:
+        raise ConfigError(f"{path}: a token has at least {MIN_TOKEN_CHARS} characters")
+    return text
+
+
+def run_monitor(
+    run: MonitoredRun, options: MonitorOptions | None, *, identity: Path | None, listen: Sequence[str]
+) -> None:
+    """Show a run until SIGINT or SIGTERM.
+
+    Args:
+        options: where the page is served; ``None``: the run is shown in the terminal.
+        identity: the key file; ``None`` takes an identity that is not kept.
+        listen: addresses on which the peer listens for other peers.
+
+    Raises:
+        P2PAvgError: the network cannot be joined, the page cannot be served, or a package is missing.
+    """
+    if options is not None:
+        check_installed()
+
+    async def main() -> None:
+        with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(live, nursery.cancel_scope)
+                async for number in signals:
+                    logger.info("leaving: %s", signal.Signals(number).name)
+                    nursery.cancel_scope.cancel()
+                    return
+
+    async def live(scope: trio.CancelScope) -> None:
+        async with open_peer(
+            listen=listen, bootstrap=run.bootstrap, identity=identity, port_mapping=False, relay_mbps=0
+        ) as peer:
+            if options is None:
+                await _show_in_terminal(peer, run)
+                scope.cancel()
+                return
+            async with serve_run(peer, run.run_id, options, access=run.access) as address:
+                print(address, flush=True)
+                await trio.sleep_forever()
+
+    trio.run(main)
+
+
+async def _show_in_terminal(peer: Peer, run: MonitoredRun) -> None:
+    from p2pavg.tools.monitor.terminal import show
+
+    async with (
+        board_source(peer, run.run_id, run.access) as source,
+        watching(source, peer.context.wall_clock) as watcher,
+    ):
+        await show(watcher)
+
+
+def check_monitor(port: int | None, run_id: str | None) -> None:
+    """Check the option of ``p2pavg peer`` before anything is opened.
+
+    Raises:
+        ConfigError: there is no run to show, or a package is missing.
+    """
+    if port is None:
+        return
+    if run_id is None:
+        raise ConfigError("--monitor needs --run-id ID or --run FILE.run: the run to show")
+    check_installed()
+
+
+@asynccontextmanager
+async def serving_monitor(
+    peer: Peer, port: int | None, run_id: str | None, access: RunAccess | None
+) -> AsyncIterator[None]:
+    """Serve a page on a run on this machine as long as the block runs; do nothing without a port.
+
+    Raises:
+        ListenError: the port is taken.
+    """
+    if port is None or run_id is None:
+        yield
+        return
+    async with serve_run(peer, run_id, MonitorOptions(port=port), access=access):
+        yield

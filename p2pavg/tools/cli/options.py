@@ -1,0 +1,117 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from p2pavg.runs.membership.run_file import RunFile
+
+
+DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0"]
+
+ListenOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="ADDR",
+        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable.",
+    ),
+]
+BootstrapOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="ADDR",
+        help="Address of a peer of the network to join, ending in /p2p/PEER_ID. Repeatable. "
+        "Without any, this peer begins a new network.",
+    ),
+]
+BandwidthOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MBIT/S",
+        help="Bandwidth of this machine, from which its share follows. Without it, rounds are measured.",
+    ),
+]
+UploadOption = Annotated[
+    float | None,
+    typer.Option(metavar="MBIT/S", help="Send no more than this in rounds. Without it, no limit."),
+]
+DownloadOption = Annotated[
+    float | None,
+    typer.Option(metavar="MBIT/S", help="Receive no more than this in rounds. Without it, no limit."),
+]
+AnnounceOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="ADDR",
+        help="Address at which others can dial this peer, such as /ip4/203.0.113.7/tcp/4001 for a forwarded port. "
+        "Repeatable.",
+    ),
+]
+MappingOption = Annotated[bool, typer.Option(help="Ask the router to forward the port, by UPnP or NAT-PMP.")]
+RelayOption = Annotated[
+    float,
+    typer.Option(metavar="MBIT/S", help="Carry this much for peers that cannot be dialled; 0 for nothing."),
+]
+DelegateOption = Annotated[
+    bool, typer.Option("--delegate", help="Serve the invitation links that `p2pavg run link` makes.")
+]
+MetricsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; port 0 takes a free one.",
+    ),
+]
+MonitorOption = Annotated[
+    int | None,
+    typer.Option(
+        "--monitor",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Show the run that this peer takes part in at http://127.0.0.1:PORT/; port 0 takes a free one.",
+    ),
+]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")]
+AttachOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="Let training processes of this machine and user share this peer, at this Unix socket.",
+    ),
+]
+SiteOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Site of this machine, such as a laboratory, for attached processes in runs with --topology hierarchical.",
+    ),
+]
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for the identity, the port and the socket of `p2pavg status`, made when missing.",
+    ),
+]
+
+
+def with_defaults(context: typer.Context, run: RunFile | None, **values: Any) -> dict[str, Any]:
+    """Return the values of options, with those of the run file where the user gave none.
+
+    Args:
+        values: the options' values, by the names that the run file has too.
+    """
+    for name in values:
+        source = context.get_parameter_source(name)
+        is_default = source is None or source.name == "DEFAULT"
+        if is_default and run is not None and getattr(run, name) is not None:
+            values[name] = getattr(run, name)
+    return values

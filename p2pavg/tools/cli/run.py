@@ -1,0 +1,314 @@
+"""The commands ``p2pavg run …``: runs that have an authority, which decides who is a member."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="run",
+    help="Runs with an authority: make one, admit and revoke members, and join one by a link.",
+    no_args_is_help=True,
+)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="NAME.run", help="The run file.")]
+PeerArgument = Annotated[str, typer.Argument(metavar="PEER_ID", help="Id that `p2pavg identity` prints.")]
+RoleOption = Annotated[
+    list[str],
+    typer.Option("--role", help="contributor, observer, auxiliary or source. Repeatable."),
+]
+WeightOption = Annotated[
+    float, typer.Option(metavar="SAMPLES", help="Largest weight of one contribution, in samples.")
+]
+DaysOption = Annotated[float, typer.Option(metavar="DAYS", help="Days for which the certificate is valid.")]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The authority's key. Default: NAME.key beside the run file."),
+]
+BootstrapOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="ADDR", help="Address of a peer of the run, besides those in the run file. Repeatable."
+    ),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Certificate file. Default: PEER_ID.cert beside the key."
+    ),
+]
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run and of its files.")],
+    group_size: Annotated[int, typer.Option(help="Members that a group aims at, 2 to 64.")] = 4,
+    min_group_size: Annotated[int, typer.Option(help="Members that are enough after the match timeout.")] = 2,
+    match_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds that a peer looks for a full group.")
+    ] = 30.0,
+    exchange_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds after which an exchange has failed.")
+    ] = 60.0,
+    compression: Annotated[str, typer.Option(metavar="CODEC", help="The codec on the wire.")] = "blockwise8",
+    max_weight: Annotated[
+        float | None, typer.Option(metavar="SAMPLES", help="Most samples that a contribution counts.")
+    ] = None,
+    robust: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Rule that combines contributions instead of their weighted mean, such as trimmed_mean:0.25.",
+        ),
+    ] = None,
+    max_norm: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MEDIANS", help="Longest contribution, in medians of the norms of its group, 1 to 1e6."
+        ),
+    ] = None,
+    audit: Annotated[
+        str,
+        typer.Option(
+            metavar="WHEN", help="Audits of averages: after:PROBABILITY, before:PROBABILITY or off."
+        ),
+    ] = "after",
+    topology: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Members that average: butterfly, where all do; star, where one does; hierarchical, where those of"
+            " a site do before sites exchange sums, with --audit off; or gossip:DEGREE, where a peer averages with so"
+            " many others, and with other ones in the next round.",
+        ),
+    ] = "butterfly",
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(metavar="MBIT/S", help="Bandwidth that members announce, unless they say otherwise."),
+    ] = None,
+    max_upload_mbps: Annotated[
+        float | None,
+        typer.Option(metavar="MBIT/S", help="Most that members send in rounds, unless they say otherwise."),
+    ] = None,
+    max_download_mbps: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MBIT/S", help="Most that members receive in rounds, unless they say otherwise."
+        ),
+    ] = None,
+    relay_mbps: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MBIT/S",
+            help="What daemons carry for peers that cannot be dialled, unless they say otherwise.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Strategy with which all members train, as .json or .toml: see docs/how-to/write-strategies.md.",
+        ),
+    ] = None,
+    bootstrap: Annotated[
+        list[str],
+        typer.Option(metavar="ADDR", help="Address of a peer that is usually online. Repeatable, 8 at most."),
+    ] = [],  # noqa: B006 - typer only reads it
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the two files.")
+    ] = Path(),
+) -> None:
+    """Make a run: NAME.key, the authority's key, and NAME.run, which every member gets."""
+    from p2pavg.tools.cli.authority import create as make
+
+    settings = {
+        "group_size": group_size,
+        "min_group_size": min_group_size,
+        "match_timeout": match_timeout,
+        "exchange_timeout": exchange_timeout,
+        "compression": compression,
+        "max_weight": max_weight,
+        "robust": robust,
+        "max_norm": max_norm,
+        "audit": audit,
+        "topology": topology,
+        "bandwidth": bandwidth,
+        "max_upload_mbps": max_upload_mbps,
+        "max_download_mbps": max_download_mbps,
+        "relay_mbps": relay_mbps,
+    }
+    if strategy is not None:
+        from p2pavg.tools.cli.strategy import settings_with
+
+        settings = settings_with(settings, strategy)
+    _print(make(name, output, bootstrap, settings))
+
+
+@app.command()
+def invite(
+    run_file: RunArgument,
+    peer_id: PeerArgument,
+    max_weight: WeightOption,
+    days: DaysOption,
+    role: RoleOption = ["contributor"],  # noqa: B006
+    key: KeyOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Sign a certificate that admits one peer."""
+    from p2pavg.tools.cli.authority import invite as sign
+    from p2pavg.tools.cli.authority import open_authority
+
+    authority = open_authority(run_file, key)
+    _print(sign(authority, peer_id, roles=role, max_weight=max_weight, days=days, output=output))
+
+
+@app.command()
+def delegate(
+    run_file: RunArgument,
+    peer_id: PeerArgument,
+    max_weight: WeightOption,
+    days: DaysOption,
+    role: RoleOption = ["contributor"],  # noqa: B006
+    key: KeyOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Sign a certificate of a peer that may admit others, with these roles, this weight and this time at most."""
+    from p2pavg.tools.cli.authority import invite as sign
+    from p2pavg.tools.cli.authority import open_authority
+
+    authority = open_authority(run_file, key)
+    _print(
+        sign(authority, peer_id, roles=role, max_weight=max_weight, days=days, output=output, delegate=True)
+    )
+
+
+@app.command()
+def revoke(
+    run_file: RunArgument,
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT...",
+            help="Files of certificates, serials, or peer ids with certificates of this key.",
+        ),
+    ],
+    key: KeyOption = None,
+    number: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Number of the list, if the file of the last list was lost."),
+    ] = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Sign the list, and publish it later with `p2pavg run publish`.")
+    ] = False,
+) -> None:
+    """Add certificates to the signed list NAME.revoked, and publish it. A delegate takes along all that it admitted."""
+    from p2pavg.tools.cli.authority import open_authority
+    from p2pavg.tools.cli.authority import revoke as sign
+    from p2pavg.tools.cli.publishing import publish as hand_over
+
+    authority = open_authority(run_file, key)
+    _print(sign(authority, what, number))
+    if offline:
+        typer.echo(f"Publish the list later: p2pavg run publish {run_file}")
+    else:
+        _print(hand_over(authority, bootstrap))
+
+
+@app.command()
+def publish(
+    run_file: RunArgument,
+    key: KeyOption = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006
+) -> None:
+    """Publish the list NAME.revoked again, for example after the whole run was down."""
+    from p2pavg.tools.cli.authority import open_authority
+    from p2pavg.tools.cli.publishing import publish as hand_over
+
+    _print(hand_over(open_authority(run_file, key), bootstrap))
+
+
+@app.command()
+def rotate(
+    run_file: RunArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new run file.")],
+) -> None:
+    """Write a run file with a new secret, so that former members can no longer read the run's records."""
+    from p2pavg.tools.cli.authority import rotate as renew
+
+    _print(renew(run_file, output))
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file, certificate, or NAME.revoked.")],
+    secret: Annotated[bool, typer.Option("--secret", help="Show the secret of a run file.")] = False,
+) -> None:
+    """Print what a run file, a certificate, or a list of revoked certificates says."""
+    from p2pavg.tools.cli.authority import show as describe
+
+    _print(describe(file, show_secret=secret))
+
+
+@app.command()
+def link(
+    run_file: RunArgument,
+    certificate: Annotated[Path, typer.Option(metavar="FILE", help="The delegate's certificate.")],
+    identity: Annotated[Path, typer.Option(metavar="FILE", help="The delegate's key file.")],
+    address: Annotated[
+        str, typer.Option(metavar="ADDR", help="Where the delegate listens, ending in /p2p/PEER_ID.")
+    ],
+    count: Annotated[int, typer.Option(metavar="N", help="Number of links. Each admits one peer.")] = 1,
+    days: Annotated[float, typer.Option(metavar="DAYS", help="Days for which the links can be used.")] = 7.0,
+    certificate_days: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DAYS",
+            help="Days for which the certificates are valid. Default: as long as the delegate's own.",
+        ),
+    ] = None,
+    role: Annotated[
+        list[str],
+        typer.Option("--role", help="Role that the links grant. Default: all of the delegate's. Repeatable."),
+    ] = [],  # noqa: B006
+    max_weight: Annotated[
+        float | None,
+        typer.Option(metavar="SAMPLES", help="Largest weight that the links grant. Default: the delegate's."),
+    ] = None,
+) -> None:
+    """Make invitation links, one a line. The delegate must be online when they are used: `p2pavg peer --delegate`."""
+    from p2pavg.cli.invitation import make_links, open_delegate
+
+    _print(
+        make_links(
+            open_delegate(run_file, certificate, identity),
+            address=address,
+            count=count,
+            days=days,
+            certificate_days=certificate_days,
+            roles=role,
+            max_weight=max_weight,
+        )
+    )
+
+
+@app.command()
+def join(
+    link: Annotated[str, typer.Argument(metavar="LINK", help="The invitation link.")],
+    identity: Annotated[Path, typer.Option(metavar="FILE", help="This peer's key file, made when missing.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the two files.")
+    ] = Path(),
+) -> None:
+    """Join a run by an invitation link: write NAME.run and NAME.cert, this peer's certificate."""
+    from p2pavg.cli.invitation import join as redeem
+
+    _print(redeem(link, identity=identity, directory=output))
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)

@@ -1,0 +1,288 @@
+"""The life of a daemon's process: signals, the control socket, a graceful end, and what goes into the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from p2pavg import __version__
+from p2pavg.base.errors import BootstrapError
+from p2pavg.base.formats import count, in_bytes
+from p2pavg.net.unix import open_unix_listener, serve_unix
+from p2pavg.peer.helping import HelpedRounds
+from p2pavg.peer.joining.home import Home
+from p2pavg.peer.peer import Peer
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.certificate import date_of, read_certificate
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.telemetry.status import PeerStatus
+from p2pavg.tools.control.messages import MAX_TEXTS, Answer, Done, Question, Status
+from p2pavg.tools.control.service import control_handler
+from p2pavg.tools.daemon.notify import READY, STOPPING, notify, reloading
+from p2pavg.tools.daemon.progress import in_words, progress_of
+
+logger = logging.getLogger(__name__)
+
+FINISH_SECONDS = 65.0
+"""Timeout of a round that runs when the daemon is told to leave: a round's exchange, and some more."""
+TOTALS_SECONDS = 60.0
+REMEMBER_SECONDS = 300.0
+JOIN_AGAIN_SECONDS = 30.0
+EXPIRY_SECONDS = 7 * 86400.0
+"""A certificate that expires within this time is a warning, once a day."""
+DAY_SECONDS = 86400.0
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
+RESTARTS = (signal.SIGHUP,) if sys.platform != "win32" else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The part of a daemon in a run.
+
+    Args:
+        run_id: the run; empty if the daemon only keeps records.
+        access: keys and certificate of a run that has an authority.
+    """
+
+    run_id: str = ""
+    access: RunAccess | None = None
+
+
+class DaemonProcess:
+    """One start of a daemon, from its first signal handler to its end.
+
+    Args:
+        part: the daemon's part in a run.
+        home: its folder; ``None``: it has no control socket, and remembers nothing.
+    """
+
+    def __init__(self, part: Part, home: Home | None) -> None:
+        self.part = part
+        self.home = home
+        self.restarts = False
+        """True if the daemon was told to start again when it has ended."""
+        self.helping: HelpedRounds | None = None
+        self._peer: Peer | None = None
+        self._began = trio.current_time()
+        self._scope = trio.CancelScope()
+        self._leaving = trio.Event()
+
+    @property
+    def is_leaving(self) -> bool:
+        """True once the daemon was told to leave."""
+        return self._leaving.is_set()
+
+    async def told_to_leave(self) -> None:
+        """Wait until the daemon is told to leave."""
+        await self._leaving.wait()
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[None]:
+        """Take signals, and questions on the control socket, until the end of the block.
+
+        The block is cancelled when the daemon is told to leave before :meth:`began`, is told so twice, or its last
+        round takes too long.
+
+        Raises:
+            BusyError: another daemon uses the folder.
+            ControlError: the control socket cannot be made.
+        """
+        with trio.open_signal_receiver(*ENDS, *RESTARTS) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._listen_to, signals)
+                async with self._control_socket():
+                    with self._scope:
+                        yield
+                    if (
+                        self._scope.cancelled_caught
+                        and self.helping is not None
+                        and self.helping.is_exchanging
+                    ):
+                        logger.warning("left a round that had not ended after %.0f s", FINISH_SECONDS)
+                nursery.cancel_scope.cancel()
+
+    def leave(self, why: str, *, restart: bool = False) -> None:
+        """End gracefully: finish the round that runs, and begin no other. A second call ends at once."""
+        logger.info("leaving: %s", why)
+        # The last word counts: a restart also while the peer still joins, and an end also after a restart was begun.
+        self.restarts = restart
+        if self.is_leaving or self._peer is None:
+            self._leaving.set()
+            self._scope.cancel()
+            return
+        self._leaving.set()
+        notify(reloading() if restart else STOPPING)
+        if self.helping is not None:
+            if self.helping.is_exchanging:
+                logger.info("finishing the round that runs, for %.0f s at most", FINISH_SECONDS)
+            self.helping.leave()
+        self._scope.deadline = trio.current_time() + FINISH_SECONDS
+
+    @asynccontextmanager
+    async def began(self, peer: Peer) -> AsyncIterator[None]:
+        """Tell the user and the service manager about the peer, until the end of the block."""
+        self._peer = peer
+        self.helping = HelpedRounds(peer.id)
+        notify(READY)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._say_how_it_begins, peer, self.helping)
+                nursery.start_soon(self._say_totals, self.helping)
+                nursery.start_soon(self._warn_of_expiry, peer)
+                nursery.start_soon(self._remember_now_and_then, peer)
+                yield
+                nursery.cancel_scope.cancel()
+        finally:
+            self._remember(peer)
+
+    def run_statuses(self) -> dict[str, PeerStatus]:
+        """Return what the other peers of the run say of themselves, by their ids."""
+        heards = None if self.helping is None else self.helping.heards
+        return {} if heards is None else {peer_id: heard.status for peer_id, heard in heards.read().items()}
+
+    async def answer(self, question: Question) -> Answer:
+        """Answer a question on the control socket."""
+        await trio.lowlevel.checkpoint()
+        if question is Question.STOP:
+            self.leave("told to stop by a local command")
+            return Done()
+        return self.status()
+
+    def status(self) -> Status:
+        """Return the state of the daemon now."""
+        peer, helping, access = self._peer, self.helping, self.part.access
+        expires = 0.0 if access is None else read_certificate(access.certificate).expires
+        reach = None if peer is None else peer.context.transport.reachability
+        return Status(
+            version=__version__,
+            pid=os.getpid(),
+            peer_id="" if peer is None else peer.id,
+            addresses=() if peer is None else tuple(peer.addresses[:MAX_TEXTS]),
+            reachability="joining the network" if reach is None else reach.sentence,
+            reach_kind="" if reach is None else str(reach.kind),
+            run_id=_printable(self.part.run_id),
+            roles=() if access is None else tuple(sorted(map(str, access.roles))),
+            leaving=self.is_leaving,
+            uptime=trio.current_time() - self._began,
+            peers=0 if peer is None else len(peer.records.contacts),
+            run_peers=0 if helping is None else len(helping.run_peers),
+            rounds=0 if helping is None else helping.rounds,
+            failed_rounds=0 if helping is None else helping.failed_rounds,
+            round_peers=() if helping is None else helping.round_peers[:MAX_TEXTS],
+            elements=0 if helping is None else helping.elements,
+            bytes_sent=0 if helping is None else helping.bytes_sent,
+            bytes_received=0 if helping is None else helping.bytes_received,
+            certificate_expires=expires,
+            refusal="" if peer is None else _printable(self._refusal(peer) or ""),
+        )
+
+    def _refusal(self, peer: Peer) -> str | None:
+        """Return why other members refuse this peer, by its certificate and the newest list of revoked ones."""
+        if self.part.access is None:
+            return None
+        membership = None if self.helping is None else self.helping.membership
+        membership = Membership(self.part.access, peer.id) if membership is None else membership
+        return membership.own_refusal(peer.context.wall_clock())
+
+    async def _listen_to(self, signals: AsyncIterator[int]) -> None:
+        async for number in signals:
+            self.leave(signal.Signals(number).name, restart=number in RESTARTS)
+
+    @asynccontextmanager
+    async def _control_socket(self) -> AsyncIterator[None]:
+        if self.home is None:
+            yield
+            return
+        async with open_unix_listener(self.home.socket) as listener, trio.open_nursery() as nursery:
+            nursery.start_soon(serve_unix, listener, control_handler(self.answer))
+            yield
+            nursery.cancel_scope.cancel()
+
+    async def _say_how_it_begins(self, peer: Peer, helping: HelpedRounds) -> None:
+        known = len(peer.records.contacts)
+        network = (
+            f"joined the network: {count(known, 'other peer')} answered" if known else "began a new network"
+        )
+        if not self.part.run_id:
+            self._say(network)
+            return
+        await helping.looked.wait()
+        others, run = len(helping.run_peers), f"run {self.part.run_id!r}"
+        here = f"{count(others, 'other peer')} of {run} {'is' if others == 1 else 'are'} here"
+        self._say(f"{network}; {here if others else f'no other peer of {run} is here yet'}")
+
+    def _say(self, line: str) -> None:
+        """Tell the log and the service manager."""
+        logger.info("%s", line)
+        notify("", _printable(line))
+
+    async def _say_totals(self, helping: HelpedRounds) -> None:
+        """Say each minute in which rounds ended what this peer has given."""
+        before = 0
+        while True:
+            await trio.sleep(TOTALS_SECONDS)
+            total = helping.rounds + helping.failed_rounds
+            line = (
+                f"{count(total, 'round')} helped, {total - before} in the last minute; "
+                f"{in_bytes(helping.bytes_sent)} sent, {in_bytes(helping.bytes_received)} received; "
+                f"{count(len(helping.run_peers), 'other peer')} of the run; "
+                f"{in_words(progress_of(self.run_statuses().values()))}"
+            )
+            logger.log(logging.INFO if total > before else logging.DEBUG, "%s", line)
+            notify("", line)
+            before = total
+
+    async def _warn_of_expiry(self, peer: Peer) -> None:
+        if self.part.access is None:
+            return
+        expires = read_certificate(self.part.access.certificate).expires
+        while True:
+            if expires - peer.context.wall_clock() < EXPIRY_SECONDS:
+                logger.warning(
+                    "this peer's certificate is valid until %s; ask the run's operator for a new one",
+                    date_of(expires),
+                )
+            await trio.sleep(DAY_SECONDS)
+
+    async def _remember_now_and_then(self, peer: Peer) -> None:
+        while True:
+            await trio.sleep(REMEMBER_SECONDS)
+            self._remember(peer)
+
+    def _remember(self, peer: Peer) -> None:
+        """Note the peers that answer now: the next start can join through them if all bootstrap addresses are dead."""
+        addresses = [address for contact in peer.records.contacts for address in contact.addresses[:2]]
+        if self.home is None or not addresses:
+            return
+        try:
+            self.home.remember(addresses)
+        except OSError as error:
+            logger.warning("cannot note the peers of the network in %s: %s", self.home.folder, error.strerror)
+
+
+async def join_again(peer: Peer, addresses: Sequence[str]) -> None:
+    """Join the network through peers that were known at the last start, as soon as one of them or another is there.
+
+    For a daemon from which others bootstrap: it may be the first one that starts after all were stopped, so it waits
+    for no other peer.
+    """
+    while not peer.records.contacts:
+        try:
+            await peer.join(addresses)
+        except BootstrapError as error:
+            logger.debug("none of the peers of the last start is there: %s", error)
+            await trio.sleep(JOIN_AGAIN_SECONDS)
+        else:
+            logger.info("joined the network again: %s answered", count(len(peer.records.contacts), "peer"))
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)[:1024]

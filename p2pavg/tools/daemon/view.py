@@ -1,0 +1,151 @@
+"""A volunteer's view in the terminal: what this machine gives, with whom, and how far the run is."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from p2pavg.base.formats import bars, count, in_bytes, in_time
+from p2pavg.telemetry.status import PeerStatus
+from p2pavg.tools.control.messages import Status
+from p2pavg.tools.daemon.progress import RunProgress, in_words, progress_of
+
+REFRESH_SECONDS = 1.0
+BARS = 32  # of the curve
+LOG_LINES = 6
+MAX_PARTNERS = 8
+SHORT_CHARS = 10
+"""Last characters of a peer's id, which tell peers apart. The first ones are the same for all."""
+
+
+@asynccontextmanager
+async def showing(
+    console: Console, status: Callable[[], Status], statuses: Callable[[], Mapping[str, PeerStatus]]
+) -> AsyncIterator[None]:
+    """Show the daemon until the end of the block. Log lines are part of the view meanwhile.
+
+    Args:
+        status: returns the daemon's status.
+        statuses: returns the statuses of the run's peers.
+    """
+    log = LogLines(LOG_LINES)
+    with log.in_place_of_others(), Live(console=console, auto_refresh=False, transient=False) as live:
+
+        async def refresh() -> None:
+            while True:
+                live.update(view(status(), statuses(), log.lines), refresh=True)
+                await trio.sleep(REFRESH_SECONDS)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refresh)
+            yield
+            nursery.cancel_scope.cancel()
+
+
+def view(status: Status, statuses: Mapping[str, PeerStatus], log: Sequence[str]) -> RenderableType:
+    """Return the view of a daemon.
+
+    Args:
+        statuses: of the run's peers by their ids, as they published them.
+        log: the last log lines.
+    """
+    progress = progress_of(statuses.values())
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(status, statuses, progress):
+        table.add_row(Text(name), value)  # a name may be another peer's, and is no markup
+    parts: list[RenderableType] = [table]
+    if log:
+        parts += [Text(), *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in log)]
+    title = Text(f"p2pavg {status.version}" + (f" in the run {status.run_id}" if status.run_id else ""))
+    hint = (
+        "finishing the last round; Ctrl-C again ends at once"
+        if status.leaving
+        else "Ctrl-C ends after the round"
+    )
+    return Panel(Group(*parts), title=title, subtitle=Text(hint, style="dim"), title_align="left")
+
+
+def _rows(
+    status: Status, statuses: Mapping[str, PeerStatus], progress: RunProgress
+) -> list[tuple[str, Text]]:
+    gives = (
+        f"{count(status.rounds, 'round')} in {in_time(status.uptime)}; {in_bytes(status.bytes_sent)} sent, "
+        f"{in_bytes(status.bytes_received)} received; {status.elements:,} numbers averaged"
+    )
+    rows = [("this machine gives", Text(gives))]
+    if status.failed_rounds:
+        rows.append(("", Text(f"{count(status.failed_rounds, 'round')} failed", style="yellow")))
+    rows += [
+        ("with", _partners(status, statuses)),
+        ("the run", Text(in_words(progress))),
+    ]
+    if len(progress.history) > 1:
+        line = bars(progress.history, BARS)
+        rows.append((f"{progress.metric} over the run", Text(line, style="green")))
+    rows += [
+        ("others reach it", Text(status.reachability)),
+        ("network", _network(status)),
+    ]
+    if status.refusal:
+        rows.append(("refused", Text(status.refusal, style="bold red")))
+    return rows
+
+
+def _partners(status: Status, statuses: Mapping[str, PeerStatus]) -> Text:
+    if not status.round_peers:
+        return Text("no other peer yet: it waits for a round", style="dim")
+    names = []
+    for peer_id in status.round_peers[:MAX_PARTNERS]:
+        known = statuses.get(peer_id)
+        names.append((known.name if known is not None else "") or f"…{peer_id[-SHORT_CHARS:]}")
+    more = len(status.round_peers) - len(names)
+    return Text(", ".join(names) + (f" and {more} more" if more > 0 else "") + " in the last round")
+
+
+def _network(status: Status) -> Text:
+    text = f"{count(status.peers, 'other peer')} of the network, {status.run_peers} of the run"
+    return Text(text, style="" if status.is_connected else "yellow")
+
+
+class LogLines(logging.Handler):
+    """Keeps the last log lines, while the terminal shows a view.
+
+    Args:
+        most: lines to keep.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+        self._lines: deque[str] = deque(maxlen=most)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The last lines, the oldest first."""
+        return tuple(self._lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the first line of a record, without what a terminal would obey."""
+        text = self.format(record).splitlines()[0]
+        self._lines.append("".join(character if character.isprintable() else "?" for character in text))
+
+    @contextmanager
+    def in_place_of_others(self) -> Iterator[None]:
+        """Take the place of the root's handlers until the end of the block."""
+        root = logging.getLogger()
+        before, root.handlers = root.handlers, [self]
+        try:
+            yield
+        finally:
+            root.handlers = before

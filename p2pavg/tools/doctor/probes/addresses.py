@@ -1,0 +1,156 @@
+"""Facts of peers' addresses: what dialling one leads to, step by step."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from functools import partial
+
+import trio
+from multiaddr import Multiaddr
+
+from p2pavg.base.errors import AddressError, UnreachableError
+from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_peer_address
+from p2pavg.net.transport import Transport
+from p2pavg.tools.doctor.rules.network import Answer, Dialled
+
+NAME_SECONDS = 2.0
+CONNECT_SECONDS = 3.0
+GREETING_SECONDS = 2.0
+DIAL_SECONDS = 4.0
+ADDRESS_SECONDS = 5.0
+"""Timeout of all steps of one address."""
+
+_GREETING = b"\x13/multistream/1.0.0\n"
+_MAX_HOSTS = 4  # addresses of one name
+_MAX_SHOWN = 40  # characters of another service's words
+_FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+_ANSWERS = {
+    errno.ECONNREFUSED: Answer.REFUSED,
+    errno.ENETUNREACH: Answer.NO_ROUTE,
+    errno.EHOSTUNREACH: Answer.NO_ROUTE,
+    errno.ENETDOWN: Answer.NO_ROUTE,
+    errno.EADDRNOTAVAIL: Answer.NO_ROUTE,  # no IPv6 on this machine
+    errno.EACCES: Answer.FORBIDDEN,
+    errno.EPERM: Answer.FORBIDDEN,
+    errno.ETIMEDOUT: Answer.TIMED_OUT,
+    errno.ECONNRESET: Answer.CLOSED,
+}
+_UNKNOWN_NAMES = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+Found = tuple[Answer, str]
+
+
+async def meet(transport: Transport, text: str, own_id: str | None = None) -> Dialled:
+    """Dial an address step by step: its name, a connection, the first words, and the peer's id.
+
+    Args:
+        own_id: the id of the examined peer, which is not dialled.
+    """
+    _, peer_id = parse_peer_address(text)
+    relay = parse_circuit_address(text) if is_circuit(text) else None
+    address, _ = parse_peer_address(text if relay is None else relay.relay_address)
+    host = _host_of(address)
+    port = int(str(address.value_for_protocol("tcp")))
+    made = partial(Dialled, address=text, host=host, port=port, peer_id=peer_id)
+    if peer_id == own_id:
+        return made(answer=Answer.OWN)
+    found: Found = (Answer.TIMED_OUT, "")
+    began = trio.current_time()
+    with trio.move_on_after(ADDRESS_SECONDS):
+        hosts, found = await _look_up(address, port)
+        if hosts:
+            found = await _first_words(hosts, port)
+        if found[0] is Answer.REACHED:
+            began = trio.current_time()
+            found = await _dial(transport, text)
+            if relay is not None and found[0] is Answer.FAILED:
+                found = Answer.NOT_BEHIND, found[1]
+    answer, detail = found
+    return made(answer=answer, detail=detail, seconds=trio.current_time() - began)
+
+
+def _host_of(address: Multiaddr) -> str:
+    return str(address.value_for_protocol(next(iter(address.protocols())).name))
+
+
+async def _look_up(address: Multiaddr, port: int) -> tuple[list[str], Found]:
+    name, host = next(iter(address.protocols())).name, _host_of(address)
+    if name not in _FAMILIES:
+        return [host], (Answer.REACHED, "")
+    look_up = partial(socket.getaddrinfo, host, port, _FAMILIES[name], socket.SOCK_STREAM)
+    with trio.move_on_after(NAME_SECONDS):
+        try:
+            found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
+        except socket.gaierror as error:
+            unknown = error.errno in _UNKNOWN_NAMES
+            return [], (Answer.NAME_UNKNOWN if unknown else Answer.NO_NAME_SERVER, error.strerror or "")
+        except OSError as error:
+            return [], (Answer.NO_NAME_SERVER, str(error))
+        return list(dict.fromkeys(str(where[4][0]) for where in found))[:_MAX_HOSTS], (Answer.REACHED, "")
+    return [], (Answer.NO_NAME_SERVER, "")
+
+
+async def _first_words(hosts: Sequence[str], port: int) -> Found:
+    """Return the first host's outcome that is a libp2p listener, or else that of the host that got furthest."""
+    outcomes: list[Found] = []
+
+    async def one(host: str) -> None:
+        outcomes.append(await _greet(host, port))
+
+    async with trio.open_nursery() as nursery:
+        for host in hosts:
+            nursery.start_soon(one, host)
+    return max(
+        outcomes, key=lambda found: _HOW_FAR.index(found[0]) if found[0] in _HOW_FAR else len(_HOW_FAR)
+    )
+
+
+_HOW_FAR = (
+    Answer.FAILED,
+    Answer.NO_ROUTE,
+    Answer.FORBIDDEN,
+    Answer.TIMED_OUT,
+    Answer.REFUSED,
+)  # others are further
+
+
+async def _greet(host: str, port: int) -> Found:
+    """Connect, exchange the greeting of libp2p, and hang up."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with trio.socket.socket(family, socket.SOCK_STREAM) as opened:
+        try:
+            with trio.move_on_after(CONNECT_SECONDS) as scope:
+                await opened.connect((host, port))
+            if scope.cancelled_caught:
+                return Answer.TIMED_OUT, ""
+            with trio.move_on_after(GREETING_SECONDS) as scope:
+                await opened.send(_GREETING)
+                words = await opened.recv(len(_GREETING))
+            if scope.cancelled_caught:
+                return Answer.SILENT, ""
+        except OSError as error:
+            return _ANSWERS.get(error.errno or 0, Answer.FAILED), error.strerror or str(error)
+    if not words:
+        return Answer.CLOSED, ""
+    if not _GREETING.startswith(words):
+        return Answer.OTHER_SERVICE, _printable(words)
+    return Answer.REACHED, ""
+
+
+def _printable(words: bytes) -> str:
+    text = words.decode("ascii", "replace").strip()
+    return "".join(each if each.isascii() and each.isprintable() else "?" for each in text)[:_MAX_SHOWN]
+
+
+async def _dial(transport: Transport, text: str) -> Found:
+    """Dial a listener of libp2p, which proves its peer id."""
+    from p2pavg.net.libp2p.errors import ANOTHER_PEER  # libp2p takes 0.4 s to import
+
+    try:
+        await transport.dial(text, timeout=DIAL_SECONDS)
+    except (UnreachableError, AddressError) as error:
+        _, found, other = str(error).partition(ANOTHER_PEER)
+        return (Answer.OTHER_PEER, other.split(";")[0].strip()) if found else (Answer.FAILED, str(error))
+    return Answer.REACHED, ""

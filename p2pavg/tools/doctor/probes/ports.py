@@ -1,0 +1,82 @@
+"""Facts of the addresses to listen on: whether each is free, and otherwise the process that has it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import trio
+from multiaddr import Multiaddr
+
+from p2pavg.net.addresses import parse_listen_address
+from p2pavg.net.transport import Transport
+from p2pavg.tools.doctor.probes.addresses import meet
+from p2pavg.tools.doctor.rules.network import Answer, Port, PortState
+
+_STATES = {
+    errno.EADDRINUSE: PortState.TAKEN,
+    errno.EACCES: PortState.FORBIDDEN,
+    errno.EPERM: PortState.FORBIDDEN,
+    errno.EADDRNOTAVAIL: PortState.NO_SUCH_HOST,
+}
+
+
+def try_port(text: str) -> Port:
+    """Listen at an address for a moment, and say how that went."""
+    address = parse_listen_address(text)
+    host, port = _host_of(address), int(str(address.value_for_protocol("tcp")))
+    family = socket.AF_INET if "ip4" in address else socket.AF_INET6
+    made = partial(Port, address=text, port=port)
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except OSError as error:
+        state = _STATES.get(error.errno or 0, PortState.FAILED)
+        owner = _owner_of(port) if state is PortState.TAKEN else ""
+        return made(state=state, owner=owner, error=error.strerror or str(error))
+    return made(state=PortState.FREE)
+
+
+async def ask_owner(port: Port, transport: Transport, own_id: str | None) -> Port:
+    """Return the port with the note whether this peer itself, which runs already, has it."""
+    if port.state is not PortState.TAKEN or own_id is None:
+        return port
+    host = _host_of(parse_listen_address(port.address))
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    version = "ip6" if ":" in host else "ip4"
+    met = await meet(transport, f"/{version}/{host}/tcp/{port.port}/p2p/{own_id}")
+    return replace(port, is_this_peer=met.answer is Answer.REACHED)
+
+
+def _host_of(address: Multiaddr) -> str:
+    return str(address.value_for_protocol("ip4" if "ip4" in address else "ip6"))
+
+
+def _owner_of(port: int) -> str:
+    """Return the process that listens on a port; empty if the system does not tell this user."""
+    try:
+        found = psutil.net_connections(kind="tcp")
+    except (psutil.AccessDenied, OSError):
+        return ""
+    for each in found:
+        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+            try:
+                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
+            except psutil.Error:  # it has just ended, or belongs to another user
+                return f"process {each.pid}"
+    return ""
+
+
+async def try_ports(listen: Sequence[str]) -> list[Port]:
+    """Try all addresses, off the event loop: a system with many connections takes a moment to list them."""
+
+    def work() -> list[Port]:
+        return [try_port(text) for text in listen]
+
+    return await trio.to_thread.run_sync(work)

@@ -1,0 +1,324 @@
+"""Ports, bootstrap addresses, clocks, versions of other peers, and reachability. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from p2pavg.net.limits.sources import parse_host
+from p2pavg.runs.records.hello import SKEW_SECONDS, Heard, other_versions, wrong_clock
+from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
+
+# ------------------------------------------------------------------ ports
+
+
+class PortState(StrEnum):
+    """The result of an attempt to listen at an address."""
+
+    FREE = "free"
+    TAKEN = "taken"
+    FORBIDDEN = "forbidden"
+    NO_SUCH_HOST = "no such host"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """An address to listen on."""
+
+    address: str
+    port: int
+    state: PortState
+    owner: str = ""
+    """The process that listens there, such as ``nginx (process 812)``; empty if the system does not tell."""
+    is_this_peer: bool = False
+    """True if a peer with this peer's own id listens there."""
+    error: str = ""
+    """The system's words for a failure of another kind."""
+
+
+def judge_ports(ports: Sequence[Port]) -> list[Finding]:
+    """Judge the addresses to listen on."""
+    if not ports:
+        return [note("port", "this peer does not listen", "no --listen address was named")]
+    return [_judge_port(port) for port in ports]
+
+
+def _judge_port(port: Port) -> Finding:
+    if port.state is PortState.FREE:
+        if port.port == 0:
+            return ok("port", f"{port.address} takes any free port; a forwarded port needs a fixed one")
+        return ok("port", f"{port.address} is free")
+    what = f"{port.address} cannot be listened on"
+    if port.state is PortState.TAKEN:
+        if port.is_this_peer:
+            return ok("port", f"{port.address} is held by this peer, which runs already")
+        owner = port.owner or "another process, which the system does not name to this user"
+        return fault(
+            "port", what, f"port {port.port} is in use by {owner}", "end that process, or take another port"
+        )
+    if port.state is PortState.FORBIDDEN:
+        cause = f"the system does not let this user listen on port {port.port}"
+        return fault("port", what, cause, "take a port above 1023")
+    if port.state is PortState.NO_SUCH_HOST:
+        cause = "no interface of this machine has that address"
+        return fault("port", what, cause, f"listen on all interfaces: /ip4/0.0.0.0/tcp/{port.port}")
+    return fault("port", what, port.error, "take another address to listen on")
+
+
+# ------------------------------------------------------------------ bootstrap addresses
+
+
+class Answer(StrEnum):
+    """The outcome of dialling an address."""
+
+    REACHED = "reached"
+    OWN = "own"
+    NAME_UNKNOWN = "name unknown"
+    NO_NAME_SERVER = "no name server"
+    NO_ROUTE = "no route"
+    FORBIDDEN = "forbidden"
+    REFUSED = "refused"
+    TIMED_OUT = "timed out"
+    OTHER_SERVICE = "other service"
+    SILENT = "silent"
+    CLOSED = "closed"
+    OTHER_PEER = "other peer"
+    NOT_BEHIND = "not behind the relay"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialled:
+    """An address of a peer, and what dialling it led to."""
+
+    address: str
+    host: str
+    port: int
+    peer_id: str
+    answer: Answer
+    detail: str = ""
+    """The first words of another service, the id of another peer, or the text of an error."""
+    seconds: float = 0.0
+    """The duration of the dial that reached the peer."""
+
+
+def judge_bootstrap(dialled: Sequence[Dialled]) -> list[Finding]:
+    """Judge the bootstrap addresses. One that is reached is enough; then the others are warnings."""
+    if not dialled:
+        return [
+            not_known("bootstrap", "no address was named: add --bootstrap ADDR, or --run FILE with addresses")
+        ]
+    reached = any(each.answer is Answer.REACHED for each in dialled)
+    return [_judge_dialled(each, others=reached) for each in dialled]
+
+
+def _judge_dialled(each: Dialled, *, others: bool) -> Finding:
+    if each.answer is Answer.REACHED:
+        return ok("bootstrap", f"{each.address} answered in {each.seconds:.2f} s")
+    if each.answer is Answer.OWN:
+        return note("bootstrap", f"{each.address} is this peer itself", "its id is that of the key file")
+    cause, remedy = _why(each)
+    return (warning if others else fault)("bootstrap", f"{each.address} is not reached", cause, remedy)
+
+
+def _why(each: Dialled) -> tuple[str, str]:
+    """Return cause and remedy of an address that is not reached."""
+    host, port, detail = each.host, each.port, each.detail
+    compare = "compare the address with the one that the peer prints when it starts"
+    causes = {
+        Answer.NAME_UNKNOWN: (
+            f"the name {host} is unknown",
+            "correct the name, or use the peer's IP address",
+        ),
+        Answer.NO_NAME_SERVER: (
+            f"no name server answers, so {host} is not looked up",
+            "connect this machine to the network, and look at its DNS settings",
+        ),
+        Answer.NO_ROUTE: (
+            f"no route leads from this machine to {host}",
+            "connect this machine to the network; an IPv6 address needs IPv6 here",
+        ),
+        Answer.FORBIDDEN: (
+            f"this machine's own firewall forbids connections to {host} port {port}",
+            "allow outgoing TCP connections to that port",
+        ),
+        Answer.REFUSED: (
+            f"{host} refuses connections to port {port}: no process listens there, or the port is wrong",
+            f"start the peer there, and {compare}",
+        ),
+        Answer.TIMED_OUT: (
+            f"{host} port {port} does not answer: a firewall or router drops the connection, or the machine is off",
+            f"allow inbound TCP connections to port {port} there, or forward the port in its router; {compare}",
+        ),
+        Answer.OTHER_SERVICE: (
+            f"port {port} of {host} is the port of another service"
+            + (f", which says {detail!r}" if detail else ""),
+            compare,
+        ),
+        Answer.SILENT: (
+            f"a process accepts connections to {host} port {port} and says nothing",
+            f"it hangs, or it is another service: start the peer again, and {compare}",
+        ),
+        Answer.CLOSED: (
+            f"{host} port {port} accepts the connection and closes it at once",
+            f"it is another service, a router in between, or a peer that is full; {compare}",
+        ),
+        Answer.OTHER_PEER: (
+            f"another peer is there: {detail}, not {each.peer_id}",
+            "its key file is new or another one: use the address that it prints now",
+        ),
+        Answer.NOT_BEHIND: (
+            f"the relay at {host} port {port} answers, and leads to no peer {each.peer_id}: {detail}",
+            "the peer has left, or has taken other relays: use an address that it announces now",
+        ),
+    }
+    return causes.get(each.answer, (detail or "dialling failed without a reason", compare))
+
+
+# ------------------------------------------------------------------ answers of other peers
+
+
+def judge_clock(heard: Sequence[Heard] | None) -> list[Finding]:
+    """Judge this machine's clock by those of other peers.
+
+    Args:
+        heard: answers of peers; ``None`` if no peer could be asked.
+    """
+    if not heard:
+        return [not_known("clock", "no other peer was reached, so clocks are not compared")]
+    sentence = wrong_clock(heard)
+    if not sentence:
+        most = max(heard, key=lambda answer: abs(answer.ahead))
+        if abs(most.ahead) > SKEW_SECONDS:
+            cause = (
+                f"the clock of one is {abs(most.ahead):.0f} s off, and the median agrees with this machine"
+            )
+            return [note("clock", f"it agrees with most of {len(heard)} peers", cause)]
+        return [ok("clock", f"it agrees with {len(heard)} peer{'s' if len(heard) > 1 else ''}")]
+    return [
+        fault(
+            "clock",
+            "this machine's clock is wrong, so other peers ignore what this one says",
+            sentence.removesuffix("; set it"),
+            "set the clock, and keep it right: `timedatectl set-ntp true`",
+        )
+    ]
+
+
+def judge_versions(mine: Sequence[str], heard: Sequence[Heard] | None) -> list[Finding]:
+    """Judge the versions of the protocols of other peers.
+
+    Args:
+        mine: the protocols that this version of p2pavg serves.
+    """
+    if not heard:
+        return [not_known("version", "no other peer was reached, so versions are not compared")]
+    sentence = other_versions(mine, heard)
+    if not sentence:
+        return [ok("version", f"same protocols as {len(heard)} peer{'s' if len(heard) > 1 else ''}")]
+    what = "other peers run another version of p2pavg, and do not meet this one"
+    return [fault("version", what, sentence, "install the same version of p2pavg on all peers")]
+
+
+# ------------------------------------------------------------------ reachability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The reachability of this machine, as peers in other networks have found it."""
+
+    kind: str
+    """``public``, ``mapped``, ``announced``, ``punchable``, ``relayed`` or ``unknown``."""
+    sentence: str
+    outer_hosts: tuple[str, ...] = ()
+    """The IP addresses at which other peers see this machine."""
+
+
+def is_outside(host: str, own_hosts: Collection[str]) -> bool:
+    """Return whether a peer at a host is on another machine, so that it can say how others see this one.
+
+    Args:
+        host: an IP address or a name; a name counts as another machine.
+        own_hosts: IP addresses of this machine's interfaces.
+    """
+    address = parse_host(host)
+    return address is None or not (address.is_loopback or str(address) in own_hosts)
+
+
+def judge_reach(
+    reach: Reach | None, own_hosts: Collection[str], port: int, *, listens: bool
+) -> list[Finding]:
+    """Judge the outer address, the firewall, the router and the port mapping.
+
+    Args:
+        reach: ``None`` if no peer was asked.
+        own_hosts: IP addresses of this machine's interfaces.
+        port: the port on which the examined peer listens.
+        listens: false if that port could not be listened on.
+    """
+    if not listens:
+        return _all_not_known("the port could not be listened on, so no peer could be asked to dial it")
+    if reach is None or reach.kind == "unknown":
+        sentence = "" if reach is None else reach.sentence
+        return _all_not_known(sentence or "no peer in another network was asked to dial this one")
+    routed = bool(reach.outer_hosts) and not set(reach.outer_hosts) & set(own_hosts)
+    outer = ", ".join(reach.outer_hosts)
+    return [
+        ok("outer address", f"others see this machine at {outer}")
+        if outer
+        else not_known("outer address", "untold"),
+        *_judge_firewall(reach, port, routed=routed),
+        *_judge_router(reach, own_hosts, routed=routed),
+    ]
+
+
+def _all_not_known(cause: str) -> list[Finding]:
+    return [not_known(name, cause) for name in ("outer address", "firewall", "router", "port mapping")]
+
+
+def _judge_firewall(reach: Reach, port: int, *, routed: bool) -> list[Finding]:
+    if reach.kind in ("public", "mapped", "announced"):
+        return [ok("firewall", "others can dial this peer")]
+    if routed:
+        return [note("firewall", "others cannot dial this peer", "a router is in between; see there")]
+    return [
+        warning(
+            "firewall",
+            "others cannot dial this peer",
+            f"no router translates addresses, so a firewall drops inbound connections to port {port}",
+            f"allow inbound TCP connections to port {port} in this machine's firewall, and in the provider's",
+        )
+    ]
+
+
+def _judge_router(reach: Reach, own_hosts: Collection[str], *, routed: bool) -> list[Finding]:
+    if not routed:
+        none = "this machine has its outer address itself"
+        return [ok("router", none), note("port mapping", "not needed", none)]
+    if reach.kind in ("public", "mapped", "announced"):
+        mapped = reach.sentence if reach.kind == "mapped" else "the port is forwarded already"
+        return [ok("router", reach.sentence), ok("port mapping", mapped)]
+    shared = any((address := parse_host(host)) is not None and address in _CGNAT for host in own_hosts)
+    by = (
+        "the provider's router is in between too (CGNAT), and forwards no ports"
+        if shared
+        else "a router is in between"
+    )
+    symmetric = reach.kind == "relayed"
+    remedy = "forward the port in the router, turn on UPnP or NAT-PMP there, or listen on IPv6"
+    router = warning if symmetric else note
+    return [
+        router("router", reach.sentence, by, remedy),
+        note(
+            "port mapping",
+            "no port is mapped",
+            "the router has no UPnP and no NAT-PMP, or they are off",
+            remedy,
+        ),
+    ]
+
+
+_CGNAT = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598

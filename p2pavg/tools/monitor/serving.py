@@ -1,0 +1,219 @@
+"""Serves the monitor's pages from a program that has a peer."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from p2pavg.base.errors import ConfigError, ListenError
+from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.blocking import Averager
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.host import Host
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.tools.monitor.connections import Answer, Connection, serving
+from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
+from p2pavg.tools.monitor.watching import AveragerSource, Source, board_source, watching
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from p2pavg.tools.monitor.app import Page
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 16 * 1024
+IDLE_SECONDS = 5.0
+"""A connection on which nothing is asked is closed after this."""
+DEFAULT_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorOptions:
+    """The address of the monitor's pages, and the access to them.
+
+    Args:
+        port: 0 takes a free one.
+        host: address to listen on. One that other machines can reach needs a token.
+        token: at least 16 characters; ``None``: one is made where it is needed.
+        names: names of this machine under which browsers ask for the pages, besides its addresses.
+        pages: further pages by their path, such as ``/metrics``; each returns its media type and its content.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    port: int = 0
+    host: str = DEFAULT_HOST
+    token: str | None = None
+    names: tuple[str, ...] = ()
+    pages: Mapping[str, Page] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be a whole number from 0 to 65535, got {self.port!r}")
+        if self.token is not None and (len(self.token) < MIN_TOKEN_CHARS or not _is_plain(self.token)):
+            raise ConfigError(f"token must have at least {MIN_TOKEN_CHARS} letters, digits, - or _")
+
+    @property
+    def needed_token(self) -> str | None:
+        """The token, or a new one where none is given and one is needed."""
+        if self.token is None and not is_loopback(self.host):
+            return secrets.token_urlsafe(24)
+        return self.token
+
+
+def check_installed() -> None:
+    """Raise ConfigError, with the remedy, if the packages are missing that serve pages."""
+    try:
+        import hypercorn.trio  # noqa: F401
+        import starlette.applications  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the monitor's page needs the package {error.name}: pip install 'p2pavg[monitor]'"
+        ) from None
+
+
+@asynccontextmanager
+async def serve_page(source: Source, options: MonitorOptions) -> AsyncIterator[str]:
+    """Serve the monitor's pages for as long as the block runs; yield the address to open, with the token in it.
+
+    Raises:
+        ConfigError: the packages that serve pages are missing.
+        ListenError: the address cannot be listened on.
+    """
+    check_installed()
+    from p2pavg.tools.monitor.app import make_app
+
+    token = options.needed_token
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    with _listen(options) as listener:
+        port = listener.getsockname()[1]
+        async with watching(source, time.time) as watcher:
+            app = make_app(watcher, token=token, names=_names(options), pages=options.pages)
+            async with serving(listener, _answer_with(app)):
+                shown = f"http://{_reachable(address)}:{port}/"
+                logger.info("the monitor of run %r is at %s", source.run_id, shown)  # without the token
+                yield shown if token is None else f"{shown}?token={token}"
+
+
+def _answer_with(app: ASGIApp) -> Answer:
+    """Return the function that speaks HTTP on a connection, with the answers of an application."""
+    from hypercorn.app_wrappers import ASGIWrapper
+    from hypercorn.config import Config
+    from hypercorn.trio.tcp_server import TCPServer
+    from hypercorn.trio.worker_context import WorkerContext
+    from hypercorn.typing import ConnectionState
+
+    config = Config()
+    config.accesslog = None  # its lines would hold tokens
+    config.errorlog = _http_logger()
+    config.include_server_header = False
+    config.h11_max_incomplete_size = MAX_HEADER_BYTES
+    config.keep_alive_timeout = IDLE_SECONDS
+    wrapped = ASGIWrapper(cast(Any, app))
+    context = WorkerContext(None)
+
+    # hypercorn.trio.serve accepts by itself, and neither counts connections nor ends those that do not read.
+    async def answer(connection: Connection) -> None:
+        await TCPServer(wrapped, config, context, ConnectionState({}), cast(Any, connection))
+
+    return answer
+
+
+def _listen(options: MonitorOptions) -> socket.socket:
+    """Return a socket that is bound to the address; raise ListenError if it cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setblocking(False)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        where = f"{options.host}:{options.port}"
+        raise ListenError(f"the monitor cannot listen on {where}: {error.strerror or error}") from None
+    return listener
+
+
+@asynccontextmanager
+async def serve_run(
+    peer: Host, run_id: str, options: MonitorOptions, *, access: RunAccess | None = None
+) -> AsyncIterator[str]:
+    """Serve the pages of a run from a peer that takes no part in it; yield the address to open.
+
+    Args:
+        peer: a :class:`p2pavg.Peer`.
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+
+    Raises:
+        ConfigError, ListenError: see :func:`serve_page`; or the certificate is for another peer.
+    """
+    with bare_exceptions():
+        async with board_source(peer, run_id, access) as source, serve_page(source, options) as address:
+            yield address
+
+
+@asynccontextmanager
+async def monitor_of(averager: DecentralizedAverager, options: MonitorOptions) -> AsyncIterator[str]:
+    """Serve the pages of an averager's run in a trio program; yield the address to open.
+
+    Raises:
+        ConfigError, ListenError: see :func:`serve_page`.
+    """
+    with bare_exceptions():
+        async with serve_page(AveragerSource(averager), options) as address:
+            yield address
+
+
+@contextmanager
+def serve_monitor(averager: Averager, port: int = 0, **options: Any) -> Iterator[str]:
+    """Serve a page on the run of an averager for as long as the block runs; yield the address to open.
+
+    The page is served by the averager's own thread, so it costs the training loop next to nothing.
+
+    Args:
+        averager: of :mod:`p2pavg.blocking`.
+        port: 0 takes a free one.
+        options: ``host``, ``token``, ``names`` and ``pages``, see :class:`MonitorOptions`.
+
+    Raises:
+        ConfigError: an argument is out of range, or the packages of the extra ``monitor`` are missing.
+        ListenError: the address cannot be listened on.
+    """
+    chosen = MonitorOptions(port=port, **options)
+    with averager.beside(partial(monitor_of, options=chosen)) as address:
+        yield address
+
+
+def _reachable(host: str) -> str:
+    """Return an address to open in a browser, for one that may stand for all addresses of this machine."""
+    return socket.gethostname() if host in ("0.0.0.0", "[::]") else host
+
+
+def _names(options: MonitorOptions) -> frozenset[str]:
+    """Return the names under which browsers may ask: the user's, and those of the printed address."""
+    return frozenset(name.lower() for name in (*options.names, options.host, socket.gethostname()))
+
+
+def _http_logger() -> logging.Logger:
+    http = logging.getLogger("p2pavg.monitor.http")
+    http.setLevel(logging.WARNING)
+    return http
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and all(character.isalnum() or character in "-_" for character in text)

@@ -1,0 +1,235 @@
+"""Watches a run: reads its peers' statuses, and tells those that look on of changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.net.transport import PeerId
+from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.host import Host
+from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.statuses import HeardStatuses, Statuses
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.records.board import Board, board_key
+from p2pavg.runs.records.departures import Departures
+from p2pavg.runs.records.spread_records import WholeRun
+from p2pavg.telemetry.status import TOPIC, PeerStatus
+from p2pavg.tools.monitor.overview import Overview
+from p2pavg_dht import Contact
+
+LOOK_SECONDS = 1.0
+"""Between two looks for statuses."""
+READ_SECONDS = 0.5
+"""Between two readings of what has come."""
+FRESH_SECONDS = 1.0
+"""Text is made anew after this also if nothing has changed, because it carries the time."""
+OWN_SECONDS = 5.0
+"""Between two readings of this peer's own status when nothing has happened to it."""
+MAX_WATCHED = 64
+"""Peers whose processes are watched: a killed one is gone at once. Any other is gone when its status expires."""
+
+
+class Source(Protocol):
+    """The statuses of a run."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def me(self) -> str: ...
+    @property
+    def excluded(self) -> Mapping[str, str]: ...
+    def read(self) -> dict[str, tuple[PeerStatus, float]]: ...
+
+
+class _Own:
+    """This peer's own status: a new object only when something has changed, or after a while."""
+
+    def __init__(self) -> None:
+        self._read: tuple[int, float, PeerStatus] | None = None
+
+    def read(self, statuses: Statuses) -> tuple[PeerStatus, float]:
+        """Return the status, and when it was read."""
+        now, version = statuses.wall_clock(), statuses.version
+        if self._read is None or self._read[0] != version or now >= self._read[1] + OWN_SECONDS:
+            self._read = version, now, statuses.mine
+        return self._read[2], self._read[1]
+
+
+class AveragerSource:
+    """The statuses that an averager of this program has read, and its own."""
+
+    def __init__(self, averager: DecentralizedAverager) -> None:
+        self._averager = averager
+        self._own = _Own()
+        averager.statuses.look_every(LOOK_SECONDS)
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self._averager.config.run_id
+
+    @property
+    def me(self) -> str:
+        """This peer's id."""
+        return self._averager.peer_id
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """Peers that verified evidence excludes, and why."""
+        return self._averager.excluded
+
+    def read(self) -> dict[str, tuple[PeerStatus, float]]:
+        """Return each peer's status, and when it came."""
+        found = {
+            peer_id: (heard.status, heard.at) for peer_id, heard in self._averager.statuses.others().items()
+        }
+        return {self.me: self._own.read(self._averager.statuses), **found}
+
+
+class BoardSource:
+    """The statuses on a run's board, for a peer that is no peer of the run, or helps it as an auxiliary."""
+
+    def __init__(self, host: Host, run_id: str, run: JoinedRun, heards: HeardStatuses) -> None:
+        self.run_id = run_id
+        self._host = host
+        self._run = run
+        self._heards = heards
+        self._own = _Own()
+
+    @property
+    def me(self) -> str:
+        """This peer's id."""
+        return self._host.id
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """Peers that verified evidence excludes, and why."""
+        return self._run.excluded
+
+    def read(self) -> dict[str, tuple[PeerStatus, float]]:
+        """Return each peer's status, and when it came; this peer's own one too, if it publishes one."""
+        found = {peer_id: (heard.status, heard.at) for peer_id, heard in self._heards.read().items()}
+        publishes = self._host.registry.statuses.owner(self.run_id)
+        return found if publishes is None else {self.me: self._own.read(publishes), **found}
+
+
+@dataclass
+class Watcher:
+    """Keeps an overview of a run up to date.
+
+    Args:
+        source: the statuses.
+        wall_clock: returns seconds since 1970.
+    """
+
+    source: Source
+    wall_clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.overview = Overview(self.source.run_id, me=self.source.me, begins=self.wall_clock())
+        self._changed = trio.Event()
+        self._shown = (-1, 0.0, "")
+        self._read()
+
+    def shown(self) -> dict[str, object]:
+        """Return the run as JSON values."""
+        return self.overview.shown(self.wall_clock())
+
+    def text(self) -> str:
+        """Return the run as JSON text, made once for all that look on at the same time."""
+        version, now = self.overview.version, self.wall_clock()
+        if self._shown[0] != version or now >= self._shown[1] + FRESH_SECONDS:
+            self._shown = version, now, json.dumps(self.overview.shown(now), separators=(",", ":"))
+        return self._shown[2]
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        await self._changed.wait()
+
+    async def run(self) -> None:
+        """Read the statuses until cancelled."""
+        while True:
+            await trio.sleep(READ_SECONDS)
+            before = self.overview.version
+            self._read()
+            if self.overview.version != before:
+                event, self._changed = self._changed, trio.Event()
+                event.set()
+
+    def _read(self) -> None:
+        now = self.wall_clock()
+        self.overview.hear(self.source.read(), now)
+        self.overview.exclude(self.source.excluded, now)
+
+
+@asynccontextmanager
+async def watching(source: Source, wall_clock: Callable[[], float]) -> AsyncIterator[Watcher]:
+    """Watch a run for as long as the block runs."""
+    with bare_exceptions():
+        async with trio.open_nursery() as nursery:
+            watcher = Watcher(source, wall_clock)
+            nursery.start_soon(watcher.run)
+            yield watcher
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def board_source(host: Host, run_id: str, access: RunAccess | None) -> AsyncIterator[BoardSource]:
+    """Read the statuses of a run, for as long as the block runs, without being one of its peers.
+
+    Args:
+        host: this peer, a :class:`p2pavg.Peer`.
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+
+    Raises:
+        ConfigError: the certificate is for another peer.
+    """
+    context = host.context
+    with bare_exceptions(), closing(JoinedRun(host, run_id, access, recheck=lambda: None)) as run:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run.run)
+            whole = WholeRun(run.records)
+            board = Board(
+                whole,
+                key=board_key(run_id, TOPIC),
+                peer_id=host.id,
+                wall_clock=context.wall_clock,
+                look_seconds=LOOK_SECONDS * whole.pauses,
+            )
+            nursery.start_soon(board.run)
+            contacts = _Publishers(host, board)
+            nursery.start_soon(Departures(context.transport, companions=contacts, departed=board.depart).run)
+            yield BoardSource(host, run_id, run, HeardStatuses(board, context.wall_clock))
+            nursery.cancel_scope.cancel()
+
+
+class _Publishers:
+    """The peers that publish a status and that this peer could call once; the same object until one comes or goes.
+
+    A killed peer's contact is forgotten with the first call that fails, often before anything has looked at it. So each
+    contact is kept here for as long as there is a status of that peer.
+    """
+
+    def __init__(self, host: Host, board: Board) -> None:
+        self._host = host
+        self._board = board
+        self._known: dict[PeerId, Contact] = {}
+        self._found: Sequence[Contact] = ()
+
+    def __call__(self) -> Sequence[Contact]:
+        entries = self._board.entries
+        known = {peer_id: contact for peer_id, contact in self._known.items() if peer_id in entries}
+        for contact in self._host.records.contacts:
+            if contact.peer_id in entries and (contact.peer_id in known or len(known) < MAX_WATCHED):
+                known[contact.peer_id] = contact
+        if known.keys() != self._known.keys():
+            self._found = tuple(known.values())
+        self._known = known
+        return self._found

@@ -1,0 +1,180 @@
+"""Evidence that a reducer lied: one part, its signed inputs and its signed average. No I/O, no clock, no random source.
+
+Any program that has these bytes can check them: the members signed what is in them, and the average is computed again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2pavg.allreduce.proofs import (
+    PART_DIGEST_BYTES,
+    SignedShare,
+    Subject,
+    is_signed,
+    part_digest,
+)
+from p2pavg.base.encoding import checked, pack, unpack
+from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES
+from p2pavg.group.aggregation import read_aggregation
+from p2pavg.group.roster import Roster, read_roster, share_cutter
+from p2pavg.group.shares import part_size
+from p2pavg.net.transport import Buffer
+from p2pavg.verification.audit.layout import (
+    Manifest,
+    Share,
+    check_inputs,
+    check_manifest,
+    read_manifest,
+)
+from p2pavg.verification.audit.recheck import what_is_wrong
+from p2pavg_compression import resolve_codec
+
+FALSE_AVERAGE = "p2pavg-false-average/1"
+MAGIC = pack(FALSE_AVERAGE)
+"""Evidence of every kind begins with a message whose first field names the kind."""
+MAX_EVIDENCE_BYTES = 32 * 2**20
+MAX_ROSTER_BYTES = 2**18
+
+_LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FalseAverage:
+    """One part of a share, with everything that was signed about it."""
+
+    roster: Roster
+    """Of the whole group."""
+    share: Share
+    signed: SignedShare
+    manifest: Manifest
+    """It may be about more parts than this one."""
+    index: int
+    inputs: Sequence[Buffer]
+    average: Buffer
+
+    def why(self) -> str:
+        """Return why the average is false; empty if it is the average of the inputs."""
+        return what_is_wrong(
+            self.share.codec,
+            self.share.roster,
+            self.share.aggregation,
+            self.share.values(self.inputs),
+            self.share.parts[self.index].elements,
+            self.average,
+        )
+
+    def pack(self) -> bytes:
+        """Return the bytes that :func:`read_false_average` reads."""
+        subject, roster = self.share.subject, self.roster.pack()
+        about = pack(subject.attempt, subject.members, self.share.position, subject.aggregation, self.index)
+        own = {self.index: self.manifest.own[self.index]} if self.share.contributes else {}
+        return b"".join(
+            (
+                MAGIC,
+                _LENGTH.pack(len(roster)),
+                roster,
+                _LENGTH.pack(len(about)),
+                about,
+                self.signed.trailer,
+                *self.signed.digests,
+                Manifest(self.manifest.inputs, own).pack(),
+                *map(bytes, self.inputs),
+                bytes(self.average),
+            )
+        )
+
+
+def read_false_average(data: bytes) -> FalseAverage:
+    """Read evidence that a reducer lied, and check everything that was signed in it. It may prove nothing: see ``why``.
+
+    Raises:
+        RemoteProtocolError: the bytes are malformed, or something in them is not signed.
+    """
+    if len(data) > MAX_EVIDENCE_BYTES or not data.startswith(MAGIC):
+        raise RemoteProtocolError("no evidence of a false average")
+    reader = _Reader(data, len(MAGIC))
+    roster = read_roster(reader.message(MAX_ROSTER_BYTES))
+    share, index = _read_share(roster, reader.message(MAX_ROSTER_BYTES), len(data))
+    count = len(share.parts)
+    if not 0 <= index < count:
+        raise RemoteProtocolError(f"evidence about part {index} of {count}")
+    inputs_digest, signature = reader.take(PART_DIGEST_BYTES), reader.take(SIGNATURE_BYTES)
+    digests = tuple(reader.take(PART_DIGEST_BYTES) for _ in range(count))
+    manifest = read_manifest(share, [index], reader.take(share.manifest_bytes(1)))
+    part = share.parts[index]
+    inputs = [reader.take(size) for size in share.input_bytes(part)]
+    average = reader.take(share.codec.encoded_nbytes(part.elements))
+    reader.end()
+    message = share.subject.output_bytes(share.position, inputs_digest, digests)
+    if not is_signed(share.reducer, signature, message):
+        raise RemoteProtocolError("averages that the accused has not signed")
+    if part_digest(average) != digests[index]:
+        raise RemoteProtocolError("another average than the accused has signed")
+    check_manifest(share, manifest, inputs_digest)
+    check_inputs(share, manifest, index, inputs)
+    return FalseAverage(
+        roster=roster,
+        share=share,
+        signed=SignedShare(inputs_digest, digests, signature),
+        manifest=manifest,
+        index=index,
+        inputs=inputs,
+        average=average,
+    )
+
+
+def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, int]:
+    attempt, members, reducer, aggregation, index = unpack(about, int, tuple, int, str, int)
+    checked(members, (int,) * len(members))
+    if not 0 <= attempt <= MAX_BALLOT or members != tuple(sorted(set(members))):
+        raise RemoteProtocolError("evidence about an impossible attempt")
+    if any(not 0 <= member < len(roster.members) for member in members) or reducer not in members:
+        raise RemoteProtocolError("evidence about members that the roster has not")
+    try:
+        codec = resolve_codec(roster.members[0].codec)
+        rule = read_aggregation(aggregation)
+    except (ConfigError, ValueError) as error:
+        raise RemoteProtocolError(f"evidence about an unknown codec or rule: {error}") from None
+    elements = sum(roster.shares)
+    cut_shares = share_cutter(elements, codec.granularity, rule.topology)
+    of_attempt = roster.among(attempt, members, cut_shares, codec.granularity)
+    parts = max(of_attempt.shares) // part_size(elements, len(roster.members))
+    if parts * PART_DIGEST_BYTES > total_bytes:  # each part has a digest in the evidence
+        raise RemoteProtocolError("evidence about more parts than it has digests")
+    share = Share(
+        subject=Subject(roster.group_id, attempt, members, aggregation),
+        roster=of_attempt,
+        reducer=roster.members[reducer].peer_id,
+        codec=codec,
+        aggregation=rule,
+        positions={roster.members[member].peer_id: member for member in members},
+    )
+    return share, index
+
+
+class _Reader:
+    """Takes evidence apart. Every length is checked before anything is copied."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data = memoryview(data)
+        self._at = at
+
+    def take(self, count: int) -> bytes:
+        if count > len(self._data) - self._at:
+            raise RemoteProtocolError("evidence that ends too early")
+        self._at += count
+        return bytes(self._data[self._at - count : self._at])
+
+    def message(self, most: int) -> bytes:
+        (length,) = _LENGTH.unpack(self.take(_LENGTH.size))
+        if length > most:
+            raise RemoteProtocolError(f"evidence with a message of {length} bytes")
+        return self.take(length)
+
+    def end(self) -> None:
+        if self._at != len(self._data):
+            raise RemoteProtocolError("evidence with bytes after its end")

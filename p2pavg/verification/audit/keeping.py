@@ -1,0 +1,110 @@
+"""The inputs of this member's own share, which it shows to the members that audit it. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from p2pavg.allreduce.proofs import Proofs, is_signed, part_digest
+from p2pavg.allreduce.reduction import bytes_of
+from p2pavg.allreduce.values import Values
+from p2pavg.consensus.statements import Statement
+from p2pavg.group.audits import Audits, drawn_parts
+from p2pavg.net.transport import Buffer
+from p2pavg.verification.audit.layout import OWN_DOMAIN, Manifest, Share
+from p2pavg.verification.audit.requests import AuditRequest, ticket_bytes
+from p2pavg_dht import Signer
+
+
+class KeptShare:
+    """The inputs that one reducer keeps of one attempt, until its auditors have asked.
+
+    Args:
+        share: this member's own.
+        digest: of the result, if it is known: an auditor with another one is not answered.
+    """
+
+    def __init__(
+        self, share: Share, audits: Audits, values: Values, signer: Signer, digest: bytes | None = None
+    ) -> None:
+        assert values.proofs is not None
+        self.share = share
+        self._audits = audits
+        self._proofs: Proofs = values.proofs
+        self._signer = signer
+        self._digest = digest
+        self._values: Values | None = values
+        self._inputs: dict[int, list[Buffer]] = {}
+        self._answered: set[str] = set()
+
+    def keep_only(self, indices: Iterable[int]) -> None:
+        """Copy the inputs of these parts, and let go of the attempt. Call it when the attempt has ended."""
+        assert self._values is not None
+        self._inputs = {index: self._live_inputs(self._values, index) for index in indices}
+        self._values = None
+
+    def drawn(self, tickets: Mapping[str, bytes]) -> frozenset[int]:
+        """Return the parts that the members with these signatures audit."""
+        return frozenset(index for ticket in tickets.values() for index in self._drawn(ticket))
+
+    def admit(self, peer_id: str, attempt: int, request: AuditRequest) -> str:
+        """Admit a member's request about an attempt, once. Return why it is refused; empty if it is admitted."""
+        share = self.share
+        if attempt != share.subject.attempt:
+            return "it is about another attempt"
+        holders = {member.peer_id for member in share.roster.holders} - {share.reducer}
+        if peer_id not in holders:
+            return "it is no member that holds the result"
+        if peer_id in self._answered:
+            return "it was answered before"
+        if self._digest is not None and request.digest != self._digest:
+            return "it holds another result"
+        subject = share.subject
+        statement = Statement(subject.group_id, subject.attempt, frozenset(subject.members), request.digest)
+        if not is_signed(peer_id, request.ticket, ticket_bytes(self._audits, statement)):
+            return "its signature does not verify"
+        indices = self._drawn(request.ticket)
+        if not indices:
+            return "it was not drawn"
+        if self._values is not None:
+            if not all(self._values.is_ready(part.index) for part in share.parts):
+                return "the averages are not there yet"
+            # Taken now: the attempt may end, and let go of its memory, while the answer is being made.
+            for index in set(indices) - self._inputs.keys():
+                self._inputs[index] = self._live_inputs(self._values, index)
+        elif not set(indices) <= self._inputs.keys():
+            return "the inputs are not kept any more"
+        self._answered.add(peer_id)
+        return ""
+
+    def answer(self, request: AuditRequest) -> tuple[bytes, list[list[Buffer]]]:
+        """Return the manifest, and the inputs of each audited part. It was admitted."""
+        indices = self._drawn(request.ticket)
+        inputs = [self._inputs[index] for index in indices]
+        own = {}
+        if self.share.contributes:
+            for index, buffers in zip(indices, inputs, strict=True):
+                digest = part_digest(buffers[-1])
+                message = self.share.subject.own_bytes(OWN_DOMAIN, self.share.position, index, digest)
+                own[index] = (digest, self._signer.sign(message))
+        signed = tuple((signature, tuple(digests)) for signature, digests in self._proofs.inputs())
+        return Manifest(signed, own).pack(), inputs
+
+    def _drawn(self, ticket: bytes) -> tuple[int, ...]:
+        share = self.share
+        auditors = len({member.peer_id for member in share.roster.holders} - {share.reducer})
+        return drawn_parts(
+            self._audits, ticket, share.position, len(share.parts), auditors, stretches=share.stretches
+        )
+
+    def _live_inputs(self, values: Values, index: int) -> list[Buffer]:
+        came = values.inputs(index)
+        inputs = [came[peer_id] for peer_id in self.share.contributors]
+        own = values.own_input(self.share.parts[index])
+        if isinstance(own, torch.Tensor):
+            # A copy: the caller of the round may change its tensors after the end.
+            own = bytes_of(own.detach().to("cpu", torch.float32, copy=True))
+        if own is not None:
+            inputs.append(own)
+        return inputs

@@ -1,0 +1,173 @@
+"""Decides which evidence a peer fetches from which accuser. No I/O, no clock, no random source.
+
+Every record that names evidence may be a lie that costs this peer a fetch. The rules under attack:
+
+* An accuser whose evidence is not what it has named, or proves nothing, is ignored from then on. So a lie costs its
+  identity. Only what an accuser has sent to this peer counts against it.
+* Evidence against a peer that is excluded already is not fetched, however many pieces of it are named.
+* Evidence against peers that were met in the run comes first. Invented identities can lie and be accused in any number;
+  evidence against them has a small allowance of its own, and cannot delay the other.
+* Accusers whose evidence has proved a lie come first, those that gave no answer come last and are asked ever more
+  rarely. One accuser is asked for one piece at a time, and a few pieces are fetched at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.verification.evidence.accusation import Named, is_readable
+from p2pavg.verification.evidence.exclusions import Exclusions
+from p2pavg.verification.evidence.messages import Notice
+
+MAX_FETCHES = 2
+"""Pieces of evidence that are fetched at once."""
+MAX_ACCUSERS = 1024
+"""Peers whose records are remembered. New ones are left out while there are so many."""
+MAX_IGNORED = 4096
+"""Accusers that are ignored for a lie; the one that lied longest ago is forgotten."""
+RETRY_SECONDS = 15.0
+"""An accuser that gave no answer is asked again after this time, and after twice as long each further time. It may have
+been busy with showing the same evidence to others."""
+MAX_RETRY_SECONDS = 3600.0
+ACCUSER_FETCHES, ACCUSER_SECONDS = 32, 30.0
+"""Fetches from one accuser: so many at once, and one more each time these seconds have passed."""
+UNMET_FETCHES, UNMET_SECONDS = 16, 60.0
+"""Fetches of evidence against peers that were not met in the run, from all accusers together."""
+ALL_FETCHES, ALL_SECONDS = 64, 5.0
+"""Fetches from all accusers together. Identities of an open run cost nothing."""
+
+
+def _bucket(count: float, seconds: float) -> TokenBucket:
+    return TokenBucket(1.0 / seconds, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A piece of evidence, and the accuser to fetch it from."""
+
+    accuser: str
+    addresses: tuple[str, ...]
+    named: Named
+
+
+@dataclass(slots=True)
+class _Accuser:
+    notice: Notice
+    sequence: int
+    expires: float
+    budget: TokenBucket = field(default_factory=lambda: _bucket(ACCUSER_FETCHES, ACCUSER_SECONDS))
+    failures: int = 0  # one after the other
+    proved: bool = False
+    asked: float = float("-inf")
+    not_before: float = float("-inf")
+
+    @property
+    def order(self) -> tuple[int, bool, float]:
+        return self.failures, not self.proved, self.asked
+
+
+class Inquiries:
+    """The accusers of one run, and what is fetched from them. Times are of one wall clock, in seconds.
+
+    Args:
+        exclusions: of the run.
+        me: this peer's id.
+    """
+
+    def __init__(self, exclusions: Exclusions, me: str) -> None:
+        self._exclusions = exclusions
+        self._me = me
+        self._accusers: dict[str, _Accuser] = {}
+        self._ignored: OrderedDict[str, None] = OrderedDict()
+        self._running: dict[str, Fetch] = {}  # by accuser
+        self._unmet = _bucket(UNMET_FETCHES, UNMET_SECONDS)
+        self._all = _bucket(ALL_FETCHES, ALL_SECONDS)
+
+    def heard(self, accuser: str, notice: Notice, sequence: int, expires: float, now: float) -> None:
+        """Take the record of an accuser; a newer one replaces an older one.
+
+        Args:
+            sequence: the record's. Records that were heard before change nothing.
+            expires: the moment after which the record no longer counts.
+        """
+        if accuser == self._me or accuser in self._ignored:
+            return
+        known = self._accusers.get(accuser)
+        if known is not None:
+            if sequence >= known.sequence:
+                known.notice, known.sequence, known.expires = notice, sequence, expires
+            return
+        if len(self._accusers) >= MAX_ACCUSERS:
+            self._drop_expired(now)
+        if len(self._accusers) < MAX_ACCUSERS:
+            self._accusers[accuser] = _Accuser(notice, sequence, expires)
+
+    def is_heard(self, accuser: str, sequence: int) -> bool:
+        """Return whether a record is known, so that it need not be read again."""
+        known = self._accusers.get(accuser)
+        return accuser in self._ignored or (known is not None and sequence <= known.sequence)
+
+    def next(self, now: float) -> Fetch | None:
+        """Return what to fetch now, or ``None``. The caller says by :meth:`ended` when the fetch has ended."""
+        if len(self._running) >= MAX_FETCHES or self._all.level(now) < 1:
+            return None
+        for met in (True, False):
+            if not met and self._unmet.level(now) < 1:
+                continue
+            for fetch in self._candidates(met, now):
+                accuser = self._accusers[fetch.accuser]
+                accuser.asked = now
+                accuser.budget.take(now, 1)
+                self._all.take(now, 1)
+                if not met:
+                    self._unmet.take(now, 1)
+                self._running[fetch.accuser] = fetch
+                return fetch
+        return None
+
+    def ended(self, fetch: Fetch) -> None:
+        """Note that a fetch has ended, in whatever way."""
+        self._running.pop(fetch.accuser, None)
+
+    def proved(self, fetch: Fetch) -> None:
+        """Note that the evidence was what its accuser had named."""
+        if (accuser := self._accusers.get(fetch.accuser)) is not None:
+            accuser.proved, accuser.failures = True, 0
+
+    def failed(self, fetch: Fetch, now: float) -> None:
+        """Note that an accuser could not be reached, or gave no evidence in time."""
+        if (accuser := self._accusers.get(fetch.accuser)) is not None:
+            accuser.not_before = now + min(
+                RETRY_SECONDS * 2.0 ** min(accuser.failures, 10), MAX_RETRY_SECONDS
+            )
+            accuser.failures += 1
+
+    def ignore(self, accuser: str) -> None:
+        """Ignore an accuser from now on: it has lied."""
+        self._accusers.pop(accuser, None)
+        self._ignored[accuser] = None
+        if len(self._ignored) > MAX_IGNORED:
+            self._ignored.popitem(last=False)
+
+    def _candidates(self, met: bool, now: float) -> Iterator[Fetch]:
+        for peer_id, accuser in sorted(self._accusers.items(), key=lambda item: item[1].order):
+            if peer_id in self._running or now < accuser.not_before or now >= accuser.expires:
+                continue
+            if accuser.budget.level(now) < 1 or self._exclusions.refusal(peer_id) is not None:
+                continue
+            for named in accuser.notice.named:
+                if self._wants(named) and self._exclusions.has_met(named.peer_id) == met:
+                    yield Fetch(peer_id, accuser.notice.addresses, named)
+
+    def _wants(self, named: Named) -> bool:
+        # Other evidence against the same peer is not held back: an accomplice that answers slowly could delay it.
+        running = (fetch.named.digest for fetch in self._running.values())
+        return is_readable(named) and not self._exclusions.knows(named) and named.digest not in running
+
+    def _drop_expired(self, now: float) -> None:
+        for peer_id, accuser in list(self._accusers.items()):
+            if now >= max(accuser.expires, accuser.not_before) and peer_id not in self._running:
+                del self._accusers[peer_id]

@@ -1,0 +1,220 @@
+"""Messages of matchmaking and headers of the exchange: their bytes, and well-formed ones that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from p2pavg.allreduce.messages import (
+    MAX_HEADER_BYTES,
+    Lane,
+    LaneHeader,
+    decode_header,
+    encode_header,
+    part_frame,
+    receive_index,
+)
+from p2pavg.allreduce.movers.reuse import Mark
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.consensus.votes import MAX_BALLOT
+from p2pavg.matchmaking.messages import (
+    MAX_REASON_CHARS,
+    Accept,
+    Ask,
+    Commit,
+    Declined,
+    Disband,
+    Joined,
+    Message,
+    Nudge,
+    Propose,
+    Refuse,
+    Status,
+    decode,
+    encode,
+)
+from p2pavg_dht.record import pack as pack_record
+from tests.unit.allreduce.streams import SaidBefore
+from tests.unit.group.samples import KEY, SIGNERS, candidate, roster
+
+ME, OTHER = candidate(0), candidate(1)
+IDS = tuple(signer.peer_id for signer in SIGNERS[:3])
+
+MESSAGES: dict[str, Message] = {
+    "ask": Ask(ME),
+    "nudge": Nudge(ME),
+    "joined": Joined(OTHER),
+    "declined": Declined("full"),
+    "declined with a leader": Declined("I follow", OTHER, IDS, over=True),
+    "status": Status(3, decided=False),
+    "propose": Propose(roster([ME, OTHER], [1000, 24], proposal=2)),
+    "propose with a observer": Propose(roster([ME, OTHER], [1000, 24], proposal=2, observers=[OTHER])),
+    "accept": Accept(b"\x07" * 32),
+    "refuse": Refuse(b"\x07" * 32, "another group"),
+    "commit": Commit(b"\x07" * 32),
+    "disband": Disband("somebody earlier leads", ME),
+    "disband for nobody": Disband("the end"),
+}
+GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden_messages.json").read_text())
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_bytes_never_change(name: str) -> None:
+    assert encode(MESSAGES[name]).hex() == "".join(GOLDEN[name])
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_message_survives_the_wire(name: str) -> None:
+    message = decode(encode(MESSAGES[name]))
+    assert message == MESSAGES[name]
+    assert type(message) is type(MESSAGES[name])
+
+
+def test_every_kind_is_covered() -> None:
+    kinds = {encode(message)[0] for message in MESSAGES.values()}
+    assert kinds == set(range(10))
+    for kind in range(10, 256):
+        with pytest.raises(RemoteProtocolError, match="unknown kind"):
+            decode(bytes([kind]) + pack(b"\x07" * 32))
+
+
+@pytest.mark.parametrize("name", ["ask", "nudge", "joined", "declined with a leader", "propose", "disband"])
+def test_a_forged_record_is_refused(name: str) -> None:
+    """The record of another peer with its last byte changed."""
+    record = ME.record
+    forged = dataclasses.replace(ME, record=dataclasses.replace(record, value=record.value[:-1] + b"9"))
+    messages: dict[str, Message] = {
+        "ask": Ask(forged),
+        "nudge": Nudge(forged),
+        "joined": Joined(forged),
+        "declined with a leader": Declined("I follow", forged),
+        "propose": Propose(roster([forged, OTHER])),
+        "disband": Disband("somebody earlier leads", forged),
+    }
+    with pytest.raises(RemoteProtocolError, match="forged"):
+        decode(encode(messages[name]))
+
+
+def test_a_record_under_another_name_is_refused() -> None:
+    stolen = dataclasses.replace(ME.record, publisher=OTHER.peer_id)
+    with pytest.raises(RemoteProtocolError, match="forged"):
+        decode(encode(Ask(dataclasses.replace(ME, record=stolen))))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "unknown kind"),
+        (b"\x00", "not a message"),
+        (b"\x00" + pack(()), "6 fields"),
+        (b"\x00" + pack(pack_record(ME.record)[:5]), "6 fields"),
+        (b"\x03" + pack("full", (), ("nobody",), False), "peer id"),
+        (b"\x03" + pack("full", (), (5,), False), "a peer id that is no text"),
+        (b"\x03" + pack("full", (), (IDS,), False), "a peer id that is no text"),
+        (b"\x03" + pack("full", (), (IDS[0] + " ",), False), "peer id"),
+        (b"\x03" + pack("x" * (MAX_REASON_CHARS + 1), (), (), False), "a reason of too many characters"),
+        (b"\x03" + pack("full", (1,), (), False), "6 fields"),
+        (b"\x03" + pack("full", (), ()), "4 fields"),
+        (b"\x04" + pack(0, False), "a group of 0"),
+        (b"\x04" + pack(66, False), "a group of 66"),
+        (b"\x04" + pack(-1, False), "a group of -1"),
+        (b"\x04" + pack(True, False), "field 0 is bool"),
+        (b"\x04" + pack(2, 0), "field 1 is int"),
+        (b"\x06" + pack(b"\x07" * 31), "a group id that is not 32 bytes"),
+        (b"\x07" + pack(b"\x07" * 33, "no"), "a group id that is not 32 bytes"),
+        (b"\x07" + pack(b"\x07" * 32, "x" * 301), "a reason of too many characters"),
+        (b"\x08" + pack(b""), "a group id that is not 32 bytes"),
+        (b"\x09" + pack("x" * 301, ()), "a reason of too many characters"),
+    ],
+)
+def test_malformed_messages_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        decode(data)
+
+
+def test_a_long_reason_is_cut_by_its_sender() -> None:
+    assert decode(encode(Disband("x" * 1000))) == Disband("x" * MAX_REASON_CHARS)
+    assert decode(encode(Declined("ü" * 1000))) == Declined("ü" * MAX_REASON_CHARS)
+    assert decode(encode(Refuse(KEY, "x" * 1000))) == Refuse(KEY, "x" * MAX_REASON_CHARS)
+
+
+def test_control_characters_of_strangers_are_escaped() -> None:
+    message = decode(encode(Disband("red \x1b[31m and\nnew\u202e line")))
+    assert isinstance(message, Disband)
+    assert message.reason == "red ?[31m and?new? line"
+
+
+@pytest.mark.parametrize(
+    ("header", "fields"),
+    [
+        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16 + "0000"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, begin=Mark(3, 200)), "050900c40003ccc8"),
+        (
+            LaneHeader(b"\x07" * 32, Lane.PARTS, MAX_BALLOT, 255, b"\x08" * 16, Mark(2**31 - 1, 2**31 - 1)),
+            "05ce80000000ccffc410" + "08" * 16 + "ce7fffffff" * 2,
+        ),
+        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccffc4000000"),
+    ],
+)
+def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
+    assert encode_header(header).hex() == "97c420" + "07" * 32 + fields
+    assert decode_header(encode_header(header)) == header
+    assert len(encode_header(header)) <= MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (b"\x07" * 31, 0, 0, 0, b"", 0, 0),
+        (b"\x07" * 33, 0, 0, 0, b"", 0, 0),
+        ("7" * 32, 0, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, len(Lane), 0, 0, b"", 0, 0),
+        (b"\x07" * 32, -1, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, True, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, -1, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 1.0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, -1, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, 256, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, None, b"", 0, 0),
+        (b"\x07" * 32, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, 0, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, 0, b"\x08" * 15, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, "8" * 16, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, b""),
+        (b"\x07" * 32, 0, 9, 0, b"", -1, 0),
+        (b"\x07" * 32, 0, 9, 0, b"", 0, -1),
+        (b"\x07" * 32, 0, 9, 0, b"", 2**31, 0),
+        (b"\x07" * 32, 0, 9, 0, b"", 0, 2**31),
+        (b"\x07" * 32, 0, 9, 0, b"", 0, None),
+        # Nothing came before the first attempt.
+        (b"\x07" * 32, 0, 0, 0, b"", 1, 0),
+        (b"\x07" * 32, 0, 0, 0, b"", 0, 1),
+    ],
+    ids=str,
+)
+def test_a_malformed_lane_header_is_refused(fields: tuple[object, ...]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_header(pack(*fields))
+
+
+@pytest.mark.parametrize(("index", "frame"), [(0, "00000000"), (1, "00000001"), (2**32 - 1, "ffffffff")])
+async def test_the_frame_of_a_part(index: int, frame: str) -> None:
+    assert part_frame(index).hex() == frame
+    assert await receive_index(SaidBefore(part_frame(index))) == index
+
+
+async def test_a_stream_that_ends_before_a_part_is_broken() -> None:
+    with pytest.raises(StreamBrokenError):
+        await receive_index(SaidBefore(part_frame(1)[:3]))

@@ -1,0 +1,150 @@
+"""Work off the event loop uses one thread of torch, and does not change the setting of other threads."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import trio
+import trio.testing
+
+from p2pavg.base.threads.workers import Workers
+
+WATCHDOG_SECONDS = 120.0
+
+IN_A_FRESH_PROCESS = """
+import threading, torch, trio
+from p2pavg.base.threads.workers import Workers
+
+def in_a_new_thread():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+async def main():
+    workers = Workers()
+    print(await workers.run(torch.get_num_threads))
+    print(await workers.run(lambda: torch.ones(10**6).sum() and torch.get_num_threads()))
+    print(await trio.to_thread.run_sync(torch.get_num_threads))
+
+torch.set_num_threads(3)
+trio.run(main)
+print(torch.get_num_threads())
+print(in_a_new_thread())
+"""
+
+
+def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
+    """This also holds in trio's threads, and in threads that begin later."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(map(int, done.stdout.split())) == [1, 1, 3, 3, 3]
+
+
+async def test_results_and_exceptions() -> None:
+    workers = Workers()
+    assert await workers.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await workers.run(divmod, 7, 0)
+    assert await workers.run(int) == 0
+
+
+async def test_functions_run_one_at_a_time() -> None:
+    workers = Workers()
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        inside.append(number)
+        most.append(len(inside))
+        torch.ones(10_000).sum()
+        inside.remove(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(20):
+            nursery.start_soon(workers.run, work, number)
+    assert most == [1] * 20
+
+
+async def test_a_cancelled_caller_waits_for_a_running_function() -> None:
+    workers = Workers()
+    started, release = trio.Event(), threading.Event()
+    finished: list[bool] = []
+    token = trio.lowlevel.current_trio_token()
+
+    def work() -> None:
+        token.run_sync_soon(started.set)
+        assert release.wait(WATCHDOG_SECONDS)
+        finished.append(True)
+
+    async def call() -> None:
+        try:
+            await workers.run(work)
+        finally:
+            assert finished, "the function's arguments may be gone already"
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await started.wait()
+        nursery.cancel_scope.cancel()
+        with trio.CancelScope(shield=True):
+            await trio.testing.wait_all_tasks_blocked()
+        release.set()
+    assert finished == [True]
+
+
+async def test_a_cancelled_caller_does_not_wait_for_its_turn() -> None:
+    workers = Workers()
+    started, release = trio.Event(), threading.Event()
+    token = trio.lowlevel.current_trio_token()
+    ran: list[bool] = []
+
+    def work() -> None:
+        token.run_sync_soon(started.set)
+        assert release.wait(WATCHDOG_SECONDS)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(workers.run, work)
+        await started.wait()
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as waiting:
+                waiting.start_soon(workers.run, ran.append, True)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        assert scope.cancelled_caught
+        release.set()
+    assert await workers.run(int) == 0
+    assert ran == []
+
+
+async def test_no_function_begins_for_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers()
+    begun: list[object] = []
+    monkeypatch.setattr(workers._pool, "submit", lambda *call: begun.append(call))
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await workers.run(int)
+    assert scope.cancelled_caught
+    assert begun == []
+
+
+async def test_closing_ends_the_thread() -> None:
+    workers = Workers()
+    thread = await workers.run(threading.current_thread)
+    assert thread.is_alive()
+    del workers
+    gc.collect()
+    await trio.to_thread.run_sync(thread.join, WATCHDOG_SECONDS)
+    assert not thread.is_alive()

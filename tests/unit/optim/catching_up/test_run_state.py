@@ -1,0 +1,95 @@
+"""The settings of a peer's state: what is refused, and one object for one optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from p2pavg.optim import RunState
+from p2pavg.optim.catching_up.checkpoints import Checkpoints
+from p2pavg.optim.catching_up.run_state import model_of, run_state_of
+from tests.unit.optim.loops import small
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in ("every", "keep", "log_bytes") for value in (0, -1, 1.5, True, "1")],
+        *[
+            (name, value)
+            for name in ("upload_mbps", "download_mbps")
+            for value in (0.0, -1.0, float("nan"), True, "1")
+        ],
+    ],
+)
+def test_argument_out_of_range_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        RunState(small(), tmp_path, **{name: value})
+
+
+def test_checkpoints_need_a_directory() -> None:
+    with pytest.raises(ValueError, match="every needs a directory"):
+        RunState(small(), every=10)
+
+
+def test_the_model_must_be_a_module() -> None:
+    with pytest.raises(TypeError, match="model must be a torch"):
+        RunState(cast(nn.Module, [small()]))
+
+
+def test_one_object_serves_one_optimizer() -> None:
+    state = RunState(small())
+    state.claim()
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        state.claim()
+
+
+def test_the_model_of_an_optimizer_is_that_of_its_state() -> None:
+    model = small()
+    state = RunState(model)
+    assert model_of(None, state) is model_of(model, state) is model_of(model, None) is model
+    with pytest.raises(ValueError, match="the model of the RunState"):
+        model_of(small(), state)
+
+
+def test_a_model_stands_for_its_run_state() -> None:
+    model = small()
+    found = run_state_of(model)
+    assert isinstance(found, RunState)
+    assert found.model is model
+    assert found.directory is None
+    assert run_state_of(found) is found
+    assert run_state_of(None) is None
+    with pytest.raises(TypeError, match="state must be a RunState or the model, got str"):
+        run_state_of(cast(RunState, "run-state"))
+
+
+def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
+    RunState(small(), tmp_path / "run-state", every=1)
+    assert not (tmp_path / "run-state").exists()
+
+
+def test_a_copy_in_a_folder_shares_the_extras_also_new_ones(tmp_path: Path) -> None:
+    state = RunState(small(), tmp_path)
+    inside = state.inside("cell-1")
+    state.extras = {"position": 1}
+    assert inside.extras == {"position": 1}
+    inside.extras = {"position": 2}  # those of a checkpoint
+    assert state.extras is inside.extras
+    assert RunState(small()).extras == {}
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_checkpoint_is_left_alone_if_the_peer_does_not_continue_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, continues: bool
+) -> None:
+    """A damaged one is named when it is read."""
+    folder = tmp_path / "cell-1"
+    folder.mkdir()
+    (folder / "update-000000000007.safetensors").write_bytes(b"damaged")
+    settings = RunState(small(), tmp_path).inside("cell-1", continues=continues)
+    Checkpoints(settings, *cast(Any, (None, None, None, None))).load_newest()
+    assert ("this checkpoint is not used" in caplog.text) == continues

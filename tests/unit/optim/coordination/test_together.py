@@ -1,0 +1,308 @@
+"""The peers that an optimizer expects, and the results that it accepts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+
+import p2pavg
+from p2pavg.base.result import EXCHANGES, Failed, InProgress, RoundResult, Success
+from p2pavg.blocking import Averager
+from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.coordination.attendance import FOLLOW_SECONDS
+from p2pavg.optim.coordination.progress import Compute, Progress, Wait, encode_progress
+from p2pavg.optim.coordination.together import LOOK_SECONDS, OBSERVER_LOOK_SECONDS, Together
+from p2pavg.runs.records.board import Entry
+from p2pavg.telemetry.events import AnyEvent, Waits
+from p2pavg.telemetry.hub import Events
+
+PARAMETERS = [torch.ones(3)]
+
+
+class Word:
+    """A board with the other peers' entries, which the test sets."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.mine: list[bytes] = []
+        self.looks = 0
+
+    def look(self) -> None:
+        self.looks += 1
+
+    def publish(self, value: bytes, *, now: bool = False) -> None:
+        self.mine.append(value)
+
+    def wait(self, version: int, timeout: float) -> None:
+        raise AssertionError("nothing is to be waited for")
+
+
+class Rounds:
+    """An averager whose rounds have results that the test sets."""
+
+    peer_id = "me"
+    weight = 1.0
+    config = p2pavg.AveragingConfig(run_id="run")
+
+    def __init__(self) -> None:
+        self.word = Word()
+        self.events = Events()
+        self.round_state: bytes | None = None
+        self.results: list[RoundResult] = []
+        self.calls = 0
+        self.on_step: Callable[[int], None] = lambda _: None
+        self.is_looking = False
+        self.stopped: list[str] = []
+        self.waits: list[float] = []
+
+    def board(self, topic: str) -> Word:
+        return self.word
+
+    def expect(self, peers: object) -> None:
+        """Need no hint."""
+
+    def certifies(self, peers: object) -> bool:
+        """Return true, as the averager of a peer does."""
+        return True
+
+    def step(self, *, wait: float, **_: Any) -> RoundResult:
+        self.calls += 1
+        self.waits.append(wait)
+        self.on_step(self.calls)
+        return self.results.pop(0)
+
+    def cancel_matchmaking(self, reason: str) -> bool:
+        self.stopped.append(reason)
+        return self.is_looking
+
+
+class Company:
+    """One peer's coordination with others."""
+
+    def __init__(self, round_state: bytes | None = None) -> None:
+        self.rounds = Rounds()
+        self.rounds.round_state = round_state
+        self.together = Together(
+            cast(Averager, self.rounds), PARAMETERS, target=float("inf"), peers_to_start=1, sync_timeout=5.0
+        )
+        self._sequence = 0
+
+    def says(self, peer: str, *, state: bytes | None = None, epoch: int = 0, waiting: bool = True) -> None:
+        self._sequence += 1
+        lineage = self.together.run.lineage
+        progress = Progress(
+            epoch=lineage.epoch if state is None else epoch,
+            state=lineage.state if state is None else state,
+            samples=1.0,
+            samples_per_second=1.0,
+            waiting=waiting,
+        )
+        self.rounds.word.entries[peer] = Entry(encode_progress(progress), self._sequence, 1e12)
+
+    def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
+        self.together.took(success(*peers, lost=lost))
+        self.together.run.say(1.0, waiting=True)
+
+    @property
+    def counted(self) -> int:
+        return self.together.run.survey().peers
+
+
+def success(*peers: str, lost: Mapping[str, str] | None = None) -> Success:
+    return Success(
+        averaged=[],
+        peers=("me", *peers),
+        weights={},
+        total_weight=1.0,
+        compression_ratio=1.0,
+        bytes_sent=0,
+        bytes_received=0,
+        duration=0.0,
+        exchange_duration=0.0,
+        group_id="00" * 32,
+        share=(0, 0),
+        lost=lost or {},
+    )
+
+
+@pytest.fixture
+def company() -> Company:
+    return Company()
+
+
+def test_absent_peer_is_expected_after_a_new_word(company: Company) -> None:
+    company.says("a")
+    company.says("b")
+    assert company.counted == 3
+    company.took("a")
+    company.says("a")
+    assert company.counted == 2
+    company.says("b")
+    assert company.counted == 3
+
+
+def test_repeatedly_absent_peer_is_expected_exponentially_less_often(company: Company) -> None:
+    """Its words do not help: each absence costs the others a match timeout."""
+    counted = []
+    for _ in range(40):
+        company.says("liar")
+        counted.append(company.counted == 2)
+        company.took()
+    assert counted[:3] == [True, True, True]
+    assert sum(counted) <= 8
+    company.says("liar")
+    company.took("liar")
+    company.says("liar")
+    assert company.counted == 2, "it came"
+
+
+def test_a_companion_is_waited_for_until_it_has_had_its_time(
+    company: Company, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    company.says("a")
+    before = company.together.run.lineage
+    company.took("a")
+    assert isinstance(company.together.run.decide(), Wait), "it has yet to say that it took the update too"
+    company.says("a", state=before.state, epoch=before.epoch)
+    assert isinstance(company.together.run.decide(), Wait)
+    later = time.monotonic() + FOLLOW_SECONDS + 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert isinstance(company.together.run.decide(), Compute), "it is gone, and no other peer is present"
+
+
+def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
+    company.says("a")
+    company.took("a", lost={"a": "cut off"})
+    assert company.counted == 1
+
+
+def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
+    """This holds even if parameters of the same update were loaded: the contributed ones were different."""
+    lineage = company.together.run.lineage
+    for loaded in (Lineage(7, b"7" * 32), lineage):
+        company.rounds.results = [
+            InProgress(ready_peers=1, target_size=2, reason="it runs"),
+            success("a"),
+            success("a"),
+        ]
+        company.rounds.round_state = lineage.state
+        company.together.is_at(loaded)
+        assert isinstance(company.together.look(), InProgress)
+        result = company.together.average(2)
+        assert isinstance(result, Failed)
+        assert result.contribution_used is True
+        assert "replaced" in result.reason
+        assert result.code is p2pavg.FailedCode.PARAMETERS_REPLACED
+        company.rounds.round_state = None
+        assert isinstance(company.together.average(2), Success)
+
+
+@pytest.mark.parametrize("is_looking", [True, False])
+def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool) -> None:
+    """No other peer will join the search; a round that has a group goes on."""
+    runs = InProgress(ready_peers=1, target_size=2, reason="it runs")
+    stopped = p2pavg.NoPeers(reason="stopped")
+    company.rounds.results = [runs, runs, stopped] if is_looking else [runs, runs]
+    company.rounds.is_looking = is_looking
+
+    def go_on(calls: int) -> None:
+        if calls == 2:
+            company.says("a", state=b"x" * 32, epoch=9)
+
+    company.rounds.on_step = go_on
+    assert company.together.average(2) == (stopped if is_looking else runs)
+    assert company.rounds.results == []
+    assert company.rounds.stopped == ["1 peer is at epoch 9; 1 with this one at epoch 0"]
+
+
+def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: Company) -> None:
+    """It has about a second to replay the update that it missed, before their next group is formed."""
+    rounds = company.rounds
+    forming = InProgress(ready_peers=2, target_size=2, reason="it looks for peers")
+    exchanging = InProgress(ready_peers=2, target_size=2, reason=EXCHANGES)
+    company.says("a")
+    rounds.results = [forming, forming, exchanging, success("a")]
+    assert isinstance(company.together.observe(), Success)
+    assert rounds.waits == [OBSERVER_LOOK_SECONDS] * 4
+    assert rounds.word.looks == 2, "a peer that has its group asks for nothing"
+    rounds.waits.clear()
+    rounds.results = [forming, success("a")]
+    assert isinstance(company.together.average(2), Success)
+    assert rounds.waits == [LOOK_SECONDS] * 2
+    assert rounds.word.looks == 2
+
+
+def test_round_of_an_earlier_optimizer_is_discarded() -> None:
+    company = Company(round_state=b"of another")
+    company.rounds.results = [success("a"), success("a")]
+    assert isinstance(company.together.average(2), Failed)
+    assert isinstance(company.together.average(2), Success)
+
+
+def test_peer_that_was_not_due_missed_nothing(company: Company) -> None:
+    """A peer that was behind for long and has loaded the state is expected at once."""
+    for _ in range(12):
+        company.says("a")
+        company.says("late", state=b"x" * 32)
+        company.took("a")
+    company.says("a")
+    company.says("late")
+    assert company.counted == 3
+
+
+def test_peer_that_loads_a_state_expects_all_peers_again(company: Company) -> None:
+    for _ in range(4):
+        company.says("a")
+        company.took()
+    company.says("a")
+    assert company.counted == 1
+    company.together.is_at(company.together.run.lineage)
+    company.says("a")
+    assert company.counted == 2
+
+
+def test_batch_time_excludes_rounds(company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for seconds, what in ((2.0, "batch"), (50.0, "round"), (2.0, "batch"), (50.0, "round"), (2.0, "batch")):
+        now += seconds
+        if what == "batch":
+            company.together.computed(8.0)
+        else:
+            company.took()
+    assert company.together.run.samples_per_second == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_split_of_the_run_is_a_warning_and_not_an_order(
+    company: Company, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peers of the last update continue together, whatever number of peers is elsewhere."""
+    company.says("a")
+    company.took("a")
+    company.says("a")
+    for name in "xyz":
+        company.says(name, state=b"x" * 32, epoch=9)
+    for _ in range(3):
+        assert company.together.left_behind() is None
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("3 peers that took none of the last updates with this one")
+    assert "the run has split" in warning
+
+
+def test_a_wait_for_an_exchange_names_the_members_that_are_waited_for(company: Company) -> None:
+    exchanging = InProgress(
+        ready_peers=2, target_size=2, reason=EXCHANGES, waits_for="waiting for parts of b (3 parts)"
+    )
+    company.rounds.results = [exchanging, success("a")]
+    heard: list[AnyEvent] = []
+    company.rounds.events.subscribe(heard.append)
+    assert isinstance(company.together.average(2), Success)
+    assert company.together.waiting.reason == "the group exchanges; waiting for parts of b (3 parts)"
+    [told] = [event for event in heard if isinstance(event, Waits)]
+    assert (told.run_id, told.reason) == ("run", company.together.waiting.reason)

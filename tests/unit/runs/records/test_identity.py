@@ -1,0 +1,206 @@
+"""The key file: private from the start, never half written, and refused if other users can read it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from p2pavg.base.errors import IdentityError
+from p2pavg.records.identity import SEED_BYTES, load_or_make_seed
+from p2pavg_dht import Ed25519Signer
+
+not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+
+
+def mode(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def test_without_a_file_every_identity_is_new() -> None:
+    seeds = {load_or_make_seed(None) for _ in range(10)}
+    assert len(seeds) == 10
+    assert {len(seed) for seed in seeds} == {SEED_BYTES}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_missing_file_is_made_for_its_owner_alone(tmp_path: Path, umask: int) -> None:
+    file = tmp_path / "peer.key"
+    before = os.umask(umask)
+    try:
+        seed = load_or_make_seed(file)
+    finally:
+        os.umask(before)
+    assert mode(file) == 0o600
+    assert file.read_bytes() == seed
+    assert os.listdir(tmp_path) == ["peer.key"], "a draft was left behind"
+
+
+def test_key_file_is_private_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    link = os.link
+
+    def watched(draft: Path, file: Path) -> None:
+        seen.append((mode(draft), draft.stat().st_size))
+        link(draft, file)
+
+    monkeypatch.setattr(os, "link", watched)
+    load_or_make_seed(tmp_path / "peer.key")
+    assert seen == [(0o600, SEED_BYTES)]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_identity_is_the_same_at_every_start(tmp_path: Path, as_text: bool) -> None:
+    file = tmp_path / "peer.key"
+    path = str(file) if as_text else file
+    first = load_or_make_seed(path)
+    written = file.stat().st_mtime_ns
+    assert load_or_make_seed(path) == first
+    assert file.stat().st_mtime_ns == written
+
+
+def test_a_file_of_its_owner_may_be_read_only(tmp_path: Path) -> None:
+    file = tmp_path / "peer.key"
+    seed = load_or_make_seed(file)
+    file.chmod(0o400)
+    assert load_or_make_seed(file) == seed
+
+
+@pytest.mark.parametrize("others", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o777])
+def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, others: int) -> None:
+    file = tmp_path / "peer.key"
+    load_or_make_seed(file)
+    file.chmod(others)
+    with pytest.raises(
+        IdentityError, match=rf"others can read the identity .*peer\.key \(mode {others:04o}\); chmod 600"
+    ):
+        load_or_make_seed(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"k" * 31, b"k" * 33, b"-----BEGIN PRIVATE KEY-----\n" * 3])
+def test_a_file_of_another_size_is_no_key_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "peer.key"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    with pytest.raises(IdentityError, match=r"peer\.key is not an identity: it does not have 32 bytes"):
+        load_or_make_seed(file)
+    assert file.read_bytes() == content
+
+
+def test_a_directory_is_no_key(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match=r"cannot read the identity .*: Is a directory"):
+        load_or_make_seed(tmp_path)
+
+
+def test_no_directory_is_made(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match=r"cannot make the identity .*: No such file or directory"):
+        load_or_make_seed(tmp_path / "missing" / "peer.key")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(IdentityError, match=r"cannot read the identity .*: Not a directory"):
+        load_or_make_seed(tmp_path / "file" / "peer.key")
+
+
+def test_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "peer.key").symlink_to(tmp_path / "gone")
+    with pytest.raises(IdentityError, match=r"cannot read the identity .*: No such file or directory"):
+        load_or_make_seed(tmp_path / "peer.key")
+    assert os.listdir(tmp_path) == ["peer.key"]
+
+
+@not_as_root
+def test_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0)
+    try:
+        with pytest.raises(IdentityError, match=r"cannot read the identity .*: Permission denied"):
+            load_or_make_seed(closed / "peer.key")
+    finally:
+        closed.chmod(0o700)
+
+
+@not_as_root
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(IdentityError, match=r"cannot make the identity .*: Permission denied"):
+            load_or_make_seed(tmp_path / "peer.key")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")]
+)
+def test_any_system_error_is_an_identity_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """For example on a full disk or without permissions; this version also works as root."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    file = tmp_path / "peer.key"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        with pytest.raises(IdentityError, match=f"cannot make the identity .*: {error.strerror}"):
+            load_or_make_seed(file)
+    assert os.listdir(tmp_path) == [], "half a key was left behind"
+    load_or_make_seed(file)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(IdentityError, match=f"cannot read the identity .*: {error.strerror}"):
+        load_or_make_seed(file)
+
+
+def test_concurrent_creators_all_use_the_first_key(tmp_path: Path) -> None:
+    threads = 16
+    for attempt in range(20):
+        file = tmp_path / f"peer{attempt}.key"
+        start = threading.Barrier(threads)
+        seeds: list[bytes] = []
+
+        def make(file: Path = file, start: threading.Barrier = start, seeds: list[bytes] = seeds) -> None:
+            start.wait()
+            seeds.append(load_or_make_seed(file))
+
+        makers = [threading.Thread(target=make) for _ in range(threads)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert seeds == [file.read_bytes()] * threads
+    assert len(os.listdir(tmp_path)) == 20
+
+
+def test_second_creator_uses_the_first_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the same race with a fixed winner."""
+    file = tmp_path / "peer.key"
+    link = os.link
+
+    def slower(draft: Path, target: Path) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", link)
+            first.append(load_or_make_seed(file))
+        link(draft, target)
+
+    first: list[bytes] = []
+    monkeypatch.setattr(os, "link", slower)
+    assert load_or_make_seed(file) == first[0] == file.read_bytes()
+
+
+def test_the_file_holds_the_ed25519_seed(tmp_path: Path) -> None:
+    """RFC 8032, section 7.1, test 1; the peer id is the base58 of the identity multihash of its public key."""
+    file = tmp_path / "peer.key"
+    file.write_bytes(bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60"))
+    file.chmod(0o600)
+    assert (
+        Ed25519Signer(load_or_make_seed(file)).peer_id
+        == "12D3KooWQK1wnefoLrcVHbbnf5tLzbopUd3K3bFAoJpA7YJgL5pV"
+    )

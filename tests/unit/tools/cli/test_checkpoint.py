@@ -1,0 +1,151 @@
+"""The commands that show, verify and export checkpoints."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from p2pavg.state.checkpoint import read, write_checkpoint
+from p2pavg.state.snapshot import Content
+from tests.unit.tools.cli.commands import Commands
+
+FILE = "update-000000000012.safetensors"
+OWN = Content({"inner/m": torch.ones(3)}, {"extras": {"sampler": 3, "\x1b[2J": None}, "rng": b"\x00"})
+
+
+def model() -> torch.nn.Module:
+    """Return a small model with parameters, and with buffers that are averaged and that are not."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+def common_of(module: torch.nn.Module, prefix: str = "parameter") -> Content:
+    tensors = {f"{prefix}/{name}": tensor.detach() for name, tensor in module.named_parameters()}
+    tensors |= {
+        f"buffer/{name}": tensor for name, tensor in module.named_buffers() if tensor.is_floating_point()
+    }
+    tensors |= {"optimizer/state/0/exp_avg": torch.zeros(3, 4)}
+    return Content(tensors, {"lineage": {"epoch": 7, "state": bytes(range(32)).hex()}})
+
+
+@pytest.fixture
+def lab(p2pavg: Commands, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Return the command line in a folder with a checkpoint."""
+    monkeypatch.setattr(time, "time", lambda: 1.8e9)
+    write_checkpoint(Path(FILE), 12, common_of(model()), OWN)
+    return p2pavg
+
+
+def damage(name: str = FILE) -> None:
+    data = bytearray(Path(name).read_bytes())
+    data[-1] ^= 1
+    Path(name).write_bytes(data)
+
+
+class TestShow:
+    def test_a_checkpoint_is_described(self, lab: Commands) -> None:
+        checkpoint = read(Path(FILE))
+        lines = lab.succeeds("checkpoint", "show", FILE).splitlines()
+        assert lines[:7] == [
+            "update 12, written 2027-01-15 08:00:00 UTC",
+            f"lineage {bytes(range(32)).hex()}",
+            f"root {checkpoint.root.hex()}",
+            f"size {Path(FILE).stat().st_size:,} bytes",
+            "common to all peers: 7 tensors of 156 bytes; values: lineage",
+            "of this peer alone: 1 tensors of 12 bytes; values: extras, rng",
+            "extras: '\\x1b[2J', sampler",
+        ]
+        table = [line.split(maxsplit=2) for line in lines[7:]]
+        assert table[0] == ["tensor", "dtype", "shape"]
+        assert ["common/parameter/0.weight", "float32", "(3, 4)"] in table
+        assert ["own/inner/m", "float32", "(3,)"] in table
+        assert len(table) == 9
+
+    def test_a_checkpoint_of_strange_values_is_described(self, p2pavg: Commands) -> None:
+        content = Content({}, {"lineage": 3, "extras": 4})
+        write_checkpoint(Path(FILE), 0, content, content)
+        assert "lineage unknown\n" in p2pavg.succeeds("checkpoint", "show", FILE)
+
+    def test_other_files_are_refused(self, p2pavg: Commands) -> None:
+        safetensors.torch.save_file({"x": torch.ones(1)}, "other.safetensors")
+        assert "other.safetensors is damaged or no checkpoint" in p2pavg.fails(
+            "checkpoint", "show", "other.safetensors"
+        )
+        assert "cannot read the checkpoint missing: No such file" in p2pavg.fails(
+            "checkpoint", "show", "missing"
+        )
+
+
+class TestVerify:
+    def test_a_checkpoint_without_damage(self, lab: Commands) -> None:
+        assert lab.succeeds("checkpoint", "verify", FILE) == (
+            f"{FILE}: update 12, {Path(FILE).stat().st_size:,} bytes, no damage\n"
+        )
+
+    def test_a_damaged_checkpoint_is_reported(self, lab: Commands) -> None:
+        damage()
+        assert "its bytes have changed since it was written" in lab.fails("checkpoint", "verify", FILE)
+
+
+class TestExport:
+    @pytest.mark.parametrize("prefix", ["parameter", "anchor"])
+    @pytest.mark.parametrize("arguments", [["model.pt"], ["model.pth"], ["model.x", "--format", "torch"]])
+    def test_torch_loads_the_model(self, lab: Commands, prefix: str, arguments: list[str]) -> None:
+        trained, other = model(), torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        write_checkpoint(Path(FILE), 12, common_of(trained, prefix), OWN)
+        out = lab.succeeds("checkpoint", "export", FILE, *arguments)
+        assert out == f"made {arguments[0]}: 6 tensors of update 12\n"
+        missing, unexpected = other.load_state_dict(torch.load(arguments[0], weights_only=True), strict=False)
+        assert (missing, unexpected) == ([], [])
+        assert all(map(torch.equal, other.state_dict().values(), trained.state_dict().values()))
+
+    @pytest.mark.parametrize("arguments", [["model.safetensors"], ["model.pt", "--format", "safetensors"]])
+    def test_safetensors_loads_the_model(self, lab: Commands, arguments: list[str]) -> None:
+        lab.succeeds("checkpoint", "export", FILE, *arguments)
+        loaded = safetensors.torch.load_file(arguments[0])
+        expected = {
+            name: tensor for name, tensor in model().state_dict().items() if tensor.is_floating_point()
+        }
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+    def test_a_torch_file_holds_no_more_than_the_model(self, lab: Commands) -> None:
+        write_checkpoint(Path(FILE), 12, common_of(model()), Content({"large": torch.zeros(2**18)}))
+        lab.succeeds("checkpoint", "export", FILE, "model.pt")
+        assert Path("model.pt").stat().st_size < 2**16
+
+    def test_an_existing_file_is_overwritten_only_by_force(self, lab: Commands) -> None:
+        Path("model.pt").write_bytes(b"precious")
+        assert "model.pt exists; --force overwrites it" in lab.fails("checkpoint", "export", FILE, "model.pt")
+        assert Path("model.pt").read_bytes() == b"precious"
+        lab.succeeds("checkpoint", "export", FILE, "model.pt", "--force")
+        assert torch.load("model.pt", weights_only=True).keys() == {
+            name for name, tensor in model().state_dict().items() if tensor.is_floating_point()
+        }
+
+    def test_the_checkpoint_itself_is_never_overwritten(self, lab: Commands) -> None:
+        os.link(FILE, "same")
+        for name in (FILE, "same"):
+            assert "is the checkpoint itself" in lab.fails("checkpoint", "export", FILE, name, "--force")
+        lab.succeeds("checkpoint", "verify", FILE)
+
+    def test_a_damaged_checkpoint_is_not_exported(self, lab: Commands) -> None:
+        damage()
+        assert "is damaged" in lab.fails("checkpoint", "export", FILE, "model.pt")
+        assert os.listdir() == [FILE]
+
+    def test_mistakes_leave_no_file(self, lab: Commands) -> None:
+        assert "--format must be safetensors or torch, got 'onnx'" in lab.fails(
+            "checkpoint", "export", FILE, "model", "--format", "onnx"
+        )
+        assert "cannot write missing/model.pt: No such file" in lab.fails(
+            "checkpoint", "export", FILE, "missing/model.pt"
+        )
+        write_checkpoint(Path(FILE), 12, Content(), OWN)
+        assert "has no parameters and no buffers" in lab.fails("checkpoint", "export", FILE, "model.pt")
+        assert os.listdir() == [FILE]

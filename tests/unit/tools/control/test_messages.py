@@ -1,0 +1,94 @@
+"""Questions to a daemon, and its answers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import ControlError, RemoteProtocolError
+from p2pavg.tools.control.messages import (
+    MAX_TEXTS,
+    Answer,
+    Done,
+    Question,
+    Refused,
+    Status,
+    answer_of,
+    encode_answer,
+    encode_question,
+    read_answer,
+    read_question,
+)
+from tests.unit.tools.control.statuses import STATUS, status
+
+
+@pytest.mark.parametrize("question", list(Question))
+def test_questions_come_back(question: Question) -> None:
+    assert read_question(encode_question(question)) is question
+
+
+@pytest.mark.parametrize("answer", [STATUS, status(addresses=(), run_id=""), Done(), Refused("no")])
+def test_answers_come_back(answer: Answer) -> None:
+    assert read_answer(encode_answer(answer)) == answer
+
+
+def test_the_encoding_of_a_question_and_an_answer_is_frozen() -> None:
+    assert encode_question(Question.STATUS) == b"\x92\xa6status\x01"
+    assert encode_answer(Done()) == b"\x92\xa4done\x01"
+    assert encode_answer(Refused("no")) == b"\x93\xa7refused\x01\xa2no"
+
+
+def test_another_version_is_named_with_the_remedy() -> None:
+    with pytest.raises(
+        RemoteProtocolError, match=r"version 2 of the control messages.*start the daemon again"
+    ):
+        read_question(pack("status", 2))
+    values = [getattr(STATUS, each.name) for each in fields(Status)]
+    with pytest.raises(RemoteProtocolError, match="version 9"):
+        read_answer(pack("status", 9, *values))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff", pack("status"), pack("unknown", 1), pack(1, 1), pack("status", "1"), pack("x" * 100, 1)],
+)
+def test_bytes_that_are_no_question_are_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_question(data)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff", pack("status", 1), pack("other", 1), pack("done", 1, 2), pack(1)]
+)
+def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_answer(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rounds", -1),
+        ("uptime", -0.5),
+        ("uptime", float("nan")),
+        ("rounds", 1.5),
+        ("leaving", 1),
+        ("run_id", "two\nlines"),
+        ("reachability", "\x1b[2J"),
+        ("version", "v" * 1025),
+        ("addresses", ("a",) * (MAX_TEXTS + 1)),
+        ("addresses", (1,)),
+        ("roles", ("\x00",)),
+    ],
+)
+def test_a_status_out_of_range_is_refused(name: str, value: object) -> None:
+    values = [value if each.name == name else getattr(STATUS, each.name) for each in fields(Status)]
+    with pytest.raises(RemoteProtocolError):
+        read_answer(pack("status", 1, *values))
+
+
+def test_a_refusal_becomes_an_error_with_its_reason() -> None:
+    with pytest.raises(ControlError, match="the daemon refused: it is busy"):
+        answer_of(encode_answer(Refused("it is busy")))

@@ -1,0 +1,99 @@
+"""A daemon's status in words, as JSON, and as an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from p2pavg.base.formats import in_bytes, in_time
+from p2pavg.tools.daemon.words import ExitCode, as_json, as_lines, exit_code
+from tests.unit.tools.control.statuses import STATUS, status
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({}, 0),
+        ({"peers": 0}, 4),
+        ({"refusal": "it was revoked"}, 5),
+        ({"refusal": "it was revoked", "peers": 0}, 5),
+        ({"leaving": True}, 0),
+    ],
+)
+def test_exit_codes(changes: dict[str, object], code: int) -> None:
+    assert exit_code(status(**changes)) == code
+
+
+def test_exit_codes_are_frozen_and_documented() -> None:
+    assert {each.name: int(each) for each in ExitCode} == {
+        "DONE": 0,
+        "MISTAKE": 1,
+        "USAGE": 2,
+        "NOT_RUNNING": 3,
+        "ALONE": 4,
+        "REFUSED": 5,
+        "BUG": 70,
+        "TRY_AGAIN": 75,
+    }
+    text = (ROOT / "docs/how-to/operate-a-run.md").read_text()
+    documented = re.findall(r"^\| `(\d+)` \|", text, re.MULTILINE)
+    assert [int(code) for code in documented] == [int(each) for each in ExitCode]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min 0 s"),
+        (3725, "1 h 2 min"),
+        (86400 * 3 + 5, "3 d"),
+        (86400 + 3600, "1 d 1 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert in_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e9, "2.5 GB"), (3e15, "3000.0 TB")],
+)
+def test_bytes(number: float, text: str) -> None:
+    assert in_bytes(number) == text
+
+
+def test_lines_say_what_the_daemon_does() -> None:
+    text = "\n".join(as_lines("/home/me/lab", STATUS))
+    for part in (
+        "runs for 1 h 2 min",
+        "lab as auxiliary",
+        "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWpeer",
+        "3 other peers of the network, 2 of the run",
+        "helped 18 rounds, 1 failed; reduced 1,099,511,627,776 elements",
+        "123.5 MB sent, 987 B received",
+        "valid until 2030-03-17",
+        "p2pavg 0.1.0, process 4711",
+        "/home/me/lab",
+    ):
+        assert part in text, part
+
+
+def test_lines_say_what_is_wrong() -> None:
+    assert "without other peers" in as_lines("h", status(peers=0))[0]
+    assert "other members refuse it: it was revoked" in as_lines("h", status(refusal="it was revoked"))[0]
+    assert "finishes its rounds" in as_lines("h", status(leaving=True))[0]
+    assert not [line for line in as_lines("h", status(certificate_expires=0.0)) if "certificate" in line]
+
+
+def test_json_has_every_field() -> None:
+    (found,) = json.loads(as_json([("/home/me/lab", STATUS)]))
+    assert found["home"] == "/home/me/lab"
+    assert (found["code"], found["connected"]) == (0, True)
+    assert found["rounds"] == 17
+    assert found["addresses"] == list(STATUS.addresses)

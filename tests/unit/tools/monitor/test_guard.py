@@ -1,0 +1,100 @@
+"""The names under which a browser may ask, and tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.hostnames import is_loopback, may_ask
+from p2pavg.tools.monitor.guard import HEADERS, bearer, is_token
+from p2pavg.tools.monitor.serving import MonitorOptions
+
+NAMES = frozenset({"monitor.example"})
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:8080",
+        "127.0.0.1:8080",
+        "[::1]:8080",
+        "192.0.2.7",
+        "MONITOR.example:80",
+        "monitor.example.",
+    ],
+)
+def test_addresses_and_given_names_may_be_asked_for(host: str) -> None:
+    assert may_ask(host, NAMES)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "evil.example",
+        "evil.example:8080",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "[",
+        "[evil]:80",
+        ":80",
+    ],
+)
+def test_other_names_may_not(host: str) -> None:
+    """A stranger can let such a name point to this machine."""
+    assert not may_ask(host, NAMES)
+
+
+def test_token_is_compared_whole() -> None:
+    assert is_token("secret", "secret")
+    assert not is_token("secre", "secret")
+    assert not is_token("", "secret")
+    assert not is_token(None, "secret")
+    assert not is_token("sécret\udcff".encode("utf-8", "replace").decode(), "secret")
+    assert bearer("Bearer abc") == "abc"
+    assert bearer("Basic abc") is None
+    assert bearer(None) is None
+
+
+def test_page_may_load_nothing_from_elsewhere_and_run_no_inline_script() -> None:
+    policy = HEADERS["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("192.0.2.7", False),
+        ("host.example", False),
+    ],
+)
+def test_token_is_needed_where_other_machines_can_ask(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    token = MonitorOptions(host=host).needed_token
+    assert (token is None) is loopback
+    assert token is None or len(token) >= 32
+    assert MonitorOptions(host=host, token="x" * 16).needed_token == "x" * 16
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"port": True},
+        {"token": "short"},
+        {"token": "with a space in it"},
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        MonitorOptions(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""Evidence of a false average, from the network: only what is signed and false counts."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from p2pavg.base.encoding import pack
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.group.aggregation import Aggregation
+from p2pavg.verification.audit import evidence as module
+from p2pavg.verification.audit.evidence import MAGIC, MAX_EVIDENCE_BYTES, read_false_average
+from p2pavg.verification.audit.layout import read_manifest
+from p2pavg.verification.evidence.accusation import read_accusation
+from p2pavg_compression import Blockwise8
+from tests.unit.verification.audit.played import IDS, Played
+
+CODEC = Blockwise8(block_size=64)
+
+
+def evidence_of(liar: int | None) -> bytes:
+    """Return well-formed evidence about the second member; it proves something only if that member lied."""
+    played = Played(CODEC, Aggregation(), liar=liar)
+    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
+    manifest, inputs = kept.answer(task.request)
+    index = task.indices[0]
+    found = module.FalseAverage(
+        roster=played.group,
+        share=task.share,
+        signed=task.signed,
+        manifest=read_manifest(task.share, task.indices, manifest),
+        index=index,
+        inputs=inputs[0],
+        average=task.averages[index],
+    )
+    return found.pack()
+
+
+EVIDENCE = evidence_of(liar=1)
+ROSTER_END = len(MAGIC) + 4 + struct.unpack_from(">I", EVIDENCE, len(MAGIC))[0]
+
+
+def with_about(*fields: object) -> bytes:
+    """Return the evidence with other words about what it is about."""
+    (length,) = struct.unpack_from(">I", EVIDENCE, ROSTER_END)
+    about = pack(*fields)
+    return EVIDENCE[:ROSTER_END] + struct.pack(">I", len(about)) + about + EVIDENCE[ROSTER_END + 4 + length :]
+
+
+def test_evidence_about_a_true_average_proves_nothing() -> None:
+    assert read_false_average(evidence_of(liar=None)).why() == ""
+
+
+def test_only_a_false_average_is_an_accusation() -> None:
+    accusation = read_accusation(EVIDENCE)
+    assert accusation.peer_id == IDS[1]
+    assert accusation.reason.startswith("it sent a false average in attempt 0 of group ")
+    with pytest.raises(RemoteProtocolError, match="evidence about an average that is right"):
+        read_accusation(evidence_of(liar=None))
+
+
+def test_evidence_is_read_back() -> None:
+    read = read_false_average(EVIDENCE)
+    assert read.share.reducer == IDS[1]
+    assert read.why() != ""
+    assert read.pack() == EVIDENCE
+    assert with_about(0, (0, 1, 2), 1, "", read.index) == EVIDENCE
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.integers(0, len(EVIDENCE) - 1), st.integers(1, 255))
+def test_no_changed_byte_is_accepted(position: int, change: int) -> None:
+    """Each byte is part of something that is signed, or its own length."""
+    changed = bytearray(EVIDENCE)
+    changed[position] ^= change
+    with pytest.raises(RemoteProtocolError):
+        read_false_average(bytes(changed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=400))
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
+    for begin in (b"", MAGIC, EVIDENCE[:ROSTER_END]):
+        with pytest.raises(RemoteProtocolError):
+            read_false_average(begin + data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, len(EVIDENCE) - 1))
+def test_evidence_that_is_cut_short_or_too_long_is_refused(length: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_false_average(EVIDENCE[:length])
+    with pytest.raises(RemoteProtocolError, match="after its end"):
+        read_false_average(EVIDENCE + bytes(1))
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        ((0, (0, 1, 2), 1, "", 6), "evidence about part 6 of 1"),
+        ((0, (0, 1, 2), 1, "", -1), "evidence about part -1"),
+        ((-1, (0, 1, 2), 1, "", 0), "impossible attempt"),
+        ((2**40, (0, 1, 2), 1, "", 0), "impossible attempt"),
+        ((0, (0, 1), 1, "", 0), "a first attempt among some"),
+        ((1, (1, 0), 1, "", 0), "impossible attempt"),
+        ((1, (0, 0, 1), 1, "", 0), "impossible attempt"),
+        ((1, (0, 1, 3), 1, "", 0), "members that the roster has not"),
+        ((1, (0, -1), 0, "", 0), "impossible attempt|members that the roster has not"),
+        ((1, (0, 2), 1, "", 0), "members that the roster has not"),
+        ((0, (0, 1, 2), 1, "no rule", 0), "unknown codec or rule"),
+        ((0, (0, 1, 2), 1, "median", 0), "has not signed"),
+        ((0, (0, 1, 2), 2, "", 0), "has not signed"),
+        ((0, (0, "1", 2), 1, "", 0), "field 1 is str"),
+        ((0, (0, 1, 2), 1, ""), "5 fields"),
+    ],
+)
+def test_evidence_about_the_impossible_is_refused(about: tuple[object, ...], reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_false_average(with_about(*about))
+
+
+def test_evidence_that_is_too_large_is_refused_unread() -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_false_average(MAGIC + bytes(MAX_EVIDENCE_BYTES))
+
+
+def test_a_roster_of_a_huge_vector_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shares would be cut into more parts than the evidence has digests."""
+    huge = Played(CODEC, Aggregation()).group
+    object.__setattr__(huge, "shares", (2**60, 2**60, 2**60))
+    roster = huge.pack()
+    data = MAGIC + struct.pack(">I", len(roster)) + roster + EVIDENCE[ROSTER_END:]
+    monkeypatch.setattr(module, "Share", None)  # nothing is computed of the share
+    with pytest.raises(RemoteProtocolError, match="more parts than it has digests"):
+        read_false_average(data)

@@ -2,6 +2,8 @@
 
 `codec.py` defines the interface, and `conformance.py` checks an implementation. No codec imports anything but
 torch and numpy until a CUDA tensor is encoded, or until enough was encoded for numba to pay (`kernels.py`).
+
+No I/O, no clock.
 """
 
 from .blockwise8 import Blockwise8

@@ -63,10 +63,12 @@ class BlockCodec(CheckedCodec):
 
     def _encode(self, values: torch.Tensor, target: torch.Tensor) -> None:
         scales, padding, codes = self._sections(target, values.numel())
+        # The target may be used memory, and a receiver refuses padding that is not zero.
         padding.zero_()
         if values.is_cuda:
             with default_stream(values.device):
                 self._encode_chunks(values, scales, codes, CUDA_CHUNK_ELEMENTS)
+        # There is no kernel, or it has refused the values. Then these expressions raise the error that says why.
         elif not self._encode_compiled(values, scales, codes):
             self._encode_chunks(values, scales, codes, CHUNK_ELEMENTS)
 
@@ -75,6 +77,7 @@ class BlockCodec(CheckedCodec):
         kernel = self._kernel(values.numel())
         if kernel is None:
             return False
+        # A payload may lie at any place of the caller's memory, and a kernel writes whole floats.
         in_place = is_aligned(scales, torch.float32)
         target = (
             scales.view(torch.float32)
@@ -162,8 +165,10 @@ class BlockCodec(CheckedCodec):
             dtype=torch.float32,
             device=CPU,
         )
+        # Zeros of both signs: their bits differ, and a comparison of the numbers would not see it.
         values[::7], values[3::49] = 0.0, -0.0
-        exponents = torch.arange(values.numel(), device=CPU) // self.block_size - (blocks - 97)  # up to 2**96
+        positions = torch.arange(values.numel(), device=CPU, dtype=torch.int64)
+        exponents = positions // self.block_size - (blocks - 97)  # up to 2**96
         values.copy_(torch.ldexp(values.double(), exponents))  # float32 has no 2**-150
         expected = [
             torch.empty(4 * blocks, dtype=torch.uint8, device=CPU),
@@ -176,6 +181,7 @@ class BlockCodec(CheckedCodec):
             if not kernel.encode(_array(values), self.block_size, numbers, codes):
                 return False
             payload = (expected[0], expected[1])
+            # ``None`` stands for decoding. The weights include some that float32 has to round.
             for weight in (None, 1.0, 0.3, -2.5e-3):
                 wanted, got = torch.ones_like(values), torch.ones_like(values)
                 if weight is None:
@@ -188,6 +194,7 @@ class BlockCodec(CheckedCodec):
                     kernel.accumulate(numbers, codes, self.block_size, _array(got), weight)
                 expected.append(wanted)
                 found.append(got)
+        # All bytes are compared: members that use kernels and members that do not must hold the same bits.
         return all(
             torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
             for ours, theirs in zip(expected, found, strict=True)
@@ -195,6 +202,7 @@ class BlockCodec(CheckedCodec):
 
     def _column(self, columns: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the scales, out of all (R, 1), of the blocks that hold elements `start` to `stop`."""
+        # A chunk begins with a block, and may end within one.
         return columns[start // self.block_size : -(-stop // self.block_size)]
 
     def _codes_offset(self, elements: int) -> int:

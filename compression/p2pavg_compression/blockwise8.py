@@ -1,6 +1,7 @@
 """Dynamic 8-bit codes with a scale for every block."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,8 @@ from .dynamic_map import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
 from .scratch import scratch
 
 __all__ = ["Blockwise8"]
+
+_MISSING = "blockwise8 encodes CUDA tensors with bitsandbytes: pip install 'p2pavg[cuda]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class Blockwise8(BlockCodec):
     On the CPU, x / scale is rounded to half precision, and its 16 bits are looked up in a table. That is about
     eight times as fast as the CPU encoder of bitsandbytes. A number near the middle between two levels may get
     the second nearest of them. On CUDA, the codes are those of bitsandbytes' kernel. Both have the same wire
-    format.
+    format. On CUDA, `encode` raises ImportError if bitsandbytes is not installed.
 
     `block_size`: a power of two from 64 to 4096.
     """
@@ -40,6 +43,11 @@ class Blockwise8(BlockCodec):
     @property
     def name(self) -> str:
         return f"blockwise8:{self.block_size}"
+
+    def check_device(self, device: torch.device) -> None:
+        # Found, and not imported: that takes seconds, and a later encode does it in a thread of its own.
+        if device.type == "cuda" and find_spec("bitsandbytes") is None:
+            raise ImportError(_MISSING)
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         return _quantize_cuda(rows, start) if rows.is_cuda else _quantize_cpu(rows, start)
@@ -70,7 +78,10 @@ def _quantize_cpu(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.T
 
 def _quantize_cuda(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     # Importing bitsandbytes takes seconds and about 100 MB, so hosts without a GPU do not import it.
-    from bitsandbytes.functional import quantize_blockwise
+    try:
+        from bitsandbytes.functional import quantize_blockwise
+    except ModuleNotFoundError as error:
+        raise ImportError(_MISSING) from error
 
     # The kernel ignores NaN in the maximum and silently gives it a code. So the maximum is computed here too.
     scales = rows.abs().amax(1)

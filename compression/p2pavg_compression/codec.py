@@ -71,6 +71,12 @@ class Codec(abc.ABC):
         """
         return False
 
+    def check_device(self, device: torch.device) -> None:  # noqa: B027 - most codecs need no more than torch
+        """Raise ImportError if vectors on a device cannot be encoded, since a package is not installed.
+
+        A caller that asks before it begins has lost nothing yet.
+        """
+
     @abc.abstractmethod
     def encoded_nbytes(self, elements: int) -> int:
         """Return the exact size in bytes of the payload of `elements` elements.

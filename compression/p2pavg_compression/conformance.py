@@ -53,6 +53,7 @@ def check_round_trip(codec: Codec, elements: int) -> None:
     nbytes = codec.encoded_nbytes(elements)
     sizes = f"payload of {elements} elements has {payload.nbytes} bytes, encoded_nbytes says {nbytes}"
     require(payload.nbytes == len(payload) == nbytes, sizes)
+    # Peers compare digests of encoded bytes, so the same values must not have two encodings.
     require(bytes(codec.encode(values)) == bytes(payload), "encoding twice gave different bytes")
     decoded = codec.decode(payload, elements)
     require_vector(decoded, elements)
@@ -81,6 +82,7 @@ def check_read_only_and_misaligned(codec: Codec, elements: int) -> None:
     values = sample(elements)
     payload = bytes(codec.encode(values))
     expected = codec.decode(payload, elements)
+    # A payload may lie at any place in the memory of a received message.
     for offset in (0, 1, 2, 4):
         shifted = bytes(offset) + payload
         views = (memoryview(shifted)[offset:], memoryview(bytearray(shifted))[offset:])
@@ -88,6 +90,7 @@ def check_read_only_and_misaligned(codec: Codec, elements: int) -> None:
             require(
                 same_bits(codec.decode(view, elements), expected), f"decode differs at byte offset {offset}"
             )
+        # Filled with ones, so that a byte that the codec leaves out shows.
         target = memoryview(bytearray(b"\xff" * len(shifted)))[offset:]
         codec.encode(values, target)
         require(bytes(target) == payload, f"encode differs at byte offset {offset} of its buffer")
@@ -102,6 +105,8 @@ def check_accumulate(codec: Codec, elements: int) -> None:
         accumulator = start.clone()
         codec.accumulate(payload, accumulator, weight)
         term = decoded * weight
+        # Both operations round, and may be fused.
+        # Below the smallest normal number, errors are no fractions of the values.
         bound = 4 * torch.finfo(torch.float32).eps * (start.double().abs() + term.abs()) + 1e-37
         error = (accumulator.double() - (start.double() + term)).abs()
         require(bool((error <= bound).all()), f"accumulate with weight {weight} is not += weight * decoded")
@@ -122,6 +127,7 @@ def check_zeros(codec: Codec) -> None:
 def check_parts(codec: Codec) -> None:
     """Check that a vector in parts, cut at multiples of the granularity, decodes to the same bits as the whole."""
     step = codec.granularity
+    # Long enough that a codec that works in chunks needs several, with a short last block.
     whole = sample(5 * step + step // 2 + 300_000 // step * step)
     expected = codec.decode(codec.encode(whole), whole.numel())
     for cut in (step, 3 * step, 5 * step, 5 * step + 200_000 // step * step):
@@ -168,6 +174,7 @@ def check_arguments(codec: Codec) -> None:
         raises(ValueError, f"decoding into {what}", codec.decode, payload, elements, wrong)
         raises(ValueError, f"accumulating on {what}", codec.accumulate, payload, wrong, 1.0)
     raises(ValueError, "decoding into a longer tensor", codec.decode, payload, elements, sample(elements + 1))
+    # 1e39 is finite in Python, and infinite as float32.
     for weight in (float("nan"), float("inf"), 1e39):
         accumulator = good.clone()
         raises(ValueError, f"weight {weight}", codec.accumulate, payload, accumulator, weight)
@@ -186,6 +193,7 @@ def check_refused_values(codec: Codec) -> None:
         values = sample(elements)
         values[elements // 3] = extreme
         require_vector(codec.decode(codec.encode(values), elements), elements)
+    # The reciprocal of a scale as small as this may overflow to infinity.
     tiny = torch.full((elements,), 1e-42, dtype=torch.float32, device="cpu")
     tiny[1::2] = -1.1e-39
     decoded = codec.decode(codec.encode(tiny), elements)
@@ -218,6 +226,7 @@ def check_threads(codec: Codec) -> None:
         vector = vectors[index % 4]
         return same_bits(codec.decode(codec.encode(vector), elements), expected[index % 4])
 
+    # Codecs use scratch memory, which threads must not share.
     with ThreadPoolExecutor(4) as pool:
         require(all(pool.map(round_trip, range(24))), "threads disturb each other")
 
@@ -230,6 +239,7 @@ def _finite_or_refused(codec: Codec, payload: bytes, elements: int) -> None:
         codec.decode(payload, elements, out)
     except CodecError:
         require(same_bits(out, before), "decode wrote to out before it refused the payload")
+        # Reducers accumulate without decoding first, so both must refuse the same payloads.
         raises(CodecError, "accumulating what decode refuses", codec.accumulate, payload, accumulator, 1.0)
         require(same_bits(accumulator, before), "a refused payload changed the accumulator")
     else:

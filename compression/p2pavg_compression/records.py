@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .combinations import Combinations, combinations, number_bytes
 
-__all__ = ["Record", "Records", "record_of"]
+__all__ = ["ChunkForm", "Records", "record_of"]
 
 _LARGE_PART = 5  # one of five values has the larger magnitude
 _RATIO_STEPS = 32
@@ -28,7 +28,7 @@ _LARGEST = 2.0**100
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ChunkForm:
     """The form of the record of a chunk of `chunk` elements, of which `k` are sent at most."""
 
     chunk: int
@@ -62,7 +62,7 @@ class Record:
 
 
 @functools.lru_cache(maxsize=1024)
-def record_of(elements: int, chunk: int, k: int, bits: int) -> Record:
+def record_of(elements: int, chunk: int, k: int, bits: int) -> ChunkForm:
     """Return the form of the record of so many elements of a chunk, of whose elements `k` are sent at most.
 
     Raises ValueError if the places of a chunk take too many bits.
@@ -72,7 +72,7 @@ def record_of(elements: int, chunk: int, k: int, bits: int) -> Record:
     large = _large_of(most, bits)
     places_end = number_bytes(elements, most)
     large_end = places_end + number_bytes(most, large)
-    return Record(elements, most, large, whole, places_end, large_end, large_end + (most + 7) // 8)
+    return ChunkForm(elements, most, large, whole, places_end, large_end, large_end + (most + 7) // 8)
 
 
 def _large_of(k: int, bits: int) -> int:
@@ -83,7 +83,7 @@ def _large_of(k: int, bits: int) -> int:
 class Records:
     """Records of one form, in memory that they may share with a payload."""
 
-    record: Record
+    record: ChunkForm
     raw: NDArray[np.uint8]
     """(R, nbytes)."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .base import CheckedCodec, check_encodable
 from .codec import MAX_MAGNITUDE, CodecError
-from .records import Record, Records, record_of
+from .records import ChunkForm, Records, record_of
 from .scratch import CHUNK_ELEMENTS
 
 __all__ = ["TopK"]
@@ -76,7 +76,7 @@ class TopK(CheckedCodec):
     def _payload_nbytes(self, elements: int) -> int:
         return sum(rows * record.nbytes for record, rows in self._records(elements))
 
-    def _records(self, elements: int) -> list[tuple[Record, int]]:
+    def _records(self, elements: int) -> list[tuple[ChunkForm, int]]:
         """Return the kinds of chunks of a vector, with their numbers: whole ones, then a shorter one."""
         rows, rest = divmod(elements, self.chunk)
         kinds = [(self.chunk, rows)] if rows else []

@@ -2,17 +2,24 @@
 
 `RecordNode` is the entry point; it needs a `Signer` and an `Rpc`. The package knows nothing of the purpose of
 the records.
+
+A program that only reads identities and records, such as a command in a terminal, does not load trio for the node.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from p2pavg_dht.contact import Contact, ContactError
 from p2pavg_dht.identity import Ed25519Signer, PeerIdError, Signer, public_key_of
 from p2pavg_dht.limits import Limits
 from p2pavg_dht.messages import PROTOCOL, MessageError
-from p2pavg_dht.node import Published, RecordNode
 from p2pavg_dht.record import MAX_VALUE_BYTES, Record, RecordError, sign_record, verify
-from p2pavg_dht.rpc import RPC_TIMEOUT, Rpc, RpcError
-from p2pavg_dht.storage import Refusal
 from p2pavg_dht.wire import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from p2pavg_dht.node import Published, RecordNode
+    from p2pavg_dht.rpc import RPC_TIMEOUT, Rpc, RpcError
+    from p2pavg_dht.storage import Refusal
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -37,3 +44,19 @@ __all__ = [
     "sign_record",
     "verify",
 ]
+
+_LATER = {
+    "Published": "node",
+    "RPC_TIMEOUT": "rpc",
+    "RecordNode": "node",
+    "Refusal": "storage",
+    "Rpc": "rpc",
+    "RpcError": "rpc",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load the module of a name that needs trio, and return the name's object (PEP 562)."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

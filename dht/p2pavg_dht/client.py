@@ -13,7 +13,7 @@ from p2pavg_dht.messages import (
     Find,
     Found,
     Locate,
-    Located,
+    LocateAnswer,
     MessageError,
     Request,
     Store,
@@ -123,7 +123,7 @@ async def _check(request: Request, answer: Answer) -> None:
             await _check_records(held, {record.key for record in records})
         case Find(key=key), Found(_, held):
             await _check_records(held, {key})
-        case Locate(), Located():
+        case Locate(), LocateAnswer():
             pass
         case _:
             raise MessageError("the answer does not belong to the request")

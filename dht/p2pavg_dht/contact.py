@@ -1,4 +1,4 @@
-"""Contacts: a peer id, and addresses at which the peer may be reached."""
+"""Contacts: a peer id, and addresses at which the peer may be reached. No I/O, no clock."""
 
 import re
 from dataclasses import dataclass

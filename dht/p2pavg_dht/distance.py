@@ -2,6 +2,8 @@
 
 After Maymounkov & Mazières, "Kademlia" (IPTPS 2002), section 2.1. Points are SHA-256 hashes, so peer ids and
 keys do not cluster, however they were made.
+
+No I/O, no clock.
 """
 
 from collections.abc import Iterable
@@ -16,7 +18,7 @@ K = 8
 BITS = 256
 
 
-class Located(Protocol):
+class HasPeerId(Protocol):
     """An object with a peer id."""
 
     @property
@@ -24,7 +26,7 @@ class Located(Protocol):
         """The peer id."""
 
 
-P = TypeVar("P", bound=Located)
+P = TypeVar("P", bound=HasPeerId)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ MAX_KEYS: Final = 32
 MAX_HEARD_BYTES: Final = 128 * 1024
 
 
-class Heard:
+class RecordCache:
     """Genuine records by key. At most 4 MiB are kept; the keys used least recently are forgotten."""
 
     def __init__(self) -> None:

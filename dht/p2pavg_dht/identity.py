@@ -4,6 +4,8 @@ A libp2p peer id of an Ed25519 key is the base58btc text of an identity multihas
 protobuf: `00 24 | 08 01 12 20 | 32 bytes of key`. So the publisher's id contains the key that verifies its
 records, and no key has to be looked up or trusted
 (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md).
+
+No I/O, no clock.
 """
 
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Limits of the memory that a record store grants to strangers."""
+"""Limits of the memory that a record store grants to strangers. No I/O, no clock."""
 
 from dataclasses import dataclass, fields
 
@@ -16,7 +16,8 @@ class Limits:
     - `max_ttl`, `clock_skew` (seconds): a record may expire at most `max_ttl + clock_skew` from now.
     - `publishers_per_key`, `bytes_per_key`: limits of one key. The bytes fit into one answer, so an answer for
       a single key is always complete.
-    - `records_per_publisher`, `bytes_per_publisher`: limits of one identity over all keys.
+    - `records_per_publisher`, `bytes_per_publisher`: limits of one identity over all keys. A peer has two or three
+      records for each averager that it has open, and with DDP it has one for each bucket of gradients.
     - `relayed_per_sender`: the number of *other* publishers' records that one authenticated sender may have
       brought. Without it, one connection could bring any number of invented identities, each with its own
       allowance.
@@ -27,8 +28,8 @@ class Limits:
     clock_skew: float = 60.0
     publishers_per_key: int = 256
     bytes_per_key: int = 960 * 1024
-    records_per_publisher: int = 64
-    bytes_per_publisher: int = 128 * 1024
+    records_per_publisher: int = 256
+    bytes_per_publisher: int = 256 * 1024
     relayed_per_sender: int = 64
     total_keys: int = 4096
     total_records: int = 16384

@@ -16,6 +16,8 @@ answers, until the K nearest live peers have all answered. Three things differ:
   second instead of the whole timeout of a call.
 
 Times are seconds on a monotonic clock.
+
+No I/O, no clock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,7 +61,7 @@ class _Path:
 
 
 @dataclass(slots=True)
-class _Call:
+class _LookupCall:
     contact: Contact
     path: _Path
     state: _State
@@ -70,11 +72,11 @@ class _Calls:
     """The calls of a lookup, and the contacts that are taken: their calls are under way, or answered."""
 
     def __init__(self) -> None:
-        self._calls: dict[Contact, _Call] = {}
+        self._calls: dict[Contact, _LookupCall] = {}
         self._taken: dict[str, Contact] = {}
 
     def begin(self, path: _Path, contact: Contact, now: float) -> None:
-        self._calls[contact] = _Call(contact, path, _State.ASKED, now)
+        self._calls[contact] = _LookupCall(contact, path, _State.ASKED, now)
         self._taken[contact.peer_id] = contact
         path.calls += 1
 
@@ -82,6 +84,7 @@ class _Calls:
         """Note an answer of `contact`, which may have stalled, and return the path that has asked it."""
         call = self._calls[contact]
         call.state = _State.ANSWERED
+        # A stalled call may answer late, when another address of the peer is already asked.
         self._taken[contact.peer_id] = contact
         # The path may have heard of another address meanwhile. This one is right.
         call.path.known[contact.peer_id] = contact
@@ -105,7 +108,7 @@ class _Calls:
         """Return the contacts that are taken, by `path` or by all paths."""
         return [c for c in self._taken.values() if path is None or self._calls[c].path is path]
 
-    def having(self, state: _State, path: _Path | None = None) -> list[_Call]:
+    def having(self, state: _State, path: _Path | None = None) -> list[_LookupCall]:
         """Return the calls in `state`, of `path` or of all paths."""
         return [c for c in self._calls.values() if c.state is state and (path is None or c.path is path)]
 
@@ -171,6 +174,8 @@ class Lookup:
             for contact in self._open_share(path)[: max(0, room)]:
                 self._calls.begin(path, contact, now)
                 chosen.append(contact)
+        # Once each path has asked its share, the places that are left go to the
+        # nearest of all, whichever path knows them.
         for contact in self._open_rest()[: max(0, most_at_once - self._under_way())]:
             # Several paths may know the contact. The one that has made the fewest calls asks it.
             knowing = [path for path in self._paths if contact in self._open(path)]
@@ -182,12 +187,14 @@ class Lookup:
     def answered(self, contact: Contact, closer: Iterable[Contact]) -> None:
         """Note that `contact` has answered, and has named peers nearer to the point (at most K count)."""
         path = self._calls.answer(contact)
+        # A hostile contact may name any number of invented ones.
         named = list(closer)[:K]
         heirs = [path, *path.empty] if named else [path]
         for heir, hand in zip(heirs, _deal(named, self._point, len(heirs)), strict=True):
             self._learn(heir, hand)
         if named:
             path.empty = []
+        # The path has shown that it leads somewhere, so it asks its whole share at once from now on.
         path.wide = True
 
     def failed(self, contact: Contact) -> None:
@@ -227,6 +234,7 @@ class Lookup:
         """
         under_way = {call.contact for call in self._calls.having(_State.ASKED)}
         for front in (*map(self._front, self._paths), self._front_of_all()):
+            # Something near is still asked, or could be.
             if any(contact in under_way or self._calls.is_free(contact) for contact in front):
                 return False
         return not self.stalled or len(self._answered()) >= K or self._majority()

@@ -18,6 +18,8 @@ responder that are nearest to the key or point of the request.
 `known` are the marks of records that the sender has already. The answer leaves these out: a board of 40 peers takes
 14 KB, and each of them asks many others every second. A `brief` request gets no contacts, and a brief Store no records.
 Without marks, a request that is not brief leaves out both fields.
+
+No I/O, no clock.
 """
 
 from collections.abc import Callable, Iterable
@@ -140,7 +142,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocateAnswer:
     """The answer to a Locate: the responder's contacts nearest to the point."""
 
     closer: tuple[Contact, ...]
@@ -150,12 +152,13 @@ class Located:
 
 
 Request: TypeAlias = Store | Find | Locate
-Answer: TypeAlias = Stored | Found | Located
+Answer: TypeAlias = Stored | Found | LocateAnswer
 
 
 def encode(message: Request | Answer) -> bytes:
     """Encode `message`. Raise MessageError if it has more than MAX_MESSAGE_BYTES."""
     encoded = packed(_parts(message))
+    # Checked by the sender as well: the other side would refuse the whole message.
     _require(len(encoded) <= MAX_MESSAGE_BYTES, f"a message has at most {MAX_MESSAGE_BYTES} bytes")
     return encoded
 
@@ -172,11 +175,12 @@ def _parts(message: Request | Answer) -> tuple[object, ...]:
             return 4, _contact_parts(closer), tuple(map(pack, records)), outcomes, omitted
         case Found(closer, records):
             return 5, _contact_parts(closer), tuple(map(pack, records))
-        case Located(closer):
+        case LocateAnswer(closer):
             return 6, _contact_parts(closer)
 
 
 def _options(known: bytes, brief: bool) -> tuple[object, ...]:
+    # A request without options has one encoding, and it is shorter.
     return (known, int(brief)) if known or brief else ()
 
 
@@ -200,6 +204,7 @@ def _decode(message: bytes) -> Request | Answer:
     try:
         reader = Reader(message)
         decoded = _read_message(reader)
+        # Bytes after the end are refused: a message has one encoding.
         reader.end()
     except (WireError, RecordError, ContactError) as error:
         raise MessageError(str(error)) from error
@@ -208,6 +213,7 @@ def _decode(message: bytes) -> Request | Answer:
 
 def _read_message(reader: Reader) -> Request | Answer:
     length = reader.array(5)
+    # The number and the length together name the form, so that no field is read that the form does not have.
     match reader.integer(6), length:
         case 1, 3 | 5:
             addresses = _read_addresses(reader)
@@ -224,7 +230,7 @@ def _read_message(reader: Reader) -> Request | Answer:
         case 5, 3:
             return Found(_read_closer(reader), _read_records(reader))
         case 6, 2:
-            return Located(_read_closer(reader))
+            return LocateAnswer(_read_closer(reader))
     raise WireError("no message has this number and length")
 
 
@@ -232,12 +238,14 @@ def _read_options(reader: Reader, length: int) -> tuple[bytes, bool]:
     if length == 3:
         return b"", False
     known, brief = reader.multiple(MARK_BYTES, MAX_MARKS * MARK_BYTES), bool(reader.integer(1))
+    # The shorter form says the same.
     if not (known or brief):
         raise WireError("a request has no options that say nothing")
     return known, brief
 
 
 def _read_many(reader: Reader, most: int, read: Callable[[Reader], T]) -> tuple[T, ...]:
+    # The length is bounded before an element is read: a claimed length costs no memory.
     return tuple(read(reader) for _ in range(reader.array(most)))
 
 
@@ -282,6 +290,7 @@ def _check_known(known: bytes) -> None:
 
 
 def _check_closer(closer: tuple[Contact, ...]) -> None:
+    # A hostile responder could otherwise fill a lookup with contacts of its own.
     _require(len(closer) <= K, f"an answer names at most {K} contacts")
     _require(len({contact.peer_id for contact in closer}) == len(closer), "an answer names a contact twice")
 

@@ -16,7 +16,7 @@ import trio
 from p2pavg_dht.client import Client
 from p2pavg_dht.contact import Contact, ContactError
 from p2pavg_dht.distance import peer_point
-from p2pavg_dht.heard import Heard
+from p2pavg_dht.heard import RecordCache
 from p2pavg_dht.identity import Signer
 from p2pavg_dht.limits import Limits
 from p2pavg_dht.messages import MessageError, Store, decode_request, encode
@@ -27,7 +27,7 @@ from p2pavg_dht.routing import RoutingTable
 from p2pavg_dht.rpc import Rpc
 from p2pavg_dht.service import serve
 from p2pavg_dht.storage import Guard, RecordStore, Refusal, untimely
-from p2pavg_dht.upkeep import Started, Upkeep
+from p2pavg_dht.upkeep import TaskStatus, Upkeep
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,19 @@ class RecordNode:
         self._limits = limits or Limits()
         self._now = wall_clock
         self._watchers: dict[bytes, Callable[[], None]] = {}
+        self.on_outranked: Callable[[], None] = lambda: None
+        """A function that is called when a record is found that another process of this identity has signed.
+
+        It may be an earlier process, whose clock was ahead.
+        """
+        self._is_silent = False
         self._also: dict[bytes, tuple[Contact, ...]] = {}
         self._kept: dict[bytes, frozenset[str]] = {}
         self._store = RecordStore(self._limits)
-        self._heard = Heard()
+        self._heard = RecordCache()
         self._table = RoutingTable(self._peer_id)
         self._publications = Publications(signer, self._limits)
+        # The upkeep is looked up when the client calls it: it needs the client, and is made after it.
         self._client = Client(
             rpc, self._table, addresses, on_live=lambda contact: self._upkeep.tell_soon(contact)
         )
@@ -111,7 +118,7 @@ class RecordNode:
         """About how many peers the network has, this one included: exact for small ones, see `RoutingTable`."""
         return self._table.network_size()
 
-    async def run(self, *, task_status: Started = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
         """Renew own records at TTL/3, expire others, check peers and look for new ones, until cancelled.
 
         Call it with `nursery.start`. It owns every task that outlives a call. Raises RuntimeError if it runs
@@ -125,14 +132,11 @@ class RecordNode:
         It looks up the peers nearest to this one. 0 means that no contact answered. `run` tries these contacts
         again for as long as no peer is known.
         """
+        # Before the first call: if all of them fail now, the upkeep goes on trying.
         self._upkeep.remember_bootstrap(contacts)
         await self._operations.locate(peer_point(self._peer_id), contacts)
         self._upkeep.refresh_soon()
         return len(self._table.live())
-
-    def add_contact(self, contact: Contact) -> None:
-        """Name a possible peer. It becomes known when it answers a call, which `run` makes."""
-        self._upkeep.check_if_wanted(contact)
 
     async def publish(
         self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
@@ -155,20 +159,38 @@ class RecordNode:
             raise ValueError(f"a value has 1 to {MAX_VALUE_BYTES} bytes, not {len(value)}; see withdraw")
         if not (math.isfinite(ttl) and 0 < ttl <= self._limits.max_ttl):
             raise ValueError(f"ttl must be positive and at most {self._limits.max_ttl} s, not {ttl}")
+        # Everything that renewals need is noted before the first call, since the call may be cancelled in its midst.
         record = self._publications.announce(key, value, ttl=ttl, now=self._now())
         self._also[key] = tuple(also)
+        # Strangers may fill a key with invented records; these publishers have places there in any case.
         self._store.reserve(key, {self._peer_id, *(contact.peer_id for contact in also)})
         return await self._announce(record, also)
 
     async def withdraw(self, key: bytes) -> None:
         """Withdraw this peer's record under `key`, if there is one."""
         _check_key(key)
+        # Another process has this identity: a withdrawal would remove its record.
+        if self._is_silent:
+            return
         tombstone = self._publications.withdraw(key, self._now())
+        # Taken before anything is awaited: a publish that comes meanwhile sets it anew.
         also = self._also.pop(key, ())
         if tombstone is not None:
             await self._announce_briefly(tombstone, also)
         if key not in self._also:  # not published again meanwhile
             self._store.reserve(key, self._kept.get(key, frozenset()))
+
+    def fall_silent(self) -> None:
+        """Withdraw no more records: they would be those of another process, which has the same identity."""
+        self._is_silent = True
+
+    def release(self, key: bytes) -> None:
+        """Renew this peer's record under `key` no more, and do not withdraw it either: it expires where it is stored.
+
+        For a record that is to be found after its publisher has gone.
+        """
+        _check_key(key)
+        self._publications.release(key)
 
     def keep_places(self, key: bytes, contacts: Sequence[Contact]) -> None:
         """Keep places for the records of `contacts` under `key`, though this peer has published none there.
@@ -198,6 +220,9 @@ class RecordNode:
         """
         _check_key(key)
         found = await self._operations.find(key, also, self._known(key))
+        # A newer record of this identity means that another process has it, or had it with a clock that was ahead.
+        if self._publications.are_outranked(found):
+            self.on_outranked()
         return self._heard.keep(key, self._merged(key, found))
 
     @contextmanager
@@ -250,8 +275,10 @@ class RecordNode:
             contact = Contact(sender, decoded.addresses)
         except ContactError as error:
             raise MessageError(f"the sender is no contact: {error.reason}") from error
+        # A call does not prove that its sender can be reached: the routing table takes it after a call back.
         self._table.update_addresses(contact)
         self._upkeep.check_if_wanted(contact)
+        # Before the watchers are called: they look at what is stored now.
         answer = encode(serve(decoded, sender, self._store, self._table, self._now()))
         if isinstance(decoded, Store):
             for key in {record.key for record in decoded.records} & self._watchers.keys():
@@ -278,11 +305,14 @@ class RecordNode:
     async def _announce(self, record: Record, also: Sequence[Contact]) -> Published:
         """Store `record`. If a newer record of an earlier process of this peer is found, outrank it and repeat."""
         published, seen = await self._announce_once(record, also)
+        # An expired record obstructs nothing, and one that expires too far ahead is stored by no honest peer.
         timely = [r for r in seen if untimely(r, self._now(), self._limits) is None]
         again = self._publications.adopt(timely, self._now())
         if again is None:
             return published
+        self.on_outranked()
         logger.info("a newer record of an earlier process of this peer was found and is being replaced")
+        # Once only: two processes of one identity would outrank each other without end.
         published, _ = await self._announce_once(again, also)
         return published
 
@@ -291,6 +321,7 @@ class RecordNode:
         # other's record.
         refusal = self._store.put(record, sender=self._peer_id, now=self._now())
         known = self._known(record.key)
+        # The request names the records that are known, so the answers leave them out.
         outcome = await self._operations.store(record, also, known)
         for holder in outcome.holders:
             self._publications.confirmed(record, holder)
@@ -306,6 +337,7 @@ class RecordNode:
     def _merged(self, key: bytes, found: Sequence[Record]) -> tuple[Record, ...]:
         now = self._now()
         records = [*found, *self._store.records(key, now)]
+        # Keepers that are honest refuse such a record. Expired ones stay until here: they show what they have replaced.
         credible = [r for r in records if untimely(r, now, self._limits) is not Refusal.TOO_FAR]
         return live_records(credible, now)
 

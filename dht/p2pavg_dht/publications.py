@@ -1,6 +1,8 @@
 """The publications of this peer: its records, their renewals and their withdrawals.
 
 This module decides and signs, but sends nothing. Times are wall clock, in seconds.
+
+No I/O, no clock.
 """
 
 from collections.abc import Iterable
@@ -65,6 +67,10 @@ class Publications:
             return None
         return self._sign(key, b"", publication.ttl, now, publication, lifetime=0.0)
 
+    def release(self, key: bytes) -> None:
+        """Renew the record under `key` no more, and leave it to the peers that hold it until it expires."""
+        self._by_key.pop(key, None)
+
     def adopt(self, records: Iterable[Record], now: float) -> Record | None:
         """Return a copy that outranks newer records of this publisher among `records`; None if there are none.
 
@@ -80,6 +86,13 @@ class Publications:
         lifetime = 0.0 if said.withdrawn else publication.ttl
         earlier = _Publication(newest, publication.ttl, now)
         return self._sign(said.key, said.value, publication.ttl, now, earlier, lifetime=lifetime)
+
+    def are_outranked(self, records: Iterable[Record]) -> bool:
+        """Return whether one of `records` is newer than what this publisher has under its key.
+
+        Another process has signed it with the same key. `records` must be verified.
+        """
+        return any(self._obstructs(record) for record in records)
 
     def due(self, now: float) -> list[bytes]:
         """Return the keys to renew at `now`, and forget the withdrawals that have expired."""

@@ -3,6 +3,8 @@
 A publisher has one record under each key. A newer record replaces it, and an empty one withdraws it. A peer
 that relays a record cannot change it. The signature covers every field and is checked with the key inside the
 publisher's id, under a domain tag that no other signature of this identity uses.
+
+No I/O, no clock.
 """
 
 import math

@@ -6,6 +6,8 @@ a full bucket only in place of a contact that has stopped answering. A peer ente
 call of this peer.
 
 All times here are seconds on a monotonic clock.
+
+No I/O, no clock.
 """
 
 from collections.abc import Iterator

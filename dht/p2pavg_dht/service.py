@@ -10,7 +10,7 @@ from p2pavg_dht.messages import (
     Find,
     Found,
     Locate,
-    Located,
+    LocateAnswer,
     Request,
     Store,
     Stored,
@@ -39,7 +39,7 @@ def serve(request: Request, sender: str, store: RecordStore, table: RoutingTable
             closer = () if brief else _closer(table, key_point(key), sender)
             return Found(closer, unmarked(store.records(key, now), known))
         case Locate(_, point):
-            return Located(_closer(table, int.from_bytes(point, "big"), sender))
+            return LocateAnswer(_closer(table, int.from_bytes(point, "big"), sender))
 
 
 def _put_all(records: Iterable[Record], sender: str, store: RecordStore, now: float) -> Iterable[str]:

@@ -18,6 +18,8 @@ would simply choose near ones. But an honest record may come from a peer whose t
 
 Replays: under one key, a publisher's sequence and its expiration time only ever grow. So a tombstone outlives
 every record that it withdraws. When it is gone, an older record is refused as expired.
+
+No I/O, no clock.
 """
 
 from collections import Counter
@@ -121,11 +123,15 @@ class RecordStore:
         A record that is held already counts as stored. The signature check is the most expensive one, so it
         comes after the others; a guard sees genuine records only.
         """
+        # Records that have expired must not take the room of this one.
         self.expire(now)
         held = self._held(record.key, record.publisher)
+        # Several keepers and the publisher itself send the same record. It was verified when it came first.
         if held is not None and held.record == record:
             return None
         refusal: str | None = (
+            # The order matters: what comes first is cheap, and a flood of records
+            # without room costs no signature check.
             untimely(record, now, self._limits)
             or (_outranked(record, held.record) if held else None)
             or self._no_room(record, held, sender)
@@ -140,6 +146,7 @@ class RecordStore:
         """Return the unexpired records under `key`, including withdrawals, ordered by publisher."""
         self.expire(now)
         entries = self._keys.get(key, {})
+        # Withdrawals are told as well: another keeper may still hold a record that was withdrawn.
         return tuple(entries[publisher].record for publisher in sorted(entries))
 
     def records_within(self, keys: Iterable[bytes], most_bytes: int, now: float) -> tuple[list[Record], int]:
@@ -147,6 +154,7 @@ class RecordStore:
         taken: list[Record] = []
         omitted = 0
         for record in (record for key in keys for record in self.records(key, now)):
+            # A long record that does not fit leaves room for shorter ones that follow.
             if record.wire_bytes <= most_bytes:
                 most_bytes -= record.wire_bytes
                 taken.append(record)
@@ -169,6 +177,7 @@ class RecordStore:
             return None
         if record.withdrawn:  # it has no value that a guard could check
             return None if held else Refusal.UNKNOWN_WITHDRAWN
+        # Several users of a run at this peer may each set a guard. One of them is enough.
         return guards[0](record)
 
     def _held(self, key: bytes, publisher: str) -> _Entry | None:
@@ -178,11 +187,13 @@ class RecordStore:
         limits = self._limits
         records = 0 if held else 1
         size = record.wire_bytes - (held.record.wire_bytes if held else 0)
+        # Renewals take no new place, so they pass.
         if not held and sender != record.publisher and self._relayed[sender] >= limits.relayed_per_sender:
             return Refusal.SENDER_QUOTA
         publisher = self._by_publisher.get(record.publisher, _Usage())
         if _over(publisher, records, size, limits.records_per_publisher, limits.bytes_per_publisher):
             return Refusal.PUBLISHER_QUOTA
+        # A reserved place is free of the limits of the key and of the store, and not of the publisher's own.
         if record.publisher in self._reserved.get(record.key, ()):
             return None
         key = self._by_key.get(record.key, _Usage())
@@ -206,6 +217,8 @@ class RecordStore:
         record = entry.record
         self._keys.setdefault(record.key, {})[record.publisher] = entry
         self._count(entry, 1)
+        # The heap finds what has expired without a look at all records. Entries
+        # of records that were replaced stay in it.
         heappush(self._expirations, (record.expiration_time, record.key, record.publisher))
         # A publisher that renews all the time leaves one stale expiration each time.
         if len(self._expirations) > 2 * len(self) + 64:
@@ -244,6 +257,7 @@ def _count_in(usages: dict[T, _Usage], name: T, sign: int, size: int) -> None:
 def _outranked(record: Record, held: Record) -> Refusal | None:
     if record.rank < held.rank:
         return Refusal.REPLAYED
+    # If the time went back, this record would expire first, and the older one could be sent again.
     if record.expiration_time < held.expiration_time:
         return Refusal.SHORTENED
     return None

@@ -35,7 +35,7 @@ MOST_WAITING = 256
 MOST_BOOTSTRAP = 64
 
 
-class Started(Protocol):
+class TaskStatus(Protocol):
     """The `task_status` that `nursery.start` passes (trio.TaskStatus[None])."""
 
     def started(self) -> None:
@@ -132,7 +132,7 @@ class Upkeep:
                 "%s will get our records at their renewal: too many peers came at once", contact.peer_id
             )
 
-    async def run(self, *, task_status: Started) -> None:
+    async def run(self, *, task_status: TaskStatus) -> None:
         """Do the background work until cancelled. Raise RuntimeError if it runs already."""
         if self._running:
             raise RuntimeError("this record node runs already")

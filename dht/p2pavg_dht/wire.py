@@ -3,6 +3,8 @@
 Only the expected types are decoded. The declared length of an array is checked before any element is read, and
 that of a text before it is allocated. The decoder itself refuses a container in the place of a scalar. So
 neither nesting nor a false length costs memory.
+
+No I/O, no clock.
 """
 
 from typing import Final

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from p2pavg import blocking
-from p2pavg.attached import attach
+from p2pavg import blocking, optim  # noqa: F401 - p2pavg.optim can be used without an import of its own
 from p2pavg.base.codes import FailedCode, NoPeersCode
 from p2pavg.base.errors import (
     AccumulateError,
     AddressError,
-    AttachError,
     BehindError,
     BootstrapError,
     BusyError,
@@ -18,6 +16,7 @@ from p2pavg.base.errors import (
     IdentityError,
     ListenError,
     P2PAvgError,
+    RunEndedError,
     StateError,
 )
 from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
@@ -28,6 +27,7 @@ from p2pavg.group.participation import ByCapability, Participation, RandomFracti
 from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.peer.averager import DecentralizedAverager
+from p2pavg.peer.joining.member import join_run
 from p2pavg.peer.peer import Peer, open_peer
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.access import RunAccess
@@ -40,7 +40,6 @@ __all__ = [
     "NF4",
     "AccumulateError",
     "AddressError",
-    "AttachError",
     "Audits",
     "AveragingConfig",
     "BehindError",
@@ -79,6 +78,7 @@ __all__ = [
     "Reachability",
     "RoundResult",
     "RunAccess",
+    "RunEndedError",
     "RunFile",
     "RunPeer",
     "Star",
@@ -87,8 +87,8 @@ __all__ = [
     "Tensors",
     "TopK",
     "TrimmedMean",
-    "attach",
     "blocking",
+    "join_run",
     "open_peer",
     "read_run_file",
     "verify_certificate",

@@ -29,6 +29,8 @@ Two peers share nothing with probability 1 - (2k - 1)/n, where orders of their o
 of N peers share a sample with probability (1 - N k/n)^(N - 1), a little more for small k (arcs on a circle: Stevens
 1939, "Solution to a Geometrical Problem in Probability"). But two peers that begin close to each other share most of
 their samples in that epoch. In the next one, both begin elsewhere.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations

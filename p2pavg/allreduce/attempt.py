@@ -19,8 +19,8 @@ and sends these bytes to every holder (all-gather). All decode the same bytes.
 * A reducer is lost after it has sent its averages to some members. One of these passes them on
   (:meth:`Attempt.pass_on`).
 
-**Sites.** With several sites, contributions and averages go through relays (:mod:`p2pavg.allreduce.movers.routes`). What a
-relay makes of its site's contributions is encoded once, and is kept until the attempt ends.
+**Sites.** With several sites, contributions and averages go through relays (:mod:`p2pavg.allreduce.movers.routes`).
+What a relay makes of its site's contributions is encoded once, and is kept until the attempt ends.
 
 **Why this way.** A fault is only reported here. What follows from it is one decision for the whole group
 (:mod:`p2pavg.consensus.agreement`), which may begin another attempt: an attempt is never repaired. What the next one
@@ -40,14 +40,14 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.movers.lobby import Lanes
-from p2pavg.allreduce.movers.reuse import Leftover, Mark
+from p2pavg.allreduce.movers.reuse import Leftover, ResumeMark
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.receiver import Receiver
-from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.signals import Signals
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.group.milestones import OnMilestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.sites import sites_of
@@ -106,12 +106,12 @@ class Attempt:
         self.number = number
         self.roster = roster
         sites = sites_of(roster.members) if isinstance(context.aggregation.topology, Hierarchical) else None
-        self.ledger = Ledger(roster, me, context.codec.granularity, sites)
+        self.ledger = PartTracker(roster, me, context.codec.granularity, sites)
         self.scope = trio.CancelScope()
         """Cancel it to end the attempt."""
         count = len(self.ledger.tasks) + len(self.ledger.forwards)
         self.signals = Signals(_OneAttempt(self, reports), self.ledger.feeders, count, self.scope)
-        self.values = Values(
+        self.values = AttemptData(
             ledger=self.ledger,
             codec=context.codec,
             vector=vector,
@@ -202,11 +202,11 @@ class Attempt:
                 self.signals.broken(error.peer_id, error)
                 return
 
-    def mark(self, contributor: str) -> Mark:
+    def mark(self, contributor: str) -> ResumeMark:
         """Return how far a member's contribution to this one's share has come, as far as the next attempt keeps it."""
         return self.values.carry.mark(contributor)
 
-    def leave(self, told: Mapping[str, Mark]) -> Leftover | None:
+    def leave(self, told: Mapping[str, ResumeMark]) -> Leftover | None:
         """Return what the next attempt may use. Call it when this one is cancelled, before :meth:`let_go`.
 
         Args:
@@ -235,14 +235,13 @@ class Attempt:
 
 
 def _proofs(
-    context: RunContext, number: int, group_id: bytes, ledger: Ledger, position: Callable[[str], int]
-) -> Proofs | None:
-    """Return the proofs of an attempt; ``None`` in a group without audits."""
-    if context.aggregation.audits is None:
-        return None
+    context: RunContext, number: int, group_id: bytes, ledger: PartTracker, position: Callable[[str], int]
+) -> Proofs:
+    """Return the proofs of an attempt."""
     positions = {member.peer_id: position(member.peer_id) for member in ledger.roster.members}
     subject = Subject(group_id, number, tuple(sorted(positions.values())), context.aggregation.text)
-    return Proofs(subject, ledger, context.signer, positions)
+    audited = context.aggregation.audits is not None
+    return Proofs(subject, ledger, context.signer, positions, audited=audited)
 
 
 class _OneAttempt:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
-from p2pavg.allreduce.reduction import Ledger, bytes_of
+from p2pavg.allreduce.reduction import PartTracker, bytes_of
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec, CodecError
 
@@ -41,7 +41,7 @@ class EncodedAverage:
 class Averages:
     """The averaged parts of the whole vector, or of an auxiliary's share."""
 
-    def __init__(self, ledger: Ledger, codec: Codec, buffers: Buffers) -> None:
+    def __init__(self, ledger: PartTracker, codec: Codec, buffers: Buffers) -> None:
         self._holding = ledger.holding
         self._codec = codec
         shares, own_parts = ledger.roster.shares, ledger.parts[ledger.me]
@@ -63,10 +63,10 @@ class Averages:
 
     def let_go(self) -> None:
         """Release everything that has the size of a vector."""
-        self.values = torch.empty(0)
+        self.values = torch.empty(0, dtype=torch.float32, device="cpu")
         self._encoded.clear()
 
-    def values_of(self, part: Part) -> torch.Tensor:
+    def values_of(self, part: SharePart) -> torch.Tensor:
         """Return the values of a part, where they are held."""
         start = part.start if self._holding else self._places[part.start]
         return self.values[start : start + part.elements]
@@ -96,7 +96,7 @@ class Averages:
         """Keep the bytes of a part whose values are in place, and the digest of these bytes."""
         self._encoded[reducer][index], self._digests[reducer][index] = encoded, digest
 
-    def install(self, reducer: str, part: Part, payload: Buffer) -> None:
+    def install(self, reducer: str, part: SharePart, payload: Buffer) -> None:
         """Decode a part of a reducer's share into its place, and keep it.
 
         Raises:

@@ -1,7 +1,7 @@
 """The contributions that go over from one attempt to the next, at one member. No I/O, no clock.
 
-:mod:`p2pavg.allreduce.movers.reuse` decides what goes over. Nothing does in a group without audits, because its reducers keep
-no contribution longer than until its average.
+:mod:`p2pavg.allreduce.movers.reuse` decides what goes over. Nothing does in a group without audits, because its
+reducers keep no contribution longer than until its average.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from p2pavg.allreduce.inputs import Coming, Inputs
+from p2pavg.allreduce.inputs import IncomingPart, Inputs
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.movers.reuse import START, Leftover, Mark, goes_on_at, has_come
+from p2pavg.allreduce.movers.reuse import START, Leftover, ResumeMark, goes_on_at, has_come
 from p2pavg.allreduce.proofs import Proofs
-from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg_compression import Codec
 
 
-class Carry:
+class ResumeState:
     """What an attempt has of the one before, and what it leaves to the next one. Safe to use from any thread.
 
     Args:
@@ -31,7 +31,7 @@ class Carry:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: PartTracker,
         inputs: Inputs,
         codec: Codec,
         buffers: Buffers,
@@ -48,8 +48,8 @@ class Carry:
         self._buffers = buffers
         self._proofs = proofs
         self._guard = guard
-        self._has: dict[str, Mark] = {}
-        self._goes_on: dict[str, Mark] = {}
+        self._has: dict[str, ResumeMark] = {}
+        self._goes_on: dict[str, ResumeMark] = {}
         if leftover is not None and proofs is not None:
             self._take_contributions(leftover, proofs)
             self._resume(leftover, proofs)
@@ -84,11 +84,11 @@ class Carry:
 
     # ------------------------------------------------------------------ in this attempt
 
-    def goes_on_at(self, reducer: str) -> Mark:
+    def goes_on_at(self, reducer: str) -> ResumeMark:
         """Return where this member's contribution to a reducer goes on."""
         return self._goes_on.get(reducer, START)
 
-    def check_begin(self, contributor: str, mark: Mark) -> None:
+    def check_begin(self, contributor: str, mark: ResumeMark) -> None:
         """Check where a contributor goes on.
 
         Raises:
@@ -100,7 +100,7 @@ class Carry:
         if mark > has or mark.nbytes > size:
             raise RemoteProtocolError(f"its contribution goes on at {mark}, and has come up to {has}")
 
-    def receive(self, contributor: str, part: Part, mark: Mark) -> Coming:
+    def receive(self, contributor: str, part: SharePart, mark: ResumeMark) -> IncomingPart:
         """Return the memory for a part of a contribution, with what has come of it before ``mark``."""
         skipped = mark.nbytes if part.index == mark.parts else 0
         with self._guard:
@@ -113,19 +113,19 @@ class Carry:
             coming.begin_again(skipped)
             return coming
 
-    def _coming(self, part: Part, at: int) -> Coming:
-        return Coming(part.index, self._buffers.bytes(self._codec.encoded_nbytes(part.elements)), at)
+    def _coming(self, part: SharePart, at: int) -> IncomingPart:
+        return IncomingPart(part.index, self._buffers.bytes(self._codec.encoded_nbytes(part.elements)), at)
 
     # ------------------------------------------------------------------ for the next one
 
-    def mark(self, contributor: str) -> Mark:
+    def mark(self, contributor: str) -> ResumeMark:
         """Return how far a contribution to this member's share has come, as far as it is kept."""
         if not self._inputs.keeps or contributor not in self._ledger.contributors:
             return START
         with self._guard:
             return self._inputs.mark(contributor, self._ledger.position(contributor, Lane.CONTRIBUTIONS))
 
-    def leave(self, told: Mapping[str, Mark]) -> Leftover | None:
+    def leave(self, told: Mapping[str, ResumeMark]) -> Leftover | None:
         """Return what goes over to the next attempt; ``None`` if nothing does.
 
         Args:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from p2pavg.allreduce.norm_check import NormCheck
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.norms import norm_factors
@@ -61,7 +61,7 @@ class Combiner:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         contributions = [
-            Contribution(peer_id, weight, values[peer_id], self._factors.get(peer_id, 1.0))
+            PartContribution(peer_id, weight, values[peer_id], self._factors.get(peer_id, 1.0))
             for peer_id, weight in self._weights.items()
         ]
         with self._one_at_a_time:

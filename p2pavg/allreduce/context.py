@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.base.threads.workers import RunInThread
@@ -30,7 +30,7 @@ class RunContext:
     transport: Transport
     signer: Signer
     """Signs as this peer."""
-    lobby: Lobby
+    lobby: StreamRouter
     run_in_thread: RunInThread
     codec: Codec
     aggregation: Aggregation = PLAIN
@@ -49,7 +49,7 @@ class RunContext:
 
 def run_context(
     peer: PeerContext,
-    lobby: Lobby,
+    lobby: StreamRouter,
     *,
     codec: Codec,
     aggregation: Aggregation,

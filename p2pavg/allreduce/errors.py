@@ -1,4 +1,4 @@
-"""Faults in what a member contributes to a part."""
+"""Faults in what a member contributes to a part. No I/O, no clock."""
 
 from __future__ import annotations
 

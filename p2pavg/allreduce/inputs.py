@@ -1,17 +1,17 @@
 """The contributions to one member's share: those that wait for others, and those that are kept. No I/O, no clock.
 
-Its owner guards it: :class:`~p2pavg.allreduce.values.Values`.
+Its owner guards it: :class:`~p2pavg.allreduce.values.AttemptData`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from p2pavg.allreduce.movers.reuse import Mark, Received
+from p2pavg.allreduce.movers.reuse import Received, ResumeMark
 from p2pavg.net.transport import Buffer
 
 
-class Coming:
+class IncomingPart:
     """A part that is being received into memory of its own.
 
     Args:
@@ -51,7 +51,7 @@ class Inputs:
         self.keeps = keeps
         self._waiting: list[dict[str, Buffer]] = [{} for _ in range(parts)]
         self._averaged: list[dict[str, Buffer]] = [{} for _ in range(parts)]
-        self._coming: dict[str, Coming] = {}
+        self._coming: dict[str, IncomingPart] = {}
 
     def let_go(self) -> None:
         """Release everything that has the size of a vector."""
@@ -59,11 +59,11 @@ class Inputs:
         self._averaged.clear()
         self._coming.clear()
 
-    def begin(self, contributor: str, coming: Coming) -> None:
+    def begin(self, contributor: str, coming: IncomingPart) -> None:
         """Note that the next part of a contributor is being received."""
         self._coming[contributor] = coming
 
-    def begun(self, contributor: str, index: int) -> Coming | None:
+    def begun(self, contributor: str, index: int) -> IncomingPart | None:
         """Return the beginning of a part that came in an earlier attempt, or in this one."""
         coming = self._coming.get(contributor)
         return coming if coming is not None and coming.index == index else None
@@ -76,10 +76,6 @@ class Inputs:
         """Return what waits for the other contributors, or is complete and is being averaged."""
         return self._waiting[index]
 
-    def count(self, contributor: str) -> int:
-        """Return the number of a contributor's parts that wait."""
-        return sum(contributor in waiting for waiting in self._waiting)
-
     def averaged(self, index: int) -> None:
         """Note that a part has been averaged."""
         if self.keeps:
@@ -90,12 +86,12 @@ class Inputs:
         """Return the contributions of which a part was averaged, by peer id; none unless they are kept."""
         return self._averaged[index]
 
-    def mark(self, contributor: str, parts: int) -> Mark:
+    def mark(self, contributor: str, parts: int) -> ResumeMark:
         """Return how far a contribution has come, of which so many parts are whole."""
         coming = self.begun(contributor, parts)
-        return Mark(parts, 0 if coming is None else coming.filled)
+        return ResumeMark(parts, 0 if coming is None else coming.filled)
 
-    def came(self, contributor: str, mark: Mark, digests: list[bytes]) -> Received:
+    def came(self, contributor: str, mark: ResumeMark, digests: list[bytes]) -> Received:
         """Return a contribution up to a mark."""
         whole = [
             self._waiting[index].get(contributor, self._averaged[index].get(contributor, b""))

@@ -1,4 +1,4 @@
-"""Headers and frames of an exchange, on streams of ``/p2pavg/exchange/3.0.0``.
+"""Headers and frames of an exchange, on streams of ``/p2pavg/exchange/4.0.0``.
 
 A stream begins with a header message that says what it is:
 
@@ -11,7 +11,9 @@ A stream begins with a header message that says what it is:
 * ``AUDIT`` carries a request and the inputs of some parts back (:mod:`p2pavg.verification.audit.layout`);
 * ``STATE``, on a direct lane only, carries pieces of states (:mod:`p2pavg.state`). The group id is its ticket.
 
-In a group with audits, a signature follows the last contribution and the last average (:mod:`p2pavg.allreduce.proofs`).
+A signature follows the last average, and in a group with audits the last contribution (:mod:`p2pavg.allreduce.proofs`).
+
+No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
 
-PROTOCOL = "/p2pavg/exchange/3.0.0"
+PROTOCOL = "/p2pavg/exchange/4.0.0"
 MAX_HEADER_BYTES = 96
 FRAME_BYTES = 4
 MEMBERS_BYTES = 16
@@ -47,7 +49,7 @@ class Lane(enum.IntEnum):
     PARTS = 5
     """Contributions, then averages: what a direct lane carries."""
     AUDIT = 6
-    """A request to show the inputs of a share, and the answer: see :mod:`p2pavg.audit`."""
+    """A request to show the inputs of a share, and the answer: see :mod:`p2pavg.verification.audit`."""
     STATE = 7
     """Pieces of states, for the peer that has given the sender a ticket: see :mod:`p2pavg.state`."""
 
@@ -65,7 +67,7 @@ class LaneHeader:
     members: bytes = b""
     """:func:`members_digest` of a later attempt. Its members are one leader's word, which may differ from member to
     member: without this, two members could mix parts of two attempts. The group id names those of the first attempt."""
-    begin: Mark = START
+    begin: ResumeMark = START
     """In a lane with contributions, where they go on, if some of them came in an earlier attempt."""
 
 
@@ -93,7 +95,7 @@ def decode_header(message: bytes) -> LaneHeader:
         raise RemoteProtocolError("a lane header with a digest of another length")
     if not (0 <= parts < 2**31 and 0 <= nbytes < 2**31) or ((parts or nbytes) and not attempt):
         raise RemoteProtocolError("a lane header whose contributions go on at an impossible place")
-    return LaneHeader(group_id, Lane(lane), attempt, reducer, members, Mark(parts, nbytes))
+    return LaneHeader(group_id, Lane(lane), attempt, reducer, members, ResumeMark(parts, nbytes))
 
 
 def part_frame(index: int) -> bytes:

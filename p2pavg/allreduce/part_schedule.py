@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TypeAlias
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 
 # Parts of each contributor that may wait for the slowest one: 8 MiB of fp32 at most. With the part that is being read,
 # and that part decoded, this is all that a peer can make this process hold beside its own vectors.
@@ -30,24 +31,24 @@ class Step:
 
     kind: Lane
     """``CONTRIBUTIONS`` or ``AVERAGES``."""
-    part: Part
+    part: SharePart
     after: int | None
-    """Number, as in :meth:`~p2pavg.allreduce.values.Values.is_ready`, of what must be ready before: one of this
+    """Number, as in :meth:`~p2pavg.allreduce.values.AttemptData.is_ready`, of what must be ready before: one of this
     member's tasks, or an average to pass on; ``None`` if the part waits for nothing."""
     last: bool
-    """True for the last part of its kind: the sender owes none of this kind after it."""
+    """True for the last contribution, and for the last average of each reducer: a signature follows it."""
     ends: bool
     """True for the last part on the lane."""
     reducer: str = ""
     """Of an average: the member that has made it."""
 
 
-Average: TypeAlias = tuple[str, Part, int | None]
+Average: TypeAlias = tuple[str, SharePart, int | None]
 """An average on a lane: the member that has made it, the part of that one's share, and what it waits for."""
 
 
 def outgoing(
-    contributions: Sequence[Part], averages: Sequence[Average], sums_at: int | None = None
+    contributions: Sequence[SharePart], averages: Sequence[Average], sums_at: int | None = None
 ) -> list[Step]:
     """Return the order in which a member sends its contributions to another one's tasks, and averages.
 
@@ -60,7 +61,7 @@ def outgoing(
 
 
 def incoming(
-    contributions: Sequence[Part], averages: Sequence[tuple[str, Part]], skipped: int = 0
+    contributions: Sequence[SharePart], averages: Sequence[tuple[str, SharePart]], skipped: int = 0
 ) -> list[Step]:
     """Return the order in which a member receives contributions to its tasks, and averages of reducers.
 
@@ -72,14 +73,15 @@ def incoming(
     return _steps(waits, [(reducer, part, None) for reducer, part in averages])
 
 
-def _steps(contributions: Iterable[tuple[Part, int | None]], averages: Iterable[Average]) -> list[Step]:
-    kinds = (
-        [Step(Lane.CONTRIBUTIONS, part, after, False, False) for part, after in contributions],
-        [Step(Lane.AVERAGES, part, after, False, False, reducer) for reducer, part, after in averages],
-    )
-    for steps in filter(None, kinds):
-        steps[-1] = replace(steps[-1], last=True)
-    found = [step for steps in kinds for step in steps]
+def _steps(contributions: Iterable[tuple[SharePart, int | None]], averages: Iterable[Average]) -> list[Step]:
+    found = [
+        *(Step(Lane.CONTRIBUTIONS, part, after, False, False) for part, after in contributions),
+        *(Step(Lane.AVERAGES, part, after, False, False, reducer) for reducer, part, after in averages),
+    ]
+    # A relay passes on the shares of several reducers, one after the other. Each of them has signed its own.
+    for index, (step, following) in enumerate(zip_longest(found, found[1:])):
+        if following is None or (step.kind, step.reducer) != (following.kind, following.reducer):
+            found[index] = replace(step, last=True)
     if found:
         found[-1] = replace(found[-1], ends=True)
     return found

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import Lane, LaneHeader
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.part_schedule import Average
-from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.reduction import PartTracker
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 
 STREAM_KINDS = (Lane.CONTRIBUTIONS, Lane.AVERAGES)
 """The streams that take the place of a direct lane."""
@@ -33,17 +33,17 @@ class AttemptPlan:
     me: str
     contributes: bool
     """True if this member has a vector to send."""
-    ledger: Ledger
-    values: Values
+    ledger: PartTracker
+    values: AttemptData
     position: Callable[[str], int]
     """Returns the position of a member in the roster of the whole group."""
 
     @property
-    def own_parts(self) -> Sequence[Part]:
+    def own_parts(self) -> Sequence[SharePart]:
         """The parts of this member's share."""
         return self.ledger.parts[self.me]
 
-    def contributions_to(self, peer_id: str) -> tuple[Sequence[Part], int | None]:
+    def contributions_to(self, peer_id: str) -> tuple[Sequence[SharePart], int | None]:
         """Return the tasks of a member to which this one contributes.
 
         Return with them the number of this member's task that makes the first contribution, if they are means of its
@@ -63,18 +63,19 @@ class AttemptPlan:
             for part in self.ledger.parts[reducer]
         ]
 
-    def averages_from(self, peer_id: str) -> list[tuple[str, Part]]:
+    def averages_from(self, peer_id: str) -> list[tuple[str, SharePart]]:
         """Return the averages that another member sends to this one."""
         routes = self.ledger.routes
         return [
             (each, part) for each in routes.averages(peer_id, self.me) for part in self.ledger.parts[each]
         ]
 
-    def _ready_at(self, reducer: str, part: Part) -> int:
-        """Return what an average waits for here, as :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers it."""
+    def _ready_at(self, reducer: str, part: SharePart) -> int:
+        """Return what an average waits for here, as :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` numbers
+        it."""
         first = self.values.forward_at(reducer)
         return part.index + (self.ledger.first_own if first is None else first)
 
-    def header(self, lane: Lane, reducer: int = 0, begin: Mark = START) -> LaneHeader:
+    def header(self, lane: Lane, reducer: int = 0, begin: ResumeMark = START) -> LaneHeader:
         """Return the header of a lane that this member opens."""
         return LaneHeader(self.group_id, lane, self.number, reducer, self.members_digest, begin)

@@ -1,13 +1,18 @@
 """Signatures over the inputs and the averages of a share, which prove later that a reducer lied. No I/O, no clock.
 
+* A **reducer** signs the digests of its averages, in every group. The signature follows the last average. So a reducer
+  cannot deny its averages, and no member can name another digest of them unless the reducer has signed that one too
+  (:mod:`p2pavg.consensus.agreement` decides by it which of the two lies).
+
+In a group with audits, there is more:
+
 * A **contributor** signs, for each reducer, the digests of all parts that it sends it. The signature follows the last
   part. So a reducer cannot invent the contributions of other members.
-* A **reducer** signs the digests of its averages, together with the signed digests of the contributions that they are
-  made of. The signature follows the last average. So a reducer cannot deny its averages, and no contributor can sign
-  another contribution afterwards to make a correct average look false.
+* A reducer signs its averages together with the signed digests of the contributions that they are made of. So no
+  contributor can sign another contribution afterwards to make a correct average look false.
 
 A reducer's own contribution is sent to no other member, and is signed only when the share is audited
-(:mod:`p2pavg.audit`).
+(:mod:`p2pavg.verification.audit`).
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import SIGNATURE_BYTES
@@ -55,7 +60,11 @@ class Subject:
 
     def output_bytes(self, reducer: int, inputs: bytes, digests: Iterable[bytes]) -> bytes:
         """Return the bytes that a reducer signs about its averages. ``inputs`` is :func:`inputs_digest`."""
-        return _OUTPUT_DOMAIN + self._pack(reducer, inputs + joined(digests))
+        return self.share_bytes(reducer, inputs, joined(digests))
+
+    def share_bytes(self, reducer: int, inputs: bytes, digest: bytes) -> bytes:
+        """Return the same bytes, from the digest of the whole share that each member tells its leader."""
+        return _OUTPUT_DOMAIN + self._pack(reducer, inputs + digest)
 
     def own_bytes(self, domain: bytes, reducer: int, index: int, digest: bytes) -> bytes:
         """Return the bytes that a reducer signs about one part of its own contribution."""
@@ -112,9 +121,21 @@ class Proofs:
     """The signatures and digests of one attempt, at one member. Safe to use from any thread.
 
     Two calls about the same part must not overlap.
+
+    Args:
+        audited: true in a group with audits. Contributors sign what they send in such a group only.
     """
 
-    def __init__(self, subject: Subject, ledger: Ledger, signer: Signer, positions: dict[str, int]) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        ledger: PartTracker,
+        signer: Signer,
+        positions: dict[str, int],
+        *,
+        audited: bool = True,
+    ) -> None:
+        self.audited = audited
         self.subject = subject
         self.positions = positions
         """Position of each member in the roster of the whole group."""
@@ -207,7 +228,9 @@ class Proofs:
 
 
 def trailer_bytes(proofs: Proofs | None, kind: Lane) -> int:
-    """Return the number of bytes that follow the last part of a kind; 0 in a group without audits."""
+    """Return the number of bytes that follow the last part of a kind."""
     if proofs is None:
         return 0
-    return INPUT_TRAILER_BYTES if kind is Lane.CONTRIBUTIONS else OUTPUT_TRAILER_BYTES
+    if kind is not Lane.CONTRIBUTIONS:
+        return OUTPUT_TRAILER_BYTES
+    return INPUT_TRAILER_BYTES if proofs.audited else 0

@@ -1,8 +1,8 @@
 """Receives the parts of one attempt, on the lanes that other members open, and averages this member's share.
 
-A direct lane is read by :mod:`p2pavg.allreduce.movers.lane_driver`, in a thread; a stream is read here. If a direct lane
-breaks, its sender begins again on streams, with the first part: what has come already is read and dropped. Only when
-a stream breaks as well, something is wrong.
+A direct lane is read by :mod:`p2pavg.allreduce.movers.lane_driver`, in a thread; a stream is read here. If a direct
+lane breaks, its sender begins again on streams, with the first part: what has come already is read and dropped. Only
+when a stream breaks as well, something is wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import trio
 
 from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.inputs import Coming
+from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
 from p2pavg.allreduce.movers.lane_driver import DirectUse
 from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
 from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.movers.stream_bytes import StreamBytes
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
@@ -29,7 +29,7 @@ from p2pavg.allreduce.signals import Listener, Signals
 from p2pavg.allreduce.values import check_index
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.base.threads.workers import in_own_thread
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Buffer, DirectLane, Stream
@@ -98,10 +98,12 @@ class Receiver:
         taken: dict[tuple[str, Lane, int], _Taken] = {}
         while True:
             lane = await self._lanes.receive()
+            # From here on, this task lets go of the lane, also when the attempt ends in the meantime.
             lane.taken = True
             try:
                 with guarded(lane.remote, partial(self._cannot_take, lane), what="a lane's header"):
                     await self._accept(lane, taken, nursery)
+            # Between its arrival and its own task, no other code would let go of the lane.
             except trio.Cancelled:
                 lane.finished.set()
                 raise
@@ -117,6 +119,8 @@ class Receiver:
         if kind is Lane.PARTS and any((peer_id, stream, 0) in taken for stream in STREAM_KINDS):
             lane.finished.set()  # it broke so early that the streams that replace it were faster
             return
+        # Not as a breach of the protocol: the sender may be honest, and a leader may have lied to one of the
+        # two.
         if lane.header.members != self._plan.members_digest:
             lane.finished.set()
             self._signals.broken(
@@ -127,16 +131,21 @@ class Receiver:
         # Another ballot may choose that member again as the one that passes a share on.
         if not self._is_due(lane) or (place in taken and kind is not Lane.PASSED_ON):
             lane.finished.set()
+            # A member of the group that is not in this attempt cannot be left out of it once more.
             if any(member.peer_id == peer_id for member in self._plan.roster.members):
                 self._signals.broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
             return
         if kind in (Lane.PARTS, Lane.CONTRIBUTIONS):
             try:
+                # A contributor must not skip what has not come: the average would have a gap where its part
+                # should be.
                 self._plan.values.carry.check_begin(peer_id, lane.header.begin)
             except RemoteProtocolError as error:
                 lane.finished.set()
                 self._signals.broken(peer_id, error)
                 return
+        # The task of the former lane ends before the new one begins, so that two never write to the same
+        # part. This also ends its wait for a stream that takes its place.
         replaced = [place, (peer_id, Lane.PARTS, 0)] if kind in STREAM_KINDS else [place]
         for before in replaced:
             if before in taken:
@@ -146,6 +155,7 @@ class Receiver:
 
     def _is_due(self, lane: InboundLane) -> bool:
         plan, peer_id, header = self._plan, lane.remote, lane.header
+        # Only contributions go over from one attempt to the next. Averages are always sent anew.
         if header.lane not in (Lane.PARTS, Lane.CONTRIBUTIONS) and header.begin != START:
             return False
         if header.lane is Lane.PASSED_ON:
@@ -161,6 +171,7 @@ class Receiver:
         try:
             with (
                 taken.scope,
+                # Any other exception costs the sender its place, and not this peer the round.
                 guarded(lane.remote, cannot_handle, what="parts", expected=(*_BROKEN, *_OURS)),
             ):
                 if isinstance(lane.stream, DirectLane):
@@ -189,6 +200,7 @@ class Receiver:
             steps = incoming(*self._parts_of(lane.remote), begin.parts)
             work = partial(use.receive_parts, steps, begin)
             parts = [step.part for step in steps]
+            # A few values are not worth a thread: its start and its wake-ups take longer than the work.
             if plan.values.is_on_cpu and is_small(
                 direct, parts, len(plan.roster.members), plan.context, plan.context.download
             ):
@@ -204,10 +216,11 @@ class Receiver:
             await trio.sleep(REOPEN_SECONDS)  # the stream that takes its place cancels this
             raise
         finally:
+            # A lane whose use did not end has bytes of it on the way, and cannot serve the next round.
             lane.clean = use.finished
             self._note_arrivals(use)
 
-    def _parts_of(self, peer_id: str) -> tuple[Sequence[Part], list[tuple[str, Part]]]:
+    def _parts_of(self, peer_id: str) -> tuple[Sequence[SharePart], list[tuple[str, SharePart]]]:
         """Return the contributions and the averages that a member sends to this one."""
         return self._plan.ledger.contributions_of(peer_id), self._plan.averages_from(peer_id)
 
@@ -221,6 +234,7 @@ class Receiver:
         for step in (
             incoming(contributions, [], begin.parts) if kind is Lane.CONTRIBUTIONS else incoming([], averages)
         ):
+            # Both sides know the order of the parts. The index only shows that they mean the same one.
             check_index(await receive_index(stream), step.part)
             if kind is Lane.CONTRIBUTIONS:
                 await self._receive_contribution(stream, step, begin)
@@ -233,13 +247,14 @@ class Receiver:
                 )
             self._signals.check_complete()
 
-    async def _receive_contribution(self, stream: Stream, step: Step, begin: Mark) -> None:
+    async def _receive_contribution(self, stream: Stream, step: Step, begin: ResumeMark) -> None:
         peer_id, values = stream.remote, self._plan.values
         if values.has(
             peer_id, step.kind, step.part.index
         ):  # in an earlier attempt, or over a lane that broke
             await self._receive_part(stream, step, values.carry.receive(peer_id, step.part, begin))
             return
+        # Back-pressure: a contributor that is ahead waits, and does not owe a part during this wait.
         if step.after is not None:
             self._signals.note_owes(peer_id, False)
             await self._signals.until_ready(step.after)
@@ -253,10 +268,12 @@ class Receiver:
         if complete:
             try:
                 await self._plan.context.run_in_thread(values.average, step.part.index)
+            # It names the contributor whose values cannot be averaged, which need not be the sender of this
+            # last part.
             except BadContributionError as error:
                 self._signals.broken(error.peer_id, error)
 
-    async def _receive_part(self, stream: Stream, step: Step, coming: Coming) -> tuple[Buffer, bytes]:
+    async def _receive_part(self, stream: Stream, step: Step, coming: IncomingPart) -> tuple[Buffer, bytes]:
         """Return a part, and the bytes that follow it if it is the last one of its kind."""
         payload = await self._receive_payload(stream, coming)
         return payload, await self._receive_trailer(stream, step.kind) if step.last else b""
@@ -267,11 +284,12 @@ class Receiver:
         self.stream_bytes.add(stream, len(trailer))
         return bytes(trailer)
 
-    def _memory_of(self, part: Part) -> Coming:
-        return Coming(part.index, self._plan.values.buffer(part))
+    def _memory_of(self, part: SharePart) -> IncomingPart:
+        return IncomingPart(part.index, self._plan.values.buffer(part))
 
-    async def _receive_payload(self, stream: Stream, coming: Coming) -> Buffer:
+    async def _receive_payload(self, stream: Stream, coming: IncomingPart) -> Buffer:
         rest = coming.rest
+        # Before the read: what is not read holds the sender back, and that is what a download limit can do.
         await trio.sleep(self._plan.context.download.delay(len(rest)))
 
         def came(count: int) -> None:

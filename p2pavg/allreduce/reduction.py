@@ -16,18 +16,20 @@ from p2pavg.allreduce.movers.routes import Routes
 from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.robust import combine
+from p2pavg.allreduce.vector.buffers import fresh_floats
 from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.weights import bounded_weights
 from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part, cut_into_parts, part_size
+from p2pavg.group.shares import SharePart, cut_into_parts, part_size
 from p2pavg.group.sites import Sites
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RoundFault:
     """A fault in a round, and the peer that caused it; ``None`` if it was this peer."""
 
     reason: str
@@ -40,14 +42,14 @@ class Verdict:
     """The reason of a round that failed, for programs."""
 
 
-def parts_of_share(roster: Roster, position: int, granularity: int) -> tuple[Part, ...]:
+def parts_of_share(roster: Roster, position: int, granularity: int) -> tuple[SharePart, ...]:
     """Return the parts of the share of the member at ``position``, range by range."""
     size = part_size(sum(roster.shares), roster.reducers)
     parts = [part for each in roster.ranges[position] for part in cut_into_parts(*each, granularity, size)]
     return tuple(replace(part, index=index) for index, part in enumerate(parts))
 
 
-class Ledger:
+class PartTracker:
     """The parts that one member expects from every other member.
 
     Args:
@@ -65,6 +67,7 @@ class Ledger:
             for index, member in enumerate(roster.members)
         }
         """The parts of each member's share."""
+        # All below follows from the roster alone, so all members agree on who sends what to whom.
         self.routes = Routes(roster, self.parts, sites)
         self.tasks = self.routes.tasks_of(me)
         """The parts that this member reduces. In a butterfly, those of its share."""
@@ -82,9 +85,11 @@ class Ledger:
         """The other members that contribute."""
         self.holders = [member.peer_id for member in others if not member.auxiliary]
         """The other members that want the whole result."""
-        self._due: dict[str, Sequence[Part]] = {}
+        self._due: dict[str, Sequence[SharePart]] = {}
         self._came: dict[str, int] = {}
         """Number of parts that have come of each contributor."""
+        # Averages are counted by reducer and not by sender: a relay, or another
+        # member after a loss, may pass them on.
         self._averaged: dict[str, int] = {}
         """Number of averages that have come of each reducer, from any member."""
         self._served: dict[str, list[str]] = {}
@@ -93,6 +98,7 @@ class Ledger:
             peer_id = member.peer_id
             self._due[peer_id] = self.routes.contributions(peer_id, me)
             self._served[peer_id] = self.routes.averages(peer_id, me) if self.holding else []
+            # A task may have fewer contributions than others: a relay sums up its own site only.
             for part in self._due[peer_id]:
                 self._missing[part.index] += 1
         self.unfed = [index for index, missing in enumerate(self._missing) if missing == 0]
@@ -106,7 +112,7 @@ class Ledger:
         served = self._served.get(peer_id, ()) if lane is Lane.AVERAGES else ()
         return sum(len(self.parts[reducer]) for reducer in served)
 
-    def contributions_of(self, peer_id: str) -> Sequence[Part]:
+    def contributions_of(self, peer_id: str) -> Sequence[SharePart]:
         """Return the tasks of this member to which another one contributes."""
         return self._due.get(peer_id, ())
 
@@ -121,23 +127,21 @@ class Ledger:
     def _left_of(self, reducer: str) -> int:
         return len(self.parts[reducer]) - self._averaged.get(reducer, 0)
 
-    @property
-    def inbound_lanes(self) -> int:
-        """Number of lanes that other members open to this one."""
-        return sum(self.expects(peer_id, lane) > 0 for peer_id in self._peers() for lane in Lane)
-
-    def due(self, peer_id: str, lane: Lane) -> Part:
+    def due(self, peer_id: str, lane: Lane) -> SharePart:
         """Return the next contribution of a member, or the next average of a reducer.
 
         Raises:
             RemoteProtocolError: no further part is due.
         """
+        # Parts come in a fixed order on each lane. So the next one is known,
+        # and its index on the wire only has to be right.
         if lane is Lane.CONTRIBUTIONS:
             parts, position = self._due.get(peer_id, ()), self._came.get(peer_id, 0)
         else:
             wanted = self.holding and lane is Lane.AVERAGES and peer_id != self.me
             parts = self.parts.get(peer_id, ()) if wanted else ()
             position = self._averaged.get(peer_id, 0)
+        # Without this check, a member could send parts without end, or averages to a member that wants none.
         if position >= len(parts):
             raise RemoteProtocolError(f"a part of {lane.name.lower()} came where none was due")
         return parts[position]
@@ -159,6 +163,7 @@ class Ledger:
     def has(self, peer_id: str, lane: Lane, index: int) -> bool:
         """Return whether a part has come: a contribution of a member, or an average of a reducer."""
         position = self.position(peer_id, lane)
+        # A relay's means begin in the midst of this member's tasks, so positions are not indices.
         if lane is Lane.CONTRIBUTIONS and position:
             return index <= self._due[peer_id][position - 1].index
         return index < position
@@ -180,6 +185,7 @@ class Ledger:
 
     def received_share(self, reducer: str) -> None:
         """Note that the averages of a whole share came from another member than its reducer."""
+        # A reducer that was lost owes nothing any more: other members had its share, and have passed it on.
         if self.holding and reducer != self.me:
             self._averaged[reducer] = len(self.parts[reducer])
 
@@ -195,10 +201,12 @@ class Ledger:
     @property
     def complete(self) -> bool:
         """True when everything that this member needs is there."""
+        # A member that needs no result still has to reduce its share: the others wait for it.
         return self.own_is_averaged and not any(map(self.owed_by, self._peers()))
 
     def slowest(self) -> str | None:
         """Return the slowest peer that still owes over half of its parts. Contributions count first."""
+        # A member that has sent most of its parts will finish in time, and is worth waiting for.
         behind = list(filter(self.is_behind, self._peers()))
         return max(behind, key=self._delays, default=None)
 
@@ -216,11 +224,13 @@ class Ledger:
         slowest = min(came, key=lambda peer_id: came[peer_id], default=None)
         if slowest is None or came[slowest] == parts:
             return None
+        # No contributor gets further ahead of the slowest one than this: what follows waits with its sender.
         ahead = min(came[slowest] + MAX_WAITING_PARTS, parts)
+        # If most of them are that far, this member's link is not what holds the round up.
         waiting = sum(count >= ahead for count in came.values())
         return slowest if 2 * waiting > len(came) - 1 else None
 
-    def overdue(self, timeout: float) -> Verdict:
+    def overdue(self, timeout: float) -> RoundFault:
         """Return the member that is waited for when the time is over.
 
         A reducer that still owes averages may only be waiting itself. A member that still owes its contribution waits
@@ -229,7 +239,7 @@ class Ledger:
         owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
         waiting = self.waited_for() or "itself"
         culprit = max(owing, key=self._delays, default=None)
-        return Verdict(
+        return RoundFault(
             f"the exchange took longer than {timeout:g} s, waiting for {waiting}", culprit, seconds=timeout
         )
 
@@ -248,7 +258,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class PartContribution:
     """One member's values of one part: float32 of its length, on any device, or what the codec made of them.
 
     Args:
@@ -263,13 +273,13 @@ class Contribution:
 
 def average_part(
     codec: Codec,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[PartContribution],
     total_weight: float,
     out: torch.Tensor,
     *,
     robust: RobustRule | None = None,
     check: NormCheck | None = None,
-    floats: Callable[[int], torch.Tensor] = torch.empty,
+    floats: Callable[[int], torch.Tensor] = fresh_floats,
     payload: memoryview | None = None,
 ) -> memoryview:
     """Combine one part's contributions, encode the result once, and decode it from there into ``out``.
@@ -294,11 +304,13 @@ def average_part(
     Raises:
         BadContributionError: an encoded contribution is malformed, or longer than its member signed.
     """
+    # Not into `out`: this member keeps what all others decode, and not its own more precise sum.
     accumulator = floats(out.numel())
     reduce_part(codec, contributions, total_weight, accumulator, robust=robust, check=check, floats=floats)
     # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
         return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
+    # Nearly all sums are within the limit, so they are clamped only after the codec has refused one.
     try:
         encoded = codec.encode(accumulator, payload)
     except CodecError:
@@ -309,13 +321,13 @@ def average_part(
 
 def reduce_part(
     codec: Codec,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[PartContribution],
     total_weight: float,
     accumulator: torch.Tensor,
     *,
     robust: RobustRule | None = None,
     check: NormCheck | None = None,
-    floats: Callable[[int], torch.Tensor] = torch.empty,
+    floats: Callable[[int], torch.Tensor] = fresh_floats,
 ) -> None:
     """Combine one part's contributions into ``accumulator``, float32 of the part's length: the result, not encoded.
 
@@ -328,12 +340,15 @@ def reduce_part(
         scaled(contribution, decoded(codec, contribution, floats(accumulator.numel()), check), floats)
         for contribution in contributions
     ]
-    combine(robust, rows, [contribution.weight for contribution in contributions], accumulator)
+    # A weight is a claim. Unbounded, one liar's weight could exceed that of all
+    # others together, against which no rule helps.
+    weights = bounded_weights([contribution.weight for contribution in contributions])
+    combine(robust, rows, weights, accumulator)
 
 
 def _sum_up(
     codec: Codec,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[PartContribution],
     total_weight: float,
     accumulator: torch.Tensor,
     check: NormCheck | None,
@@ -341,8 +356,11 @@ def _sum_up(
 ) -> None:
     """Write the weighted mean into ``accumulator``."""
     accumulator.zero_()
+    # Only the check of norms needs the values of each member. Without it,
+    # the codec adds them up without another copy.
     room = None if check is None else floats(accumulator.numel())
     for contribution in contributions:
+        # Divided before summing: weights go up to 1e15, and the sum must stay finite in float32.
         share = contribution.weight / total_weight * contribution.factor
         if isinstance(contribution.values, torch.Tensor) or room is not None:
             values = decoded(codec, contribution, room, check)
@@ -357,7 +375,7 @@ def _sum_up(
 
 
 def decoded(
-    codec: Codec, contribution: Contribution, room: torch.Tensor | None, check: NormCheck | None = None
+    codec: Codec, contribution: PartContribution, room: torch.Tensor | None, check: NormCheck | None = None
 ) -> torch.Tensor:
     """Return a contribution's values, float32 on the CPU: this member's own, or what others sent, checked.
 
@@ -370,6 +388,7 @@ def decoded(
     if isinstance(contribution.values, torch.Tensor):
         return contribution.values.cpu()
     assert room is not None
+    # What came from the network is checked when it is first decoded: a malformed part costs its sender its place.
     try:
         values = codec.decode(contribution.values, room.numel(), room)
     except CodecError as error:
@@ -380,11 +399,12 @@ def decoded(
 
 
 def scaled(
-    contribution: Contribution, values: torch.Tensor, floats: Callable[[int], torch.Tensor]
+    contribution: PartContribution, values: torch.Tensor, floats: Callable[[int], torch.Tensor]
 ) -> torch.Tensor:
     """Return the values times the contribution's factor. This member's own vector is not changed."""
     if contribution.factor == 1.0:
         return values
+    # The own vector is still needed if this attempt fails. What others sent is decoded into memory of this call.
     own = isinstance(contribution.values, torch.Tensor)
     return torch.mul(values, contribution.factor, out=floats(values.numel()) if own else values)
 

@@ -64,6 +64,31 @@ def combine(
             _clip_around(arrays, units, radius, iterations, result)
 
 
+def largest_kept(rule: RobustRule, rows: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the largest magnitude of what a rule keeps of the contributions to each value, float32 (n,).
+
+    The rounding error of :func:`combine` is in proportion to it. What is cut off has no part in it, however large it
+    is; of a contribution that is clipped, the rest counts. The arguments are those of :func:`combine`.
+    """
+    arrays, units = [row.numpy() for row in rows], units_of(weights)
+    if len(arrays) == 1:
+        return rows[0].abs()
+    if isinstance(rule, TrimmedMean):
+        return torch.from_numpy(_largest_in(arrays, units, trim_window(units, rule.fraction)))
+    largest = _largest_in(arrays, units, middle_window(units))
+    if isinstance(rule, CenteredClip):
+        center = np.empty_like(largest)
+        _kept_mean(arrays, units, middle_window(units), center)
+        total = sum(units)
+        for shares in _clipped_shares(arrays, units, rule.radius, rule.iterations, center):
+            for row, count, share in zip(arrays, units, shares, strict=True):
+                if count:
+                    rest = np.abs(row - center) * np.float32(share * total / count)
+                    np.maximum(largest, np.abs(center) + rest, out=largest)
+            _move(center, arrays, shares)
+    return torch.from_numpy(largest)
+
+
 # ---------------------------------------------------------------------- weights
 
 
@@ -195,6 +220,21 @@ def _kept_of_unequal(
         total.div_(last - first)
 
 
+def _largest_in(rows: Sequence[Floats], units: Sequence[int], kept: tuple[int, int]) -> Floats:
+    """Return the largest magnitude of each coordinate's values of which at least one unit is among those ``kept``."""
+    first, last = kept
+    largest = np.empty(rows[0].size, np.float32)
+    for start, stop in _chunks(largest.size, CHUNK_ELEMENTS):
+        values = np.stack([row[start:stop] for row in rows])
+        order = values.argsort(axis=0)
+        own = np.asarray(units)[order]
+        ends = own.cumsum(axis=0)
+        counts = np.minimum(ends, last) > np.maximum(ends - own, first)
+        magnitudes = np.abs(np.take_along_axis(values, order, axis=0))
+        np.max(magnitudes, axis=0, initial=0.0, where=counts, out=largest[start:stop])
+    return largest
+
+
 # ---------------------------------------------------------------------- centred clipping
 
 
@@ -202,16 +242,23 @@ def _clip_around(
     rows: Sequence[Floats], units: Sequence[int], radius: float, iterations: int, center: Floats
 ) -> None:
     """Move the center, which begins as the median, as :class:`CenteredClip` says."""
+    for shares in _clipped_shares(rows, units, radius, iterations, center):
+        _move(center, rows, shares)
+
+
+def _clipped_shares(
+    rows: Sequence[Floats], units: Sequence[int], radius: float, iterations: int, center: Floats
+) -> Iterator[list[float]]:
+    """Yield each row's share of its difference from the center, for each move; the caller makes it before the next."""
     tau, total = 0.0, sum(units)
     for iteration in range(iterations):
         distances = [_distance(row, center) for row in rows]
         if iteration == 0:
             tau = radius * lower_median(distances, units)
-        shares = [
+        yield [
             count / total * (1.0 if distance <= tau else tau / distance)
             for count, distance in zip(units, distances, strict=True)
         ]
-        _move(center, rows, shares)
 
 
 def _distance(row: Floats, center: Floats) -> float:

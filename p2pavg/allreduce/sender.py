@@ -1,8 +1,8 @@
 """Sends the parts of one attempt: over a direct lane where one comes about, else over streams.
 
-A direct lane carries all that one member sends another, and :mod:`p2pavg.allreduce.movers.lane_driver` moves its parts in a
-thread. Without one, contributions and averages go over a stream each, which are moved here. If a direct lane breaks,
-its sender begins again on streams.
+A direct lane carries all that one member sends another, and :mod:`p2pavg.allreduce.movers.lane_driver` moves its parts
+in a thread. Without one, contributions and averages go over a stream each, which are moved here. If a direct lane
+breaks, its sender begins again on streams.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
 
-OPEN_SECONDS = 10.0
+OPEN_PARTS_SECONDS = 10.0
 # For a direct lane to come about, from either side; then the parts go over a stream. A member that sends nothing of its
 # contribution is given up after 4.5 s, so there has to be time for that stream.
 DIRECT_SECONDS = 3.0
@@ -51,6 +51,7 @@ class Sender:
         self._plan = plan
         self._signals = signals
         bandwidth = plan.roster.members[plan.roster.position(plan.me)].assumed_bandwidth
+        # On a slow link, lanes that take turns keep the links of all members full until the end.
         self._turns = Turns() if bandwidth < FAST_MBPS else None
         self._uses: list[DirectUse] = []
         self.stream_bytes = StreamBytes()
@@ -82,9 +83,11 @@ class Sender:
     async def send_to(self, member: Candidate) -> None:
         """Send a member its contributions and averages."""
         plan = self._plan
+        # The reducer has said in its promise how far this member's contribution has come.
         begin = plan.values.carry.goes_on_at(member.peer_id) if plan.contributes else START
         contributions, sums_at = plan.contributions_to(member.peer_id)
         contributions, averages = contributions[begin.parts :], plan.averages_to(member.peer_id)
+        # Such as between two auxiliaries: no lane is opened for nothing.
         if not contributions and not averages:
             return
 
@@ -100,8 +103,10 @@ class Sender:
             else:
                 await self._in_thread(use, partial(use.send_parts, header, steps))
 
+        # If the lane broke, all of it is sent again, and the receiver drops what it has.
         if await self._over_direct_lane(member, send):
             return
+        # A stream each, since averages that wait for other members must not hold up contributions.
         async with trio.open_nursery() as nursery:
             for lane, parts, send_on in (
                 (Lane.CONTRIBUTIONS, contributions, self.send_contributions),
@@ -148,7 +153,8 @@ class Sender:
                 member.peer_id,
                 PROTOCOL,
                 addresses=member.addresses,
-                timeout=OPEN_SECONDS,
+                timeout=OPEN_PARTS_SECONDS,
+                # A member that cannot be dialled has opened a connection of its own, or is about to.
                 wait_inbound=True,
             )
             try:
@@ -157,6 +163,7 @@ class Sender:
             finally:
                 await stream.aclose()
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
+            # A broken stream is the loss of the member; a broken lane was not.
             self._signals.broken(member.peer_id, error)
 
     async def _in_thread(self, use: DirectUse, send: Callable[[], None]) -> None:
@@ -172,14 +179,18 @@ class Sender:
         except UnreachableError as error:
             logger.debug("no direct lane to %s: %s", member.peer_id, error)
             return False
+        # Each sender begins with the member that follows it in the roster, so no two of them send to the same one at
+        # first.
         place = (plan.position(member.peer_id) - plan.position(plan.me)) % MAX_MEMBERS
         use = LoopUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
         self._uses.append(use)
         try:
             await send(use)
+            # What the kernel took may be lost with the connection: only the receiver knows what has come.
             await lane.acknowledged()
         except StreamBrokenError as error:
             logger.info("the direct lane to %s broke: %s", member.peer_id, error)
+            # The member may be dead, and no stream of votes may be open that would tell.
             self._signals.listener.lane_broke(member.peer_id)
             return False
         finally:
@@ -213,6 +224,7 @@ class Sender:
         for step in outgoing([], plan.averages_to(stream.remote)):
             if step.after is not None:
                 await self._signals.until_ready(step.after)
+            # Averages come after contributions: other members need the latter to make averages of their own.
             await self._precedence.until_free()
             await self._send_part(stream, step.part, plan.values.encoded(step.reducer, step.part.index))
             self._signals.listener.reached(Milestone.AVERAGE_SENT)
@@ -226,7 +238,7 @@ class Sender:
             self.stream_bytes.add(stream, len(trailer))
 
     async def _send_part(
-        self, stream: Stream, part: Part, payload: Buffer, moved: Callable[[], None] = lambda: None
+        self, stream: Stream, part: SharePart, payload: Buffer, moved: Callable[[], None] = lambda: None
     ) -> None:
         await trio.sleep(self._plan.context.upload.delay(len(payload)))
         await stream.send_all(part_frame(part.index))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 import trio
 
-from p2pavg.allreduce.values import Values
-from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.allreduce.values import AttemptData
+from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.threads.workers import ToLoop
 from p2pavg.group.milestones import Milestone, OnMilestone, ignore
+
+logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -40,17 +43,17 @@ class Listener(Protocol):
 class Signals:
     """Signals of one attempt.
 
-    The first group of methods may be called in any thread; it is what :class:`~p2pavg.allreduce.movers.lane_driver.DirectUse`
-    reports to. The second group belongs to the event loop.
+    The first group of methods may be called in any thread; it is what
+    :class:`~p2pavg.allreduce.movers.lane_driver.DirectUse` reports to. The second group belongs to the event loop.
 
     Args:
         values: what this member holds of the attempt; set by the owner, since the values report here.
-        count: of what can be ready: see :meth:`~p2pavg.allreduce.values.Values.is_ready`.
+        count: of what can be ready: see :meth:`~p2pavg.allreduce.values.AttemptData.is_ready`.
         feeders: members that send this one their own contributions, and wait for no other member before that.
         scope: of the attempt. After it was cancelled nothing is complete any more.
     """
 
-    values: Values
+    values: AttemptData
 
     def __init__(
         self, listener: Listener, feeders: Collection[str], count: int, scope: trio.CancelScope
@@ -72,7 +75,7 @@ class Signals:
     # ------------------------------------------------------------------ in any thread
 
     def averaged(self, index: int) -> None:
-        """Note that something is ready: see :meth:`~p2pavg.allreduce.values.Values.is_ready`."""
+        """Note that something is ready: see :meth:`~p2pavg.allreduce.values.AttemptData.is_ready`."""
         if self._awaited:
             self._soon(self._ready[index].set)
         self.progressed()
@@ -105,7 +108,7 @@ class Signals:
     # ------------------------------------------------------------------ on the event loop
 
     async def until_ready(self, index: int) -> None:
-        """Wait for what :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers so."""
+        """Wait for what :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` numbers so."""
         with self.values.changed:  # a thread has said that it is ready, or will see that a task waits
             self._awaited = True
             if self.values.is_ready(index):
@@ -125,6 +128,10 @@ class Signals:
 
     def broken(self, peer_id: str, error: Exception | str) -> None:
         """Tell the listener that a lane to or from a member broke."""
+        if isinstance(error, UnreachableError):
+            # The leader is told the reason. It must not hear what answers at the addresses that a member announced.
+            logger.info("%s could not be reached: %s", peer_id, error)
+            error = "it could not be reached"
         hostile = isinstance(error, RemoteProtocolError)
         reason = f"it broke the protocol: {error}" if hostile else str(error)
         self.listener.troubled(peer_id, reason, hostile=hostile)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-HOLD_SECONDS = 0.25
+HOLD_LANE_SECONDS = 0.25
 """Time that one lane may take for its piece while others wait. A member that has stopped delays them no longer."""
 
 Rank: TypeAlias = tuple[int, ...]
@@ -52,7 +52,7 @@ class Turns:
                     continue
                 self._changed.wait(left)
             heapq.heappop(self._waiting)
-            self._holder, self._until = me, self._clock() + HOLD_SECONDS
+            self._holder, self._until = me, self._clock() + HOLD_LANE_SECONDS
         try:
             yield
         finally:

@@ -13,28 +13,28 @@ import torch
 from blake3 import blake3
 
 from p2pavg.allreduce.averages import Averages, EncodedAverage
-from p2pavg.allreduce.carry import Carry
+from p2pavg.allreduce.carry import ResumeState
 from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.inputs import Inputs
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.reuse import Leftover
 from p2pavg.allreduce.proofs import Proofs
-from p2pavg.allreduce.reduction import Ledger, bytes_of
+from p2pavg.allreduce.reduction import PartTracker, bytes_of
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec
 
 
-def check_index(index: int, part: Part) -> None:
+def check_index(index: int, part: SharePart) -> None:
     """Raise RemoteProtocolError unless it is the part that is due."""
     if index != part.index:
         raise RemoteProtocolError(f"part {index} came where part {part.index} was due")
 
 
-class Values:
+class AttemptData:
     """The parts of one attempt.
 
     Args:
@@ -42,14 +42,14 @@ class Values:
             Only contributors have one.
         aggregation: how the group combines contributions.
         on_ready: is told of each number that is ready from now on (:meth:`is_ready`), in the thread that did it.
-        proofs: signs what this member sends, and checks what the others signed; ``None`` in a group without audits.
+        proofs: signs what this member sends, and checks what the others signed; ``None`` if nothing is signed.
         leftover: contributions of the attempt before.
     """
 
     def __init__(
         self,
         *,
-        ledger: Ledger,
+        ledger: PartTracker,
         codec: Codec,
         vector: torch.Tensor | None,
         buffers: Buffers,
@@ -59,6 +59,7 @@ class Values:
         leftover: Leftover | None = None,
     ) -> None:
         self.proofs = proofs
+        self._audited = proofs is not None and proofs.audited
         self._ledger = ledger
         of_site, of_share = ledger.routes.weights_at(ledger.me)
         self._combiner = Combiner(ledger.roster, aggregation, codec, buffers, of_share)
@@ -67,10 +68,11 @@ class Values:
         self._vector = vector
         self._buffers = buffers
         self._on_ready = on_ready
-        self._own_parts = ledger.parts[ledger.me]
         self._averages = Averages(ledger, codec, buffers)
-        self._inputs = Inputs(len(ledger.tasks), keeps=proofs is not None)
+        self._inputs = Inputs(len(ledger.tasks), keeps=self._audited)
+        # Tasks before ``first_own`` are those of a relay. Their results go on to reducers, and are no averages.
         self._sums: list[Buffer] = [b""] * ledger.first_own
+        # The averages of a reducer that this member passes on are numbered from here, in the order of their parts.
         self._forwards = {reducer: len(ledger.tasks) for reducer, _ in ledger.forwards}
         for index, (reducer, part) in enumerate(ledger.forwards):
             self._forwards[reducer] = len(ledger.tasks) + index - part.index
@@ -80,8 +82,14 @@ class Values:
         self._decoding = {peer_id: threading.Lock() for peer_id in ledger.parts}
         self.changed = threading.Condition()
         """Guards the ledger and what is held; notified when something is ready: see :meth:`is_ready`."""
-        self.carry = Carry(
-            ledger, self._inputs, codec, buffers, proofs=proofs, guard=self.changed, leftover=leftover
+        self.carry = ResumeState(
+            ledger,
+            self._inputs,
+            codec,
+            buffers,
+            proofs=proofs if self._audited else None,
+            guard=self.changed,
+            leftover=leftover,
         )
 
     def let_go(self) -> None:
@@ -110,13 +118,26 @@ class Values:
         """Return one digest a share, in the order of the roster. An auxiliary has none."""
         return self._averages.digests()
 
+    def outputs(self) -> tuple[bytes, ...]:
+        """Return each reducer's signature of its share, in the order of :meth:`digests`.
+
+        The bytes are those that follow the share's last average; empty for a share without parts, which no reducer
+        signs. An auxiliary has none. Every part must be there.
+        """
+        if not self._ledger.holding:
+            return ()
+        return tuple(
+            self.trailer(Lane.AVERAGES, reducer) if parts else b""
+            for reducer, parts in self._ledger.parts.items()
+        )
+
     # ------------------------------------------------------------------ out
 
-    def room(self, part: Part) -> memoryview | None:
+    def room(self, part: SharePart) -> memoryview | None:
         """Return memory that :meth:`contribution` may use for this part and the next; ``None`` if it needs none."""
         return None if self._codec.is_identity else self.buffer(part)
 
-    def contribution(self, reducer: str, part: Part, out: memoryview | None = None) -> Buffer:
+    def contribution(self, reducer: str, part: SharePart, out: memoryview | None = None) -> Buffer:
         """Encode this member's values of a part of a reducer's share, into ``out`` if it has the right length.
 
         With a codec that changes nothing, return the vector's own bytes.
@@ -124,12 +145,14 @@ class Values:
         assert self._vector is not None
         values = self._vector[part.start : part.stop]
         payload: Buffer
+        # On a CPU these bytes are sent from the vector itself, without a copy.
         if self._codec.is_identity and not values.is_cuda:
             payload = bytes_of(values)
         else:
             fits = out is not None and out.nbytes == self._codec.encoded_nbytes(part.elements)
             payload = self._codec.encode(values, out if fits else None)
-        if self.proofs is not None:
+        if self.proofs is not None and self._audited:
+            # The signature at the end covers the bytes as they are sent, so they are noted here.
             self.proofs.sends(reducer, part.index, payload)
         return payload
 
@@ -146,7 +169,7 @@ class Values:
         if self.proofs is None:
             return b""
         if kind is Lane.CONTRIBUTIONS:
-            return self.proofs.sign_input(reducer)
+            return self.proofs.sign_input(reducer) if self._audited else b""
         if reducer == self._ledger.me:
             return self.proofs.sign_output(self._averages.part_digests(reducer)).trailer
         return self.proofs.share(reducer).trailer
@@ -167,11 +190,6 @@ class Values:
         """
         return self._ready[index]
 
-    def waiting(self, peer_id: str) -> int:
-        """Return the number of a contributor's parts that wait for other contributors."""
-        with self.changed:
-            return self._inputs.count(peer_id)
-
     # ------------------------------------------------------------------ in
 
     def has(self, peer_id: str, lane: Lane, index: int) -> bool:
@@ -179,7 +197,7 @@ class Values:
         with self.changed:
             return self._ledger.has(peer_id, lane, index)
 
-    def buffer(self, part: Part) -> memoryview:
+    def buffer(self, part: SharePart) -> memoryview:
         """Return memory for a part that is to be received."""
         return self._buffers.bytes(self._codec.encoded_nbytes(part.elements))
 
@@ -192,7 +210,8 @@ class Values:
         Raises:
             RemoteProtocolError: the member has not signed its parts.
         """
-        if self.proofs is not None:
+        if self.proofs is not None and self._audited:
+            # Before the part is taken: a contributor's last one counts only with its signature.
             self.proofs.receives(peer_id, index, payload)
             if trailer:
                 self.proofs.check_input(peer_id, trailer)
@@ -207,12 +226,14 @@ class Values:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         part, place = self._ledger.tasks[index], index - self._ledger.first_own
+        # Outside the lock, since several threads average different parts at once. No other thread has this task.
         own = self.own_input(part)
         values: dict[str, torch.Tensor | Buffer] = {**self._inputs.waiting(index)}
         if own is not None:
             values[self._ledger.me] = own
         if place < 0:
-            encoded, digest = self._site_combiner.combine(values, torch.empty(part.elements)), b""
+            room = torch.empty(part.elements, dtype=torch.float32, device="cpu")
+            encoded, digest = self._site_combiner.combine(values, room), b""
             self._sums[index] = encoded
         else:
             encoded = self._combiner.combine(values, self._averages.values_of(part))
@@ -233,7 +254,7 @@ class Values:
         """
         return self._inputs.kept(index)
 
-    def own_input(self, part: Part) -> torch.Tensor | Buffer | None:
+    def own_input(self, part: SharePart) -> torch.Tensor | Buffer | None:
         """Return this member's own contribution to a part of its share; ``None`` if it contributes nothing.
 
         It is not encoded, unless the codec is sparse: an auditor then has to be shown a hundredth of the bytes.
@@ -243,7 +264,7 @@ class Values:
         values = self._vector[part.start : part.stop]
         return self._codec.encode(values) if self._codec.is_sparse else values
 
-    def receive_average(self, reducer: str, part: Part, payload: Buffer, trailer: bytes = b"") -> None:
+    def receive_average(self, reducer: str, part: SharePart, payload: Buffer, trailer: bytes = b"") -> None:
         """Take a part of a reducer's share.
 
         Args:
@@ -256,12 +277,14 @@ class Values:
             if reducer in self._passed:
                 return  # the whole share came from another one first
             self._averages.install(reducer, part, payload)
+            # The ledger hears of the last part only after the reducer's signature:
+            # a share counts as complete when it is signed.
             self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received(reducer, Lane.AVERAGES)
             self._note_forwards(reducer, (part,))
 
-    def _note_forwards(self, reducer: str, parts: Sequence[Part]) -> None:
+    def _note_forwards(self, reducer: str, parts: Sequence[SharePart]) -> None:
         """Note that averages of a reducer have come, in case that this member passes them on."""
         first = self._forwards.get(reducer)
         if first is None:
@@ -287,6 +310,8 @@ class Values:
             with self.changed:
                 if not self._ledger.lacks(reducer):
                     return  # it came in the meantime, and its digest may have been told
+            # From here on, what the reducer's own lane still brings is dropped,
+            # so that one share is never of two sources.
             self._passed.add(reducer)
             for part, payload in zip(self._ledger.parts[reducer], payloads, strict=True):
                 self._averages.install(reducer, part, payload)

@@ -1,6 +1,8 @@
 """Codes of the results that are no success, for programs; the sentence beside each is for people.
 
 The values are stable: programs, dashboards and alerts may compare and store them. A later version may add values.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -57,8 +59,6 @@ class FailedCode(StrEnum):
     """The round averaged parameters that were replaced meanwhile."""
     TOO_FAR_APART = "too_far_apart"
     """The members of the group were too many outer steps apart to average."""
-    PEER_ENDED = "peer_ended"
-    """The peer that this process is attached to has ended while it exchanged with others."""
     OTHER = "other"
     """A program made this result, and gave no code."""
 
@@ -90,6 +90,5 @@ _FAILED_REMEDIES = {
     FailedCode.OTHER_RANK: "call step() again on all ranks",
     FailedCode.PARAMETERS_REPLACED: "call step() again: the next round averages the present parameters",
     FailedCode.TOO_FAR_APART: "load the saved state of another peer on the one that is behind, or raise max_lag",
-    FailedCode.PEER_ENDED: "start the peer again with the same identity file: the process goes on by itself",
     FailedCode.OTHER: "read the sentence",
 }

@@ -1,4 +1,4 @@
-"""Control messages: msgpack arrays, decoded against a schema of plain types."""
+"""Control messages: msgpack arrays, decoded against a schema of plain types. No I/O, no clock."""
 
 from __future__ import annotations
 

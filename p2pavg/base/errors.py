@@ -3,6 +3,8 @@
 There are three kinds, as in trio: *Closed* (this process closed the object), *Broken* (a peer or the network ended it)
 and *misuse* (an argument of the caller is wrong). A round that fails because of the network raises no exception. It
 returns a :class:`~p2pavg.base.result.Failed`.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -82,6 +84,23 @@ class BehindError(P2PAvgError, RuntimeError):
     )
 
 
+class RunEndedError(P2PAvgError, RuntimeError):
+    """The run has ended without this peer, which has missed its last updates; nothing can give them to it any more.
+
+    An optimizer's ``step`` raises it. The peer's own parameters stay as they are.
+    """
+
+    usual_remedy = (
+        "take the final parameters from one of the other peers; the parameters here are those of the update that the"
+        " message names. To train on from them, start a run with another run_id"
+    )
+
+    def __init__(self, *args: object, epoch: int = 0, remedy: str | None = None) -> None:
+        super().__init__(*args, remedy=remedy)
+        self.epoch = epoch
+        """The last update of the run."""
+
+
 class AddressError(P2PAvgError, ValueError):
     """Text that is not a usable multiaddress."""
 
@@ -108,12 +127,6 @@ class BootstrapError(P2PAvgError, OSError):
     usual_remedy = (
         "check that a bootstrap peer runs and its port is open, then run `p2pavg doctor --bootstrap ADDR`"
     )
-
-
-class AttachError(P2PAvgError, OSError):
-    """The peer to which this process is to be attached does not answer."""
-
-    usual_remedy = "start one on this machine, as the same user: `p2pavg peer --attach PATH`"
 
 
 class InvitationError(P2PAvgError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from p2pavg.base.errors import ConfigError
+from p2pavg.base.errors import BusyError, ConfigError, ControlError
 
 if sys.platform != "win32":
     import fcntl
@@ -20,6 +21,26 @@ Buffer = bytes | bytearray | memoryview
 PRIVATE = 0o600
 PUBLIC = 0o644
 _DRAFT = re.compile(r"\.(.+)\.[0-9]+\.[0-9a-f]{8}")  # the file's name, a process, a random number
+
+
+_REMEDIES = {
+    errno.ENOENT: "check the name {file}, and that its folder is there",
+    errno.ENOTDIR: "name another path: a part of {file} is a file and no folder",
+    errno.EISDIR: "name a file: {file} is a folder",
+    errno.EACCES: "run the command as the user that owns {file}, or give this user access to it and to its folder",
+    errno.EPERM: "run the command as the user that owns {file}, or give this user access to it and to its folder",
+    errno.EROFS: "name a path on a file system that can be written to: that of {file} is mounted read-only",
+    errno.ENOSPC: "make room on the file system of {file}, or name a path on another one",
+    errno.EDQUOT: "make room within this user's quota on the file system of {file}, or name a path on another one",
+    errno.EMFILE: "let the process open more files (`ulimit -n`)",
+    errno.EIO: "check the disk of {file}: it reports errors",
+}
+
+
+def what_to_do(error: OSError, file: str | os.PathLike[str]) -> str:
+    """Return the remedy for an error of a file, for a :class:`~p2pavg.base.errors.P2PAvgError`."""
+    remedy = _REMEDIES.get(error.errno or 0, "check {file} and its folder, or name another path")
+    return remedy.format(file=os.fspath(file))
 
 
 def create_file(file: Path, data: Buffer, *, mode: int) -> None:
@@ -89,6 +110,34 @@ def remove_drafts(directory: Path, names: re.Pattern[str]) -> None:
 
 
 @contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing and stays, until the end of the block.
+
+    Raises:
+        BusyError: another process holds it.
+        ControlError: the file cannot be opened.
+        OSError: the file system has no locks.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    try:
+        # The file is never removed: a process that has it open would lock another file than one that comes later.
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ControlError(f"cannot open {file}: {error.strerror}") from None
+    try:
+        try:
+            # The kernel frees the lock when the process ends, however it ends.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(f"another process uses the folder {file.parent}: it holds {file.name}") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def _draft(file: Path, mode: int) -> Iterator[tuple[Path, BinaryIO]]:
     draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -132,6 +181,17 @@ def _is_being_written(draft: Path) -> bool:
         os.close(descriptor)
 
 
+def check_readable(file: Path, what: str) -> None:
+    """Raise ConfigError if a file of the user is not there, or cannot be read; ``what`` is its name in the message."""
+    try:
+        with file.open("rb") as opened:
+            opened.read(1)  # a folder can be opened on some systems
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the {what} {file}: {error.strerror}", remedy=what_to_do(error, file)
+        ) from None
+
+
 def read_text(file: Path, what: str, *, max_bytes: int) -> str:
     """Return the text of a file of the user.
 
@@ -145,7 +205,9 @@ def read_text(file: Path, what: str, *, max_bytes: int) -> str:
         with file.open("rb") as opened:
             data = opened.read(max_bytes + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {file}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot read the {what} {file}: {error.strerror}", remedy=what_to_do(error, file)
+        ) from None
     if len(data) > max_bytes:
         raise ConfigError(f"{file} is no {what}: it has more than {max_bytes} bytes")
     try:

@@ -25,8 +25,8 @@ FIELDS = ("run", "round", "peer", "result", "seconds", "members", "bytes_sent", 
 
 NOISY = ("trio.serve_listeners",)
 """Loggers of other libraries that repeat themselves: this one ten times a second, as long as no file can be opened."""
-FIRST_PAUSE_SECONDS = 10.0
-MAX_PAUSE_SECONDS = 600.0
+FIRST_LOG_PAUSE_SECONDS = 10.0
+MAX_LOG_PAUSE_SECONDS = 600.0
 MAX_CAUSES = 1024
 """Causes that are remembered; the one whose last line is oldest is forgotten."""
 
@@ -206,7 +206,7 @@ class Repeats:
         if known is None or now >= known.quiet_until + known.pause:  # it had stopped meanwhile
             known = _Cause(now, 0 if known is None else known.left_out)
         elif now >= known.quiet_until:
-            known.pause = min(2 * known.pause, MAX_PAUSE_SECONDS)
+            known.pause = min(2 * known.pause, MAX_LOG_PAUSE_SECONDS)
             known.quiet_until = now + known.pause
         else:
             known.left_out += 1
@@ -223,7 +223,7 @@ class _Cause:
     __slots__ = ("left_out", "pause", "quiet_until")
 
     def __init__(self, now: float, left_out: int) -> None:
-        self.pause = FIRST_PAUSE_SECONDS
+        self.pause = FIRST_LOG_PAUSE_SECONDS
         self.quiet_until = now + self.pause
         self.left_out = left_out
 

@@ -1,4 +1,4 @@
-"""Checks of names that peers choose and that end up in other peers' logs, results and records."""
+"""Checks of names that peers choose and that end up in other peers' logs, results and records. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of ``step``. Whatever the network does becomes one of these, never an exception."""
+"""The results of ``step``. Whatever the network does becomes one of these, never an exception. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Success:
     taken_over: tuple[tuple[int, int], ...] = ()
     """Further ranges that this peer reduced, in place of members that were lost."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each metric given to ``accumulate``, by weight, over the ``peers`` that gave it. All members of a group
-    have the same means."""
+    """Mean of each metric given to ``accumulate``, by weight, over the ``peers`` that gave it. In a run with a robust
+    rule it is the median, in which each peer counts once. All members of a group have the same values."""
     observers: tuple[str, ...] = ()
     """Ids of members that hold the result and contributed nothing."""
     auxiliaries: tuple[str, ...] = ()
@@ -67,11 +67,6 @@ class Success:
     certificate: bytes = b""
     """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
     :func:`p2pavg.verify_certificate` checks it anywhere. Empty for an update that a peer took alone."""
-
-    @property
-    def peers_count(self) -> int:
-        """Number of peers whose contributions are in ``averaged``."""
-        return len(self.peers)
 
 
 EXCHANGES = "the group exchanges"

@@ -1,4 +1,4 @@
-"""Telling a shortage of the machine, which passes, from other failures of the system."""
+"""Telling a shortage of the machine, which passes, from other failures of the system. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -29,3 +29,16 @@ def lower_median(values: Sequence[float], weights: Sequence[float]) -> float:
     passed = itertools.accumulate(units for _, units in ordered)
     middle = sum(units for _, units in ordered) // 2
     return next(value for (value, _), at in zip(ordered, passed, strict=True) if at >= middle)
+
+
+def bounded_weights(weights: Sequence[float]) -> list[float]:
+    """Return the weights as a robust rule counts them: none above the median weight of the group.
+
+    A weight is a claim. Without this bound, one liar that claims the largest weight outweighs all others together, and
+    a rule that withstands liars with less than half of the weight withstands none. The median counts members and not
+    their weights: while liars are fewer than half of the members, it is at most the largest honest weight.
+
+    All members know the same weights, which their senders signed, so all compute the same bounds.
+    """
+    middle = sorted(weights)[(len(weights) - 1) // 2]
+    return [min(weight, middle) for weight in weights]

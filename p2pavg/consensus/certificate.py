@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import CertificateError, RemoteProtocolError
 from p2pavg.consensus.statements import RESULT_BYTES, Statement, is_signed_by
-from p2pavg.consensus.votes import MAX_BALLOT, Commit
+from p2pavg.consensus.votes import MAX_BALLOT, ResultCommit
 from p2pavg.group.roster import Roster, read_roster
 
 MAX_CERTIFICATE_BYTES = 2**18 + 2**14  # a roster is one control message, of 256 KiB at most
@@ -46,7 +46,7 @@ class CommitCertificate:
     named by other members without its word."""
 
 
-def encode_certificate(roster: Roster, commit: Commit) -> bytes:
+def encode_certificate(roster: Roster, commit: ResultCommit) -> bytes:
     """Return the certificate of a commit in a group."""
     packed = roster.pack()
     signers = tuple(position for position, _ in commit.signatures)
@@ -81,7 +81,7 @@ def verify_certificate(data: bytes) -> CommitCertificate:
     )
 
 
-def verified_commit(data: bytes) -> tuple[Roster, Commit]:
+def verified_commit(data: bytes) -> tuple[Roster, ResultCommit]:
     """Check a certificate; return the roster of the whole group, and the commit that its members signed.
 
     Raises:
@@ -113,7 +113,7 @@ def verified_commit(data: bytes) -> tuple[Roster, Commit]:
     return roster, commit
 
 
-def _read_commit(packed: bytes) -> Commit:
+def _read_commit(packed: bytes) -> ResultCommit:
     attempt, members, digest, signers, signatures = unpack(packed, int, tuple, bytes, tuple, tuple)
     for positions in (members, signers):
         checked(positions, (int,) * len(positions))
@@ -124,4 +124,4 @@ def _read_commit(packed: bytes) -> Commit:
         raise RemoteProtocolError("it is about no attempt, no member or no result")
     if len(signers) != len(signatures) or set(signers) - set(members):
         raise RemoteProtocolError("its signatures are not those of its members")
-    return Commit(attempt, frozenset(members), digest, tuple(zip(signers, signatures, strict=True)))
+    return ResultCommit(attempt, frozenset(members), digest, tuple(zip(signers, signatures, strict=True)))

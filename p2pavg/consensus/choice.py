@@ -7,7 +7,8 @@ not committed. The leader may then begin a new attempt without the lost members.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -47,7 +48,7 @@ def is_too_few(members: Members, holders: Members, contributors: Members, minimu
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class MemberAnswers:
     """The facts that a leader decides from, after every member that it can reach has answered."""
 
     me: int
@@ -78,7 +79,7 @@ class Stuck:
     """True if no later message can change that."""
 
 
-def choose(answers: Answers) -> Begin | Stuck:
+def choose(answers: MemberAnswers) -> Begin | Stuck:
     """Return the value of the new ballot, or the reason for which there is none."""
     view = choose_view(answers.me, answers.promises)
     if not is_quorum(view, answers.size, answers.gone):
@@ -100,28 +101,25 @@ def choose(answers: Answers) -> Begin | Stuck:
 def choose_view(me: int, promises: Mapping[int, Promise]) -> Members:
     """Return members that can all exchange with one another.
 
-    First, members that are accused of breaking the protocol are removed; only one accusation of each accuser counts.
-    Then the member with the most broken links is removed, until no link is broken. If several have as many, the last
-    of them in the roster is removed. The leader never removes itself. So a liar costs the group one honest member, or
-    two that come after it.
+    The member with the most broken links is removed, until no link is broken. If several have as many, one that another
+    one accuses of breaking the protocol is removed, or else the last of them in the roster. The leader never removes
+    itself. So a liar that accuses one member costs the group that one, and one that accuses several costs itself only.
     """
     view = set(promises)
-    for position in sorted(promises):
-        if position in view:
-            view -= set(sorted(promises[position].hostile - {me})[:1])
     while True:
         apart = [(a, b) for a, b in combinations(sorted(view), 2) if _apart(promises, a, b)]
         if not apart:
             return frozenset(view)
         troubles = {position: sum(position in pair for pair in apart) for position in view - {me}}
-        view.discard(max(troubles, key=lambda position: (troubles[position], position)))
+        accused = frozenset().union(*(promises[position].hostile for position in view))
+        view.discard(max(troubles, key=lambda one: (troubles[one], one in accused, one)))
 
 
 def _apart(promises: Mapping[int, Promise], a: int, b: int) -> bool:
     return b in promises[a].apart or a in promises[b].apart
 
 
-def possibly_committed(answers: Answers) -> Accepted | None:
+def possibly_committed(answers: MemberAnswers) -> Accepted | None:
     """Return the newest result that a member that does not answer may have committed, or ``None``."""
     accepted = {position: _ballot(promise.accepted) for position, promise in answers.promises.items()}
     accepted |= {position: ballot for position, ballot in answers.left.items() if position not in accepted}
@@ -129,16 +127,26 @@ def possibly_committed(answers: Answers) -> Accepted | None:
     for one in sorted(found, key=lambda accepted: -accepted.ballot):
         leader_answers = ballot_leader(one.ballot, answers.size) in accepted
         held = all(accepted[position] >= one.ballot for position in one.view if position in accepted)
-        if one.must or (held and not leader_answers):
+        if (one.must or (held and not leader_answers)) and not is_contested(answers, one):
             return one
     return None
+
+
+def is_contested(answers: MemberAnswers, result: Accepted | Complete) -> bool:
+    """Return whether two members that answer hold different bits of one attempt.
+
+    Each of them has to sign what is committed, so neither result was, and neither can be.
+    """
+    whole = Complete(result.attempt, result.members)
+    held = {one.digest for one in answers.promises.values() if one.complete == whole and one.digest}
+    return len(held) > 1
 
 
 def _ballot(accepted: Accepted | None) -> int:
     return -1 if accepted is None else accepted.ballot
 
 
-def _complete_without_the_dead(answers: Answers, view: Members) -> Complete | None:
+def _complete_without_the_dead(answers: MemberAnswers, view: Members) -> Complete | None:
     """Return a result that a member holds and that counts all of the view and otherwise only dead members.
 
     A lost member that may be alive keeps its contribution, so no result that counts it may be committed.
@@ -154,11 +162,12 @@ def _complete_without_the_dead(answers: Answers, view: Members) -> Complete | No
         if view <= one.members
         and one.members - view <= answers.dead
         and all(answers.promises[position].attempt == one.attempt for position in view)
+        and not is_contested(answers, one)
     ]
     return max(usable, key=lambda one: one.attempt, default=None)
 
 
-def _adopt(answers: Answers, view: Members, result: Complete, *, must: bool) -> Begin | Stuck:
+def _adopt(answers: MemberAnswers, view: Members, result: Complete, *, must: bool) -> Begin | Stuck:
     sources = [
         position
         for position in sorted(view & answers.holders)
@@ -176,36 +185,22 @@ def _adopt(answers: Answers, view: Members, result: Complete, *, must: bool) -> 
     return Begin(answers.ballot, result.attempt, result.members, view, source, lacking, must)
 
 
-def disputed(
-    digests: Mapping[int, Sequence[bytes]], reducers: Sequence[int], source: int | None = None
-) -> Members:
-    """Return the members that are at fault when members hold different results.
+def usual_digests(held: Iterable[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    """Return the digests that most members name, or the largest of several that as many name.
 
-    A member whose digests differ from those of most others in several shares is itself at fault. If a member differs in
-    one share only, the share's reducer is at fault: it sent different averages to different members. If that reducer
-    is gone, another member passed its share on. Then that source is at fault, or, without a source, the member that
-    differs.
-
-    Args:
-        digests: each holder's digests of the result, one per share.
-        reducers: the reducer of each share, in the same order.
-        source: the member that passed on shares, if it may be blamed.
+    A leader needs this only if it holds no result itself, and so no signature of a reducer: an auxiliary, or a member
+    that witnesses a result of an attempt without it.
     """
-    votes = {member: tuple(found) for member, found in digests.items() if found}
-    if len(set(votes.values())) <= 1:
-        return frozenset()
-    if any(len(found) != len(reducers) for found in votes.values()):
-        return frozenset(member for member, found in votes.items() if len(found) != len(reducers))
-    columns = list(zip(*votes.values(), strict=True))
-    usual = [max(set(column), key=lambda digest: (column.count(digest), digest)) for column in columns]
-    odd = {
-        member: [share for share, digest in enumerate(found) if digest != usual[share]]
-        for member, found in votes.items()
-    }
-    strange = frozenset(member for member, shares in odd.items() if len(shares) > 1)
-    blamed = set()
-    for member, shares in odd.items():
-        if member not in strange:
-            others = member if source is None else source
-            blamed |= {reducers[share] if reducers[share] in digests else others for share in shares}
-    return strange | blamed
+    counts = Counter(held)
+    return max(counts, key=lambda digests: (counts[digests], digests), default=())
+
+
+def share_in_dispute(own: Sequence[bytes], outputs: Sequence[bytes], other: Sequence[bytes]) -> int | None:
+    """Return the first share of which another member names another digest than its reducer has signed.
+
+    ``None`` if there is none: only shares without parts differ, or the other one names another number of them.
+    """
+    if len(own) != len(other) or len(own) != len(outputs):
+        return None
+    pairs = enumerate(zip(own, other, outputs, strict=True))
+    return next((share for share, (mine, its, signed) in pairs if mine != its and signed), None)

@@ -20,6 +20,11 @@ class Completed:
     """One per share; a member that needs no result has none."""
     signature: bytes = b""
     """This member's signature that it holds the result."""
+    outputs: tuple[bytes, ...] = ()
+    """The signature of each share by its reducer; empty bytes for a share without parts.
+
+    Each of them was verified when the share came.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Dead:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class VoteHeard:
     """A vote of another member arrived."""
 
     sender: int
@@ -56,7 +61,7 @@ class GivenUp:
     code: FailedCode = FailedCode.OTHER
 
 
-Event: TypeAlias = Completed | Lost | Dead | Heard | GivenUp
+Event: TypeAlias = Completed | Lost | Dead | VoteHeard | GivenUp
 
 
 # ---------------------------------------------------------------------- actions
@@ -71,7 +76,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunAttempt:
     """Begin the exchange of an attempt, and end the previous one."""
 
     attempt: int
@@ -103,4 +108,11 @@ class Exclude:
     reason: str
 
 
-Action: TypeAlias = Tell | Run | PassOn | Drop | Exclude
+@dataclass(frozen=True, slots=True)
+class Readmit:
+    """Forget why a member was left out: it has proven that another one lied."""
+
+    peer: int
+
+
+Action: TypeAlias = Tell | RunAttempt | PassOn | Drop | Exclude | Readmit

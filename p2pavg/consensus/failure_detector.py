@@ -1,13 +1,21 @@
 """Failure detector: it gives a member up after too long a silence. No I/O, no clock: the caller passes the time.
 
-A live member sends a ping every :data:`PING_SECONDS` when it has nothing else to send. Over a slow link a ping waits
-behind data, but then the data shows that the member is alive. The silence between two arrivals depends on the link's
-pace. So the timeout is several times the duration of a part at the pace measured in this round.
+A live member sends a ping every :data:`MEMBER_PING_SECONDS` when it has nothing else to send. Over a slow link a ping
+waits behind data, but then the data shows that the member is alive. The silence between two arrivals depends on the
+link's pace. So the timeout is several times the duration of a part at the pace measured in this round.
+
+A member may stand still and come back: its program holds Python's lock, or its link fails for a moment. From outside,
+nothing tells it from one whose machine has died. So its first silence gives it up like any other. If it is there in a
+later round, that was a false alarm, and its timeout grows (:class:`Silences`). What a member says about itself does not
+count, and no timeout is longer than a slow link's may be.
 """
 
 from __future__ import annotations
 
-PING_SECONDS = 0.5
+import math
+from collections import OrderedDict
+
+MEMBER_PING_SECONDS = 0.5
 FLOOR_SECONDS = 1.5
 PARTS = 4.0
 """Silence that gives a member up, in durations of a part."""
@@ -20,8 +28,44 @@ A new connection takes four round trips, and longer on a busy machine. Over a sl
 seconds too.
 """
 
+MARGIN = 2.0
+"""A member may be silent for so many times its longest silence before."""
+FORGET_HALF_SECONDS = 600.0
+"""Half of a silence is forgotten after so long. A program that stands still now and then does so many times meanwhile;
+one that has started anew, or has moved to a better link, is soon a member like any other."""
+MAX_SILENT = 1024  # members that are remembered; each of them has cost seconds, so none is pushed out quickly
 
-class Pace:
+
+class Silences:
+    """The longest silence of each member that was there again later, from round to round.
+
+    Only what this peer has seen itself counts.
+    """
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Of each member, the longest silence and the time at which it was noted."""
+
+    def note(self, peer_id: str, now: float, seconds: float) -> None:
+        """Note that a member was silent for so long."""
+        longest = max(seconds, self._longest(peer_id, now))
+        if MARGIN * longest <= FLOOR_SECONDS:
+            return  # each member has as much time
+        self._seen.pop(peer_id, None)
+        self._seen[peer_id] = (longest, now)
+        if len(self._seen) > MAX_SILENT:
+            self._seen.popitem(last=False)
+
+    def patience(self, peer_id: str, now: float) -> float:
+        """Return the seconds for which a member may be silent at least."""
+        return MARGIN * self._longest(peer_id, now)
+
+    def _longest(self, peer_id: str, now: float) -> float:
+        seconds, noted = self._seen.get(peer_id, (0.0, now))
+        return math.ldexp(seconds, -int((now - noted) / FORGET_HALF_SECONDS))
+
+
+class ArrivalPace:
     """The rate at which one member's bytes arrive, and the timeout that follows from it.
 
     Args:
@@ -29,12 +73,18 @@ class Pace:
         part_bytes: size of the largest part.
         limit: the longest timeout, in seconds.
         prior: expected seconds per part, until a part has been measured.
+        patience: seconds for which the member may be silent at least, since it was before, and came back.
     """
 
-    def __init__(self, now: float, part_bytes: int, limit: float, prior: float = 0.0) -> None:
+    def __init__(
+        self, now: float, part_bytes: int, limit: float, prior: float = 0.0, patience: float = 0.0
+    ) -> None:
         self._part_bytes = part_bytes
         self._limit = limit
         self._prior = prior
+        self._patience = patience
+        self.longest = 0.0
+        """The longest silence that has ended, in seconds; that before the first arrival does not count."""
         self._last = now
         self._owed: float | None = None
         self._doubted = False
@@ -44,6 +94,8 @@ class Pace:
 
     def arrived(self, now: float, count: int, *, data: bool) -> None:
         """Note that ``count`` bytes have arrived. ``data`` says that they belong to a part: only those measure pace."""
+        if self._heard:
+            self.longest = max(self.longest, now - self._last)
         if self._heard and data:
             # Pauses in which nothing was sent would make a fast link look slow, so each pause counts only up to a
             # limit. After an excuse the last arrival may lie in the future.
@@ -59,8 +111,13 @@ class Pace:
         self._owed = now if yes else None
 
     def doubt(self) -> None:
-        """Halve the time for owed data: another member has given this one up."""
+        """Halve the time for owed data, and end the patience: another member has given this one up.
+
+        Its place in this round is most likely lost. A member that went on waiting for it would keep the others from
+        their next attempt.
+        """
         self._doubted = True
+        self._patience = 0.0
 
     def part_seconds(self) -> float:
         """Return the estimated duration of a part, in seconds."""
@@ -72,17 +129,26 @@ class Pace:
         # The first vote may come late, because its stream is opened while both sides already send parts.
         known = self._voted and self._bytes >= self._part_bytes
         floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
-        pace = max(floor, PARTS * self.part_seconds())
+        pace = max(floor, PARTS * self.part_seconds(), self._patience)
         return now - self._last >= min(pace, self._limit)
 
     def overdue(self, now: float) -> str | None:
         """Return the reason to give the member up, or ``None``."""
         if self.is_silent(now):
             return f"silent for {now - self._last:.1f} s"
-        stall = STALLS * max(FLOOR_SECONDS, PARTS * self.part_seconds())
-        if self._owed is not None and now - self._owed >= min(stall, self._limit) / (1 + self._doubted):
+        stall = min(STALLS * max(FLOOR_SECONDS, PARTS * self.part_seconds()), self._limit) / (
+            1 + self._doubted
+        )
+        if self._owed is not None and now - self._owed >= min(stall + self._patience, self._limit):
             return f"sent no part of its contribution for {now - self._owed:.1f} s"
         return None
+
+    def silence_of_lost(self, now: float) -> float:
+        """Return for how long a member that is given up now counts as silent.
+
+        It is not known when it comes back. So it has as much time as a stranger, before its next round's margin.
+        """
+        return max(now - self._last, FIRST_CONTACT_SECONDS)
 
     @property
     def heard(self) -> bool:

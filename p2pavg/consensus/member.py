@@ -8,10 +8,10 @@ from typing import Any
 
 from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.choice import ballot_leader, is_quorum
-from p2pavg.consensus.votes import Accepted, Begin, Commit, Complete, Members, Promise, Signatures
+from p2pavg.consensus.votes import Accepted, Begin, Complete, Members, Promise, ResultCommit, Signatures
 
 
-class Phase(enum.Enum):
+class RoundPhase(enum.Enum):
     """Phase of a member in a round."""
 
     EXCHANGING = "exchanging"  # sends and receives the parts of its attempt
@@ -23,8 +23,8 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
-FINAL = frozenset({Phase.COMMITTED, Phase.FAILED})
-LIVE = frozenset(Phase) - FINAL
+FINAL = frozenset({RoundPhase.COMMITTED, RoundPhase.FAILED})
+LIVE = frozenset(RoundPhase) - FINAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Pending:
     """On the ballot's leader: the members that hold its result, with their digests."""
     signatures: Signatures = ()
     """On the ballot's leader: the signatures of these members."""
-    commits: tuple[tuple[int, Commit], ...] = ()
+    commits: tuple[tuple[int, ResultCommit], ...] = ()
     """The last commit that each member told. It counts once its signatures prove it."""
     promises: tuple[tuple[int, Promise], ...] = ()
     begin: Begin | None = None
@@ -57,10 +57,11 @@ class Pending:
     asked: tuple[tuple[int, int], ...] = ()
     """Unanswered ballots, by member. A member answers only the member that it follows."""
     accusations: frozenset[tuple[int, int, bool]] = frozenset()
-    """(accuser, accused, hostile) for each trouble that was reported to this member in this ballot, while it led.
+    """(accuser, accused, hostile) for each trouble that was reported to this member in this round, while it led.
 
     They are added to the accusers' promises. Otherwise a member could report trouble, promise without it, and repeat
-    that for ever.
+    that for ever. They last for the round, like losses: so each pair of members costs one attempt at most, and a member
+    that accuses several others has most troubles itself.
     """
 
 
@@ -74,23 +75,23 @@ class OwnResult:
     """Digest of the result as a whole."""
     signature: bytes = b""
     """This member's signature that it holds the result."""
+    outputs: tuple[bytes, ...] = ()
+    """The signature of each share by its reducer; empty bytes for a share without parts."""
 
 
 @dataclass(slots=True)
-class Member:
+class MemberState:
     """One member's state. :func:`advance` changes a copy; the fields' values are immutable."""
 
     seat: Seat
     begun: Begin
     """The last ballot that this member has begun, and its value; ``lacking`` is left empty."""
-    phase: Phase = Phase.EXCHANGING
+    phase: RoundPhase = RoundPhase.EXCHANGING
     promised: int = 0
     """The last ballot that this member has promised to take next."""
-    vowed: int = 0
-    """The last ballot of another leader that this member has promised to take next."""
     heard: tuple[tuple[int, int, int], ...] = ()
     """(member, ballot, attempt): the last promise that each other member gave, from its own mouth."""
-    ready: Commit | None = None
+    ready: ResultCommit | None = None
     """A proven commit that this member may not follow yet, because it has promised a newer ballot since."""
     pending: Pending = Pending()
     complete: Complete | None = None
@@ -114,7 +115,7 @@ class Member:
     """Reason of a failure."""
     code: FailedCode = FailedCode.OTHER
     """The same reason, for programs."""
-    committed: Commit | None = None
+    committed: ResultCommit | None = None
     """The proof of the result that the group committed, if this member has it."""
 
     @property
@@ -135,7 +136,7 @@ class Member:
     @property
     def undecided(self) -> bool:
         """True after a failure if the others may have committed a result that counts this member's contribution."""
-        if self.phase is not Phase.FAILED or self.outcome is not None:
+        if self.phase is not RoundPhase.FAILED or self.outcome is not None:
             return False
         others = frozenset(range(self.size)) - {self.me} - self.gone
         if self.accepted is not None:
@@ -162,7 +163,7 @@ class Member:
         again. The exception: if a member of the ballot's view says that it never held the result, the leader cannot
         have committed.
         """
-        if self.phase is not Phase.FAILED or self.outcome is not None or self.accepted is None:
+        if self.phase is not RoundPhase.FAILED or self.outcome is not None or self.accepted is None:
             return False
         accepted, left = self.accepted, dict(self.left)
         held_by_all = all(
@@ -191,13 +192,13 @@ class Member:
         return tuple(getattr(self, name) for name in _FIELDS)
 
 
-_FIELDS = tuple(Member.__slots__)
+_FIELDS = tuple(MemberState.__slots__)
 
 
-def new_member(me: int, size: int, holders: Members, contributors: Members, minimum: int) -> Member:
+def new_member(me: int, size: int, holders: Members, contributors: Members, minimum: int) -> MemberState:
     """Return a member's state at the beginning of a round: it has begun ballot 0, with all members."""
     all_members = frozenset(range(size))
-    return Member(
+    return MemberState(
         Seat(me, size, holders, contributors, minimum),
         Begin(0, 0, all_members, all_members, source=0, lacking=frozenset()),
     )

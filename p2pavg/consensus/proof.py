@@ -6,17 +6,17 @@ They belong to the agreement's table (:mod:`p2pavg.consensus.agreement`), and ar
 from __future__ import annotations
 
 from p2pavg.consensus.choice import ballot_leader, is_quorum
-from p2pavg.consensus.member import Member, Phase
-from p2pavg.consensus.votes import Commit, Complete, Members
+from p2pavg.consensus.member import MemberState, RoundPhase
+from p2pavg.consensus.votes import Complete, Members, ResultCommit
 
 
-def holds_result_of(member: Member, commit: Commit) -> bool:
+def holds_result_of(member: MemberState, commit: ResultCommit) -> bool:
     """Return whether a member holds the same bits as the members that signed a commit."""
     has = member.complete == Complete(commit.attempt, commit.members)
     return has and member.me in commit.members & member.seat.holders and member.own.digest == commit.digest
 
 
-def proven(member: Member) -> Commit | None:
+def proven(member: MemberState) -> ResultCommit | None:
     """Return a commit that this member has been told and that its signatures prove, or ``None``."""
     for _, one in member.pending.commits:
         same = [
@@ -27,17 +27,17 @@ def proven(member: Member) -> Commit | None:
         signatures = {position: signed for _, other in same for position, signed in other.signatures}
         if holds_result_of(member, one):
             signatures[member.me] = member.own.signature
-        commit = Commit(one.attempt, one.members, one.digest, tuple(sorted(signatures.items())))
+        commit = ResultCommit(one.attempt, one.members, one.digest, tuple(sorted(signatures.items())))
         if _is_proven(member, commit, frozenset(sender for sender, _ in same)):
             return commit
     return None
 
 
-def _statement(commit: Commit) -> tuple[int, Members, bytes]:
+def _statement(commit: ResultCommit) -> tuple[int, Members, bytes]:
     return commit.attempt, commit.members, commit.digest
 
 
-def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
+def _is_proven(member: MemberState, commit: ResultCommit, told: Members) -> bool:
     """Return whether the signatures of a commit suffice for this member.
 
     Every member that needs the result has to have signed, except those that this member itself has lost. A member that
@@ -60,13 +60,13 @@ def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
     )
 
 
-def _may_be_passed_over(member: Member, commit: Commit) -> bool:
+def _may_be_passed_over(member: MemberState, commit: ResultCommit) -> bool:
     """Return whether the others can have committed a result that this member needs and does not hold.
 
     They are a quorum without this member, and they took over the result because the leader of its attempt did not
     answer, or because that leader is this member.
     """
-    gone = member.gone | ({member.me} if member.phase is Phase.FAILED else frozenset())
+    gone = member.gone | ({member.me} if member.phase is RoundPhase.FAILED else frozenset())
     others = frozenset(range(member.size)) - {member.me} - gone
     leader = ballot_leader(commit.attempt, member.size)
     missing = commit.members & member.seat.holders - commit.signers
@@ -74,35 +74,51 @@ def _may_be_passed_over(member: Member, commit: Commit) -> bool:
     return is_quorum(others, member.size, gone) and (leader == member.me or taken_over)
 
 
-def asks_further(member: Member, other: int) -> bool:
+def asks_further(member: MemberState, other: int) -> bool:
     """Return whether it is worth asking a lost member how the round ended for it."""
     # A commit without the signature of a member that gave up counts only when that member is dead.
     return other not in (member.dead if member.pending.commits else member.gone)
 
 
-def has_it(member: Member) -> bool:
+def has_it(member: MemberState) -> bool:
     """Return whether a proven commit is one of this member's own result, or of one that it need not hold."""
     commit = proven(member)
     if commit is None or member.me not in commit.members:
         return False
     return member.me not in member.seat.holders or (
-        holds_result_of(member, commit) and (is_free(member) or is_confirmed(member, commit))
+        holds_result_of(member, commit) and (is_free(member, commit) or is_confirmed(member, commit))
     )
 
 
-def is_free(member: Member) -> bool:
-    """Return whether no other member may follow a newer ballot because of this member's promise."""
-    return member.vowed <= member.begun.ballot
+def is_free(member: MemberState, commit: ResultCommit) -> bool:
+    """Return whether no other member can have left the commit's attempt because of this member's word.
+
+    A promise, or a question for an own ballot, lets the others leave each attempt before that ballot. It does so also
+    when the ballot is about the older attempt here: a leader that lies may have begun it as a new one elsewhere.
+    """
+    return member.promised <= commit.attempt
 
 
-def is_confirmed(member: Member, commit: Commit) -> bool:
-    """Return whether every other member that needs the result follows this commit itself, or is lost."""
+def is_confirmed(member: MemberState, commit: ResultCommit) -> bool:
+    """Return whether no other member that needs the result can end the round otherwise.
+
+    Each of them follows this commit, or has given up with its result, and has said so itself; or this member has lost
+    it. One that gave up with another result, or none, keeps its contribution, unless its process is dead.
+    """
+    if member.me not in commit.members & member.seat.holders:
+        return True
     told = {sender for sender, one in member.pending.commits if _statement(one) == _statement(commit)}
-    left = {position for position, _ in member.left} - member.dead
-    return commit.members & member.seat.holders <= told | {member.me} | (member.lost - left)
+    left = dict(member.left)
+    about_it = {commit.attempt}
+    # Another member says only which ballot it accepted. Of a later one, this member knows the attempt if it did so too.
+    if member.accepted is not None and member.accepted.attempt == commit.attempt:
+        about_it.add(member.accepted.ballot)
+    with_it = {position for position, ballot in left.items() if ballot in about_it}
+    lost = member.lost - (left.keys() - member.dead)
+    return commit.members & member.seat.holders <= told | {member.me} | with_it | lost
 
 
-def is_bound(member: Member) -> bool:
+def is_bound(member: MemberState) -> bool:
     """Return whether a commit is proven of the result that this member holds, and it cannot follow it yet."""
     commit = proven(member)
     return (
@@ -110,22 +126,7 @@ def is_bound(member: Member) -> bool:
     )
 
 
-def is_believed(member: Member, commit: Commit) -> bool:
-    """Return whether a member that has failed believes that its contribution is in this result.
-
-    The others need no promise of a member that gave up. So each of them that can be reached has to say so itself, or
-    has to have given up with this result.
-    """
-    if member.me not in commit.members & member.seat.holders:
-        return True
-    told = {sender for sender, one in member.pending.commits if _statement(one) == _statement(commit)}
-    left = dict(member.left)
-    with_it = {position for position, ballot in left.items() if ballot == commit.attempt}
-    lost = member.lost - (left.keys() - member.dead)
-    return commit.members & member.seat.holders <= told | {member.me} | with_it | lost
-
-
-def lacks_it(member: Member) -> bool:
+def lacks_it(member: MemberState) -> bool:
     commit = proven(member)
     return (
         commit is not None
@@ -134,6 +135,6 @@ def lacks_it(member: Member) -> bool:
     )
 
 
-def is_left_out(member: Member) -> bool:
+def is_left_out(member: MemberState) -> bool:
     commit = proven(member)
     return commit is not None and member.me not in commit.members

@@ -121,6 +121,7 @@ def sign_candidate(
     site: str = "",
 ) -> Candidate:
     """Sign this peer's own candidate. Without an address, the peer counts as relayed whatever ``reach`` is."""
+    # The reader takes exact types, so whole numbers become floats here.
     value = pack(
         _VERSION,
         float(deadline),
@@ -137,9 +138,11 @@ def sign_candidate(
         int(reach if addresses else Reach.RELAYED),
         site,
     )
+    # The deadline names the attempt, and keepers keep the record with the highest sequence.
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
     )
+    # Through the checks of the readers, so that a peer publishes nothing that all others would refuse.
     return read_candidate(record)
 
 
@@ -169,16 +172,19 @@ def read_candidate(record: Record) -> Candidate:
     )
     if version != _VERSION:
         raise RemoteProtocolError(f"readiness of version {version}")
+    # An auxiliary has no vector, so nothing of it can count in the mean.
     if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
         raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
     if len(certificate) > MAX_CERTIFICATE_BYTES:
         raise RemoteProtocolError(f"a certificate of {len(certificate)} bytes")
+    # Without a contribution, there is nothing that could have a length.
     if not 0 <= norm <= MAX_NORM or (norm and not weight):
         raise RemoteProtocolError(
             f"a norm of {norm:g} of {'a contribution' if weight else 'no contribution'}"
         )
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
+    # 0 says that the peer does not know it yet. All other numbers decide over shares, and are only claims.
     if bandwidth and not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
         raise RemoteProtocolError(
             f"a bandwidth of {bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} to {MAX_BANDWIDTH:g} can be announced"
@@ -186,9 +192,12 @@ def read_candidate(record: Record) -> Candidate:
     if not is_codec_name(codec) or deadline < 0:
         raise RemoteProtocolError("codec or deadline out of range")
     try:
+        # Only their number and form. The dial gate decides later which of them are dialled.
         check_addresses(addresses)
     except ContactError as error:
         raise RemoteProtocolError(error.reason) from None
+    # Without an address, a peer can only be relayed. With another reach, it would come too early in the
+    # order.
     if reach not in tuple(Reach) or (reach != Reach.RELAYED and not addresses):
         raise RemoteProtocolError(f"a reach of {reach} with {len(addresses)} addresses")
     if site and (auxiliary or not is_name(site)):
@@ -213,6 +222,7 @@ def read_candidate(record: Record) -> Candidate:
 
 
 def _read_tags(tags: tuple[Any, ...]) -> tuple[str, ...]:
+    # Tags, names and sites of strangers end up in logs and statuses.
     if len(tags) > MAX_TAGS or not all(map(is_name, checked(tags, (str,) * len(tags)))):
         raise RemoteProtocolError("tags that are too many, too long or not printable")
     return tags
@@ -222,6 +232,7 @@ def _read_metrics(metrics: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
     if len(metrics) > MAX_METRICS:
         raise RemoteProtocolError(f"{len(metrics)} metrics")
     names = [checked(metric, (str, float))[0] for metric in checked(metrics, (tuple,) * len(metrics))]
+    # In order and without repeats, so that each name has one value.
     if not all(map(is_name, names)) or names != sorted(set(names)):
         raise RemoteProtocolError("metrics whose names are too long, not printable, or out of order")
     if any(abs(value) > MAX_METRIC for _, value in metrics):
@@ -237,6 +248,7 @@ def read_signed_candidate(fields: Any) -> Candidate:
     """
     try:
         record = unpack_record(fields)
+        # Before the value is read: a leader passes on the candidates of others, and could change them.
         verify(record)
     except RecordError as error:
         raise RemoteProtocolError(error.reason) from None

@@ -10,15 +10,16 @@ or has just joined, and reducers with different factors would average different 
 
 from __future__ import annotations
 
-from p2pavg.base.weights import lower_median
+from p2pavg.base.weights import bounded_weights, lower_median
 from p2pavg.group.roster import Roster
 
 
 def norm_factors(roster: Roster, max_norm: float | None) -> dict[str, float]:
     """Return the factor for each contribution that is longer than ``max_norm`` times the group's median norm.
 
-    The median is the lower weighted median of the norms that the contributors signed. Contributors that lie about their
-    norms cannot raise it above the largest honest norm, unless they have more than half of the weight.
+    The median is the lower weighted median of the norms that the contributors signed, with
+    :func:`~p2pavg.base.weights.bounded_weights`. Contributors that lie about their norms cannot raise it above the
+    largest honest norm, unless they have more than half of this weight.
 
     Args:
         max_norm: 1 or more; ``None`` bounds nothing.
@@ -29,7 +30,6 @@ def norm_factors(roster: Roster, max_norm: float | None) -> dict[str, float]:
     if max_norm is None:
         return {}
     members = roster.contributors
-    longest = max_norm * lower_median(
-        [member.norm for member in members], [member.weight for member in members]
-    )
+    weights = bounded_weights([member.weight for member in members])
+    longest = max_norm * lower_median([member.norm for member in members], weights)
     return {member.peer_id: longest / member.norm for member in members if member.norm > longest}

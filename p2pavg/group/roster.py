@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -12,12 +13,15 @@ from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
+from p2pavg.group.places.gossip import COUNTS
 from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
 from p2pavg.group.shares import MemberLink, fastest_shares, largest_fraction, levelled
 from p2pavg.group.sites import shares_of_sites
 from p2pavg.group.star import elect
 from p2pavg.group.topology import BUTTERFLY, Hierarchical, Star, Topology
+from p2pavg_dht import Record
 from p2pavg_dht.record import pack as pack_record
+from p2pavg_dht.record import unpack as unpack_record
 
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
 
@@ -115,12 +119,24 @@ class Roster:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Weighted mean of each metric, over the contributors that measured it."""
-        sums: dict[str, list[tuple[float, float]]] = {}
+        """Weighted mean of each metric, over the contributors that measured it; of counts of rounds, the median."""
+        return self.metrics_by(robust=False)
+
+    def metrics_by(self, *, robust: bool) -> dict[str, float]:
+        """Return one value of each metric, from those that the contributors signed.
+
+        Args:
+            robust: take the median of each metric, in which each member counts once. A mean is as large as the largest
+                claim, whatever rule combines the contributions themselves.
+        """
+        found: dict[str, list[tuple[float, float]]] = {}
         for member in self.contributors:
             for name, value in member.metrics:
-                sums.setdefault(name, []).append((member.weight, value))
-        return {name: _mean(found) for name, found in sorted(sums.items())}
+                found.setdefault(name, []).append((member.weight, value))
+        return {
+            name: _median([value for _, value in pairs]) if robust or name in COUNTS else _mean(pairs)
+            for name, pairs in sorted(found.items())
+        }
 
     @cached_property
     def ranges(self) -> tuple[tuple[Range, ...], ...]:
@@ -200,6 +216,31 @@ def read_roster(packed: bytes) -> Roster:
     members = tuple(map(read_signed_candidate, records))
     observers = frozenset(members[index].peer_id for index in observing)
     return Roster(members=members, shares=shares, proposal=proposal, observers=observers)
+
+
+def records_of_roster(packed: bytes) -> list[Record]:
+    """Return the members' records in a roster's bytes, before anything of them is checked.
+
+    Raises:
+        RemoteProtocolError: the roster is malformed, or has members of different runs.
+        RecordError: a record is malformed.
+    """
+    records, *_ = unpack(packed, tuple, tuple, int, tuple)
+    if len(records) > MAX_MEMBERS:
+        raise RemoteProtocolError(f"a roster of {len(records)} members")
+    found = list(map(unpack_record, records))
+    if len({record.key for record in found}) > 1:
+        raise RemoteProtocolError("a roster of peers of different runs")
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median; of an even number of more than two values, the lower of those in the middle.
+
+    It is then a value that a member has signed, even if half of the members lie that theirs are large. Of two values
+    neither is in the middle, and the mean shows both.
+    """
+    return values[0] / 2 + values[1] / 2 if len(values) == 2 else statistics.median_low(values)
 
 
 def _mean(found: Sequence[tuple[float, float]]) -> float:

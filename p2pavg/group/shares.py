@@ -27,7 +27,7 @@ _HALF = Fraction(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SharePart:
     """Elements ``start`` to ``stop`` of the vector, the ``index``-th part of its reducer's share."""
 
     index: int
@@ -322,11 +322,12 @@ def part_size(elements: int, reducers: int) -> int:
     return min(max(elements // (reducers * PARTS_OF_A_SHARE), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
 
 
-def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) -> tuple[Part, ...]:
+def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) -> tuple[SharePart, ...]:
     """Return the parts of the share from ``start`` to ``stop``. Each but the last is a whole number of blocks."""
     step = max(granularity, part_elements - part_elements % granularity)
     return tuple(
-        Part(index, first, min(first + step, stop)) for index, first in enumerate(range(start, stop, step))
+        SharePart(index, first, min(first + step, stop))
+        for index, first in enumerate(range(start, stop, step))
     )
 
 

@@ -2,8 +2,8 @@
 
 The topologies are data here, with the text that all peers of a run share. No I/O, no clock, no random source.
 :mod:`p2pavg.group.star` elects the reducer of a star, :mod:`p2pavg.group.shares` cuts the shares of a butterfly, and
-:mod:`p2pavg.group.sites` those of sites. :mod:`p2pavg.group.places.gossip` says where a peer looks for the small groups of
-gossip.
+:mod:`p2pavg.group.sites` those of sites. :mod:`p2pavg.group.places.gossip` says where a peer looks for the small groups
+of gossip.
 """
 
 from __future__ import annotations

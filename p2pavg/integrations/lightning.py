@@ -139,5 +139,5 @@ class PeerCallback(Callback):  # type: ignore[misc]
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the run, so that no other peer waits for this one."""
-        self.optimizer.leave()
+        """End the training: give other peers the last updates that they lack, and leave the run."""
+        self.optimizer.finish()

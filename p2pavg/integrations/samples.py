@@ -1,4 +1,4 @@
-"""The number of samples of a batch, for frameworks that call ``step`` themselves."""
+"""The number of samples of a batch, for frameworks that call ``step`` themselves. No I/O, no clock."""
 
 from __future__ import annotations
 

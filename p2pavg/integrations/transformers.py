@@ -128,5 +128,5 @@ class PeerCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Leave the run, so that no other peer waits for this one."""
-        self.optimizer.leave()
+        """End the training: give other peers the last updates that they lack, and leave the run."""
+        self.optimizer.finish()

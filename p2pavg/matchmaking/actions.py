@@ -1,4 +1,4 @@
-"""Actions and settings of :class:`~p2pavg.matchmaking.rules.Matchmaking`, as plain values."""
+"""Actions and settings of :class:`~p2pavg.matchmaking.rules.Matchmaking`, as plain values. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.messages import Ask, Message, Nudge
+from p2pavg.matchmaking.messages import JoinRequest, Message, Nudge
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Open a stream to a candidate and begin it with ``message`` (``Ask`` or ``Nudge``)."""
+    """Open a stream to a candidate and begin it with ``message`` (``JoinRequest`` or ``Nudge``)."""
 
     candidate: Candidate
-    message: Ask | Nudge
+    message: JoinRequest | Nudge
     reason: str
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 from p2pavg.group.candidate import Candidate
-from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.matchmaking.known_peers import plausible
 from p2pavg.matchmaking.messages import Declined
 from p2pavg.matchmaking.own_group import OwnGroup
@@ -21,6 +21,9 @@ def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: flo
         return Declined("it has the id of the peer that it asked", over=True)
     if not plausible(candidate, now):
         return Declined("its record has expired, or its clock is wrong")
+    # A roster has candidates of one place only. A peer that has gone on to a smaller place keeps answering under both.
+    if candidate.record.key != me.record.key:
+        return Declined("looks for peers in another place")
     if state.has_ended:
         return Declined("already in a group", taken=taken, over=True)
     if me.auxiliary:
@@ -28,7 +31,7 @@ def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: flo
     if candidate.order <= me.order:
         # The candidate knows an earlier attempt of this peer, which is over.
         return Declined("comes before the peer it asked", over=True)
-    if state.phase is Phase.ACCEPTED:
+    if state.phase is AttemptPhase.ACCEPTED:
         return Declined("a roster is being agreed", taken=taken)
     if state.follows:
         return Declined("follows another leader", state.leader)
@@ -38,7 +41,7 @@ def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: flo
         return Declined("its vector belongs to another state")
     if (why := _not_trusted(state, candidate, now)) is not None:
         return Declined(why)
-    if state.phase is Phase.PROPOSING:
+    if state.phase is AttemptPhase.PROPOSING:
         return Declined("a roster is being agreed", taken=taken)
     if not _has_room(state, group, candidate):
         return Declined("the group is full", taken=taken)

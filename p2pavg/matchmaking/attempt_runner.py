@@ -23,10 +23,20 @@ from p2pavg.matchmaking.actions import (
     Report,
     Send,
 )
-from p2pavg.matchmaking.link import Link
-from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Message, Nudge, Refuse, encode
+from p2pavg.matchmaking.link import JoinLink
+from p2pavg.matchmaking.messages import (
+    OF_FOLLOWERS,
+    OF_LEADERS,
+    PROTOCOL,
+    Accept,
+    JoinRequest,
+    Message,
+    Nudge,
+    Refuse,
+    encode,
+)
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.search import Search
+from p2pavg.matchmaking.search import PlaceSearch
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
@@ -38,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt is valid for an hour
 RECORD_TTL_SECONDS = 30.0  # the record of a peer that died expires after this
-OPEN_SECONDS = 5.0
+OPEN_LEADER_SECONDS = 5.0
 _POLL_FIRST_SECONDS = 0.25
 _POLL_MOST_SECONDS = 4.0
 
@@ -57,7 +67,7 @@ class AttemptRunner:
         on_expect: Callable[[bytes | None], None],
         on_fault: Callable[[str, Exception], None],
         has_moved: Callable[[], bool],
-        search: Search,
+        search: PlaceSearch,
     ) -> None:
         self._context = context
         self._records = records
@@ -69,8 +79,9 @@ class AttemptRunner:
         self._on_report = on_report
         self._on_expect = on_expect
         self._started = (now, trio.current_time())
-        self._upward: dict[str, Link] = {}
-        self._downward: dict[str, Link] = {}
+        # Join streams by peer: the one on which this peer asked, and those on which it was asked.
+        self._upward: dict[str, JoinLink] = {}
+        self._downward: dict[str, JoinLink] = {}
         self._opening: dict[str, trio.CancelScope] = {}
         self._watched: set[bytes] = set()
         self._changed = trio.Event()
@@ -123,7 +134,9 @@ class AttemptRunner:
                     self._nursery = None  # streams outlive the attempt, but their messages start no new tasks
                     nursery.cancel_scope.cancel()
         finally:
+            # This runs after a cancellation too, so the peers that wait for this one need not find out by its silence.
             self._do(self.rules.stop("the peer has stopped looking for a group"))
+            # Streams of an accepted group may already wait for its commit, which does not come any more.
             if not isinstance(self._outcome, Roster):
                 self._on_expect(None)
         return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
@@ -145,21 +158,24 @@ class AttemptRunner:
     async def serve(self, stream: Stream, candidate: Candidate) -> None:
         """Serve the join stream of a peer that asks to join."""
         old = self._downward.pop(candidate.peer_id, None)
+        # The peer has given its first stream up. The rules hear of that loss before they hear that it asks again.
         if old is not None:
             old.close()
             self._do(self.rules.lost(candidate.peer_id, "it asked again", self._now()))
-        link = self._downward[candidate.peer_id] = Link(stream)
+        link = self._downward[candidate.peer_id] = JoinLink(stream, OF_FOLLOWERS, self._context.messages)
         actions: Actions = []
         with guarded(candidate.peer_id, self._on_fault):
             actions = self.rules.asked(candidate, self._now())
         self._do(actions)
         await self._run_link(link, candidate.peer_id, upward=False)
 
-    async def _run_link(self, link: Link, peer_id: str, *, upward: bool) -> None:
+    async def _run_link(self, link: JoinLink, peer_id: str, *, upward: bool) -> None:
         """Pass messages to the rules while the link is the current one with that peer in that direction."""
         links = self._upward if upward else self._downward
 
         def told(message: Message) -> None:
+            # A link that was closed or replaced may still deliver a message,
+            # which belongs to a conversation that is over.
             if links.get(peer_id) is link:
                 tell = self.rules.told_by_leader if upward else self.rules.told
                 actions: Actions = []
@@ -168,6 +184,7 @@ class AttemptRunner:
                 self._do(actions)
 
         def lost(reason: str) -> None:
+            # If a newer link has taken this one's place, the peer is not lost.
             if links.get(peer_id) is link:
                 del links[peer_id]
                 lose = self.rules.lost_leader if upward else self.rules.lost
@@ -178,23 +195,27 @@ class AttemptRunner:
     async def _announce(self) -> None:
         """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
 
-        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.places.rungs`). Each poll
-        looks at one of them. Records that others store here are read at once: a lookup among hostile keepers can take
-        seconds. A peer that hopes to be in its last group again only looks at these at first.
+        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.places.rungs`). Each
+        poll looks at one of them. Records that others store here are read at once: a lookup among hostile keepers can
+        take seconds. A peer that hopes to be in its last group again only looks at these at first.
         """
         records, search, watched = self._records, self._search, deque[bytes]()
         try:
+            # Hoping for its last group, this peer only listens at first: its leader's record comes here by itself.
             if self.rules.state.strangers_from > self._now():
                 self._watch(first := search.key_on(search.ladder.start))
                 records.keep_places(first)
                 self._read(records.held(first))
                 while (left := self.rules.state.strangers_from - self._now()) > 0:
+                    # A peer that was not in the last group ends this wait at once.
                     with trio.move_on_after(left):
                         await self._changed.wait()
             pause = 0.0
             rung: int | None = search.ladder.start
             while True:
                 if rung is not None:
+                    # The answer to a publication names the other peers of the place.
+                    # So polls begin again with a short pause.
                     watched.appendleft(await self._publish_on(rung))
                     pause = _POLL_FIRST_SECONDS
                     stepped = trio.current_time()
@@ -202,11 +223,13 @@ class AttemptRunner:
                 await trio.sleep_until(min(poll_at, stepped + self._patience()))
                 if trio.current_time() >= poll_at:
                     self._take_found(watched[0], await records.find(watched[0]))
+                    # The next poll looks at another one of the places in which this peer has announced itself.
                     watched.rotate(-1)
                     if self._has_moved():
                         self._do(self.rules.moved(self._now()))
                     pause = min(2 * pause, _POLL_MOST_SECONDS)
                     poll_at = trio.current_time() + pause
+                # The patience may have changed during the poll, with the peers that it has found.
                 due = trio.current_time() >= stepped + self._patience()
                 rung = search.ladder.take(full=search.full) if due else None
         finally:
@@ -220,7 +243,10 @@ class AttemptRunner:
     async def _publish_on(self, rung: int) -> bytes:
         """Publish this peer's record in its place on a rung; return the key."""
         records, key = self._records, self._search.key_on(rung)
+        # Noted before the call: keepers may have the record even if the call is cancelled,
+        # and then it is to be withdrawn.
         self._search.said.append(key)
+        # Watched before the call, so that records that arrive meanwhile are read at once.
         self._watch(key)
         published = await records.publish(key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
         self._search.full = len(published.refused) >= published.stored
@@ -228,6 +254,7 @@ class AttemptRunner:
         return key
 
     def _take_found(self, key: bytes, records: Sequence[Record]) -> None:
+        # The next attempt begins on a rung that follows from what was seen in the first place alone.
         if key == self._search.said[0]:
             others = sum(record.publisher != self._me.peer_id for record in records)
             self._search.seen = max(self._search.seen, others)
@@ -250,6 +277,7 @@ class AttemptRunner:
                     self.rules.state.learn_record(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
+        # The rules act once all records are read: the first one read need not be the first one to ask.
         self._do(self.rules.discovered((), self._now()))
 
     async def _keep_time(self) -> None:
@@ -258,6 +286,7 @@ class AttemptRunner:
             wait = self.rules.wake_at() - self._now()
             with trio.move_on_after(max(wait, 0.0)) as scope:
                 await self._changed.wait()
+            # Otherwise an event has come, which may have moved the time for which this task waits.
             if scope.cancelled_caught:
                 self._do(self.rules.tick(self._now()))
 
@@ -270,11 +299,12 @@ class AttemptRunner:
                     self._send(peer_id, message)
                 case Close(peer_id, _, upward):
                     self._close(peer_id, upward=upward)
-                case Open(candidate, Ask() as ask):
+                case Open(candidate, JoinRequest() as ask):
                     self._start(self._ask, candidate, ask)
                 case Open(candidate, Nudge() as nudge):
                     self._start(self._nudge, candidate, nudge)
                 case Expect(group_id):
+                    # It comes before the answer to a proposal: other members may open streams of the group at once.
                     self._on_expect(group_id)
                 case Report():
                     self._on_report(action)
@@ -290,6 +320,7 @@ class AttemptRunner:
             self._nursery.start_soon(task, *args)
 
     def _send(self, peer_id: str, message: Message) -> None:
+        # Only answers to a proposal go to a leader. All other messages are for followers.
         links = self._upward if isinstance(message, Accept | Refuse) else self._downward
         if (link := links.get(peer_id)) is not None:
             link.send(message)
@@ -301,14 +332,14 @@ class AttemptRunner:
         if link is not None:
             link.close()
 
-    async def _ask(self, candidate: Candidate, ask: Ask) -> None:
+    async def _ask(self, candidate: Candidate, ask: JoinRequest) -> None:
         peer_id = candidate.peer_id
         reason = "it could not be asked"
         with trio.CancelScope() as scope:
             self._opening[peer_id] = scope
             try:
                 stream = await self._context.transport.open_stream(
-                    peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
+                    peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_LEADER_SECONDS
                 )
             except UnreachableError as error:
                 reason = str(error)
@@ -316,7 +347,7 @@ class AttemptRunner:
                 if self._opening.get(peer_id) is not scope:  # the rules closed it while it was opening
                     await stream.reset()
                     return
-                link = self._upward[peer_id] = Link(stream)
+                link = self._upward[peer_id] = JoinLink(stream, OF_LEADERS, self._context.messages)
                 link.send(ask)
                 # This nursery outlives the attempt, so queued messages are still sent.
                 self._context.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
@@ -324,15 +355,22 @@ class AttemptRunner:
             finally:
                 if self._opening.get(peer_id) is scope:
                     del self._opening[peer_id]
+            # A call that the rules have cancelled does not get here: they have left that peer already.
             self._do(self.rules.lost_leader(peer_id, reason, self._now(), reachable=False))
 
     async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
         try:
             stream = await self._context.transport.open_stream(
-                candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
+                candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_LEADER_SECONDS
             )
-            await send_message(stream, encode(nudge))
-            await stream.aclose()
+            try:
+                await send_message(stream, encode(nudge))
+                # A nudge has no answer. The nudged peer opens a join stream of its own.
+                await stream.aclose()
+            # The attempt may end while the other side reads nothing.
+            except BaseException:
+                await stream.reset()
+                raise
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             logger.debug("%s was not nudged: %s", candidate.peer_id, error)
             self._do(self.rules.not_nudged(candidate.peer_id, str(error), self._now()))

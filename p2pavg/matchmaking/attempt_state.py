@@ -18,7 +18,7 @@ from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.roster_check import not_admitted
 
 
-class Phase(enum.Enum):
+class AttemptPhase(enum.Enum):
     """Phase of a peer's attempt."""
 
     LEADING = "leading"  # follows no leader; may have followers
@@ -48,7 +48,7 @@ class AttemptState:
     """Ids of the members of the last group, if this peer hopes to be in it again."""
     strangers_from: float
     """Until then it waits for that group's leader. It does not, once it sees a peer that was not in the group."""
-    phase: Phase = Phase.LEADING
+    phase: AttemptPhase = AttemptPhase.LEADING
     leader: Candidate | None = None
     """The candidate that was asked, or is followed."""
     roster: Roster | None = None
@@ -57,17 +57,17 @@ class AttemptState:
     @property
     def leads(self) -> bool:
         """True while this peer follows no leader and its group has not been proposed."""
-        return self.phase in (Phase.LEADING, Phase.ASKING)
+        return self.phase in (AttemptPhase.LEADING, AttemptPhase.ASKING)
 
     @property
     def follows(self) -> bool:
         """True while this peer follows a leader."""
-        return self.phase in (Phase.FOLLOWING, Phase.ACCEPTED)
+        return self.phase in (AttemptPhase.FOLLOWING, AttemptPhase.ACCEPTED)
 
     @property
     def has_ended(self) -> bool:
         """True once the attempt has a group, or has been given up."""
-        return self.phase in (Phase.COMMITTED, Phase.OVER)
+        return self.phase in (AttemptPhase.COMMITTED, AttemptPhase.OVER)
 
     @property
     def others_in_roster(self) -> tuple[str, ...]:
@@ -97,7 +97,8 @@ class AttemptState:
 
     def learn(self, candidate: Candidate, now: float) -> None:
         """Take in a candidate that its peer has sent itself, or whose record is a new one."""
-        if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
+        is_of_this_place = candidate.record.key == self.me.record.key
+        if candidate.peer_id == self.me.peer_id or not is_of_this_place or not plausible(candidate, now):
             return
         known = self.peers[candidate.peer_id]
         if known.banned is not None or candidate.deadline <= known.ended:
@@ -119,9 +120,12 @@ class AttemptState:
             or not_admitted(leader, self.settings, now) is not None
         ):
             return
-        if leader.order < self.me.order and leader.record.key == self.me.record.key:
+        if leader.peer_id == self.me.peer_id or leader.record.key != self.me.record.key:
+            return
+        if leader.order < self.me.order:
             known = self.peers[leader.peer_id]
-            if (known.deadline or 0.0) <= leader.deadline and known.banned is None:
+            is_over = known.banned is not None or leader.deadline <= known.ended
+            if (known.deadline or 0.0) <= leader.deadline and not is_over:
                 known.candidate, known.seen, known.avoided = leader, now, None
 
     def observers_among(self, members: Sequence[Candidate]) -> frozenset[str]:

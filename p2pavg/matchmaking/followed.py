@@ -8,18 +8,18 @@ from __future__ import annotations
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Report, Send
-from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.matchmaking.known_peers import may_lead
-from p2pavg.matchmaking.messages import Accept, Ask, Declined, Refuse, Status
+from p2pavg.matchmaking.messages import Accept, Declined, JoinRequest, LeaderStatus, Refuse
 from p2pavg.matchmaking.roster_check import not_admitted, wrong_with
 from p2pavg.matchmaking.timing import (
-    ANSWER_SECONDS,
     BACK_SECONDS,
+    DECLINED_RETRY_SECONDS,
     DUE_SECONDS,
     GRACE_SECONDS,
+    LEADER_SILENCE_SECONDS,
     ORPHAN_SECONDS,
-    RETRY_SECONDS,
-    SILENCE_SECONDS,
+    PROPOSAL_ANSWER_SECONDS,
 )
 
 MAX_PROPOSALS = 2
@@ -36,7 +36,7 @@ class FollowedLeader:
         self.orphaned: float | None = None  # end of the wait for proof that the lost leader has committed
         self._begun_by: str | None = None  # a member of the accepted roster that has begun the exchange
         self._joined = state.begun  # time at which this peer began to follow
-        self._status = Status(1, False)
+        self._status = LeaderStatus(1, False)
         self._due_since: float | None = None  # time since which the leader could have proposed
         self._proposals = 0
 
@@ -56,13 +56,13 @@ class FollowedLeader:
     def times(self) -> list[float]:
         """Return the times at which this peer acts on the leader's silence or delay."""
         state = self._state
-        if state.phase is Phase.ASKING:
-            return [self.heard + SILENCE_SECONDS]
+        if state.phase is AttemptPhase.ASKING:
+            return [self.heard + LEADER_SILENCE_SECONDS]
         if self.orphaned is not None:
             return [self.orphaned]
         if not state.follows:
             return []
-        times = [self.heard + SILENCE_SECONDS, self.patience_end()]
+        times = [self.heard + LEADER_SILENCE_SECONDS, self.patience_end()]
         if state.looked < self._leader.deadline:
             times.append(self._leader.deadline)
         if not state.me.auxiliary:
@@ -101,8 +101,8 @@ class FollowedLeader:
 
     def ask(self, candidate: Candidate, now: float) -> Actions:
         """Ask an earlier candidate to lead this peer."""
-        self._state.phase, self._state.leader, self.heard = Phase.ASKING, candidate, now
-        return [Open(candidate, Ask(self._state.me), "the first of those before this peer")]
+        self._state.phase, self._state.leader, self.heard = AttemptPhase.ASKING, candidate, now
+        return [Open(candidate, JoinRequest(self._state.me), "the first of those before this peer")]
 
     def stop_asking(self, reason: str) -> Actions:
         """Close the conversation with the leader or the asked peer, if there is one."""
@@ -112,6 +112,7 @@ class FollowedLeader:
     def may_follow(self, candidate: Candidate, now: float) -> bool:
         """Return whether this peer can follow the asked peer, in the attempt that its answer names."""
         me = self._state.me
+        # The answer names the leader's present attempt, which may be later than the record that this peer has read.
         return (
             candidate.peer_id == self._leader.peer_id
             and candidate.order < me.order
@@ -124,11 +125,11 @@ class FollowedLeader:
     def follow(self, leader: Candidate) -> None:
         """Follow the asked peer, which has agreed."""
         state = self._state
-        state.phase, state.leader, self._joined = Phase.FOLLOWING, leader, self.heard
+        state.phase, state.leader, self._joined = AttemptPhase.FOLLOWING, leader, self.heard
         self._due_since, self._proposals = None, 0
         self.look(self.heard)
         state.peers[leader.peer_id].candidate = leader
-        self._status = Status(2, False)
+        self._status = LeaderStatus(2, False)
 
     def declined(self, answer: Declined, now: float) -> None:
         """Remember that the asked peer declined."""
@@ -141,16 +142,16 @@ class FollowedLeader:
             asked.fruitless += 1
             asked.declined, taken = answer.reason, answer.taken
         for peer_id in {asked.peer_id, *taken}:
-            self._state.peers.avoid(peer_id, now + RETRY_SECONDS)
+            self._state.peers.avoid(peer_id, now + DECLINED_RETRY_SECONDS)
         self._state.learn_leader(answer.leader, now)
 
     # ------------------------------------------------------------------ the proposal
 
-    def told_status(self, status: Status) -> Actions:
+    def told_status(self, status: LeaderStatus) -> Actions:
         """Take the leader's status, which withdraws its proposal."""
         self._status = status
-        withdrawn = self._state.phase is Phase.ACCEPTED
-        self._state.phase, self._state.roster = Phase.FOLLOWING, None
+        withdrawn = self._state.phase is AttemptPhase.ACCEPTED
+        self._state.phase, self._state.roster = AttemptPhase.FOLLOWING, None
         return [Expect(None, "the leader withdrew its proposal")] if withdrawn else []
 
     def proposed(self, roster: Roster, now: float) -> Actions:
@@ -168,10 +169,11 @@ class FollowedLeader:
             refusal = Send(leader.peer_id, Refuse(roster.group_id, wrong), wrong)
             avoid = state.peers[leader.peer_id].hold_off(wrong, now)
             return [refusal, *self.leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
-        state.phase, state.roster, self._begun_by = Phase.ACCEPTED, roster, None
+        state.phase, state.roster, self._begun_by = AttemptPhase.ACCEPTED, roster, None
         self._proposals += 1
+        # The leader gets the time that its other followers have for their answers, and a second to commit.
         if self._due_since is not None and self._proposals <= MAX_PROPOSALS:
-            self._due_since = max(self._due_since, now + ANSWER_SECONDS + 1.0 - DUE_SECONDS)
+            self._due_since = max(self._due_since, now + PROPOSAL_ANSWER_SECONDS + 1.0 - DUE_SECONDS)
         return [
             Expect(roster.group_id, "others may hear of the commit first"),
             Send(leader.peer_id, Accept(roster.group_id), "the roster is what was agreed"),
@@ -187,16 +189,23 @@ class FollowedLeader:
 
         The leader may have committed and told other members. Then one of them opens a stream of the exchange.
         """
-        if self._begun_by is not None:
-            return self.commit(f"{self._begun_by} has heard of the commit")
+        if (proof := self.proof) is not None:
+            return self.commit(proof)
         self.orphaned = now + ORPHAN_SECONDS
         return []
+
+    @property
+    def proof(self) -> str | None:
+        """The proof that the leader has committed the accepted roster, as a sentence; ``None`` without one."""
+        if self._state.phase is not AttemptPhase.ACCEPTED or self._begun_by is None:
+            return None
+        return f"{self._begun_by} has heard of the commit"
 
     def commit(self, reason: str) -> Actions:
         """Commit the accepted roster."""
         state = self._state
         assert state.roster is not None
-        state.phase, self.orphaned = Phase.COMMITTED, None
+        state.phase, self.orphaned = AttemptPhase.COMMITTED, None
         closing: Actions = []
         if state.leader is not None:
             closing = [Close(state.leader.peer_id, "committed", upward=True)]
@@ -209,13 +218,15 @@ class FollowedLeader:
         state, leader = self._state, self._leader
         if self._due_since is None:  # the leader rightly waits for more members: it wasted no time
             return "it has formed no group in its time and another match timeout"
+        # Before its deadline the leader may wait for a member that has died, as an honest one would.
+        # So this peer is back in time for its deadline.
         early = now < leader.deadline - BACK_SECONDS
         most = leader.deadline - BACK_SECONDS if early else float("inf")
         state.peers[leader.peer_id].doubted = True
         state.memory.wasted(leader.peer_id, now, most=most)
         return "it has formed no group in its time"
 
-    def leave(self, reason: str, now: float, *, avoid: float = RETRY_SECONDS) -> Actions:
+    def leave(self, reason: str, now: float, *, avoid: float = DECLINED_RETRY_SECONDS) -> Actions:
         """Leave the leader, and do not ask it again for ``avoid`` seconds."""
         known = self._state.peers[self._leader.peer_id]
         known.avoid(now + avoid)
@@ -225,8 +236,8 @@ class FollowedLeader:
     def free(self, reason: str) -> Actions:
         """Follow no leader from now on."""
         state = self._state
-        accepted = state.phase is Phase.ACCEPTED
-        state.phase, state.leader, self.orphaned, self._due_since = Phase.LEADING, None, None, None
+        accepted = state.phase is AttemptPhase.ACCEPTED
+        state.phase, state.leader, self.orphaned, self._due_since = AttemptPhase.LEADING, None, None, None
         if not accepted:
             return []
         state.roster = None
@@ -249,6 +260,7 @@ def _is_due(state: AttemptState, leader: Candidate, due_since: float | None, now
         and known.candidate.fits(leader)
         and known.is_there(now)
     ]
+    # No leader may propose a group without a contributor.
     if len(state.observers_among(there)) == len(there):
         return False
     if now >= leader.deadline:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
-from p2pavg.matchmaking.messages import Message, decode, encode
+from p2pavg.matchmaking.messages import Message, check_signature, decode, encode, records_in
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Stream
 
 logger = logging.getLogger(__name__)
@@ -18,13 +19,22 @@ logger = logging.getLogger(__name__)
 # A conversation has a few messages in flight at most. A peer that does not read them is dropped.
 _OUTBOX_MESSAGES = 32
 _FLUSH_SECONDS = 2.0
+VERIFIED_IN_A_TURN = 16
+"""Signatures that are verified without a pause: 2 to 3 ms."""
 
 
-class Link:
-    """A join stream's queue of outgoing messages, and its reader. It owns ``stream`` while :meth:`run` runs."""
+class JoinLink:
+    """A join stream's queue of outgoing messages, and its reader. It owns ``stream`` while :meth:`run` runs.
 
-    def __init__(self, stream: Stream) -> None:
+    Args:
+        kinds: the messages that the other end may send. Those of other kinds are not read, and end the conversation.
+        messages: the budget of the processor time that reading them takes.
+    """
+
+    def __init__(self, stream: Stream, kinds: Collection[type[Message]], messages: FirstMessages) -> None:
         self._stream = stream
+        self._kinds = kinds
+        self._messages = messages
         self._outbox, self._to_send = trio.open_memory_channel[Message](_OUTBOX_MESSAGES)
         self._closed = False
         self._scope = trio.CancelScope()
@@ -77,15 +87,31 @@ class Link:
                 data = await receive_message(self._stream)
                 if data is None:
                     return "it closed the stream"
+                if self._closed:
+                    continue  # until the writer has sent the rest
+                await self._messages.admit(self._stream)
                 with guarded(self._stream.remote, on_fault, expected=(RemoteProtocolError,)):
-                    message = decode(data)
+                    message = await self._decode(data)
             except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
                 return str(error)
             if message is None:
                 return "its message could not be read"
-            if self._closed:
-                continue  # until the writer has sent the rest
-            on_message(message)
+            if not self._closed:
+                on_message(message)
+
+    async def _decode(self, data: bytes) -> Message:
+        """Return a message. The loop has its turn between the signatures of a roster, of which it may have 128."""
+        with self._messages.charged(self._stream):
+            records = records_in(data, self._kinds)
+        for start in range(0, len(records), VERIFIED_IN_A_TURN):
+            with self._messages.charged(self._stream):
+                for record in records[start : start + VERIFIED_IN_A_TURN]:
+                    check_signature(record)
+            await trio.lowlevel.checkpoint()
+        with self._messages.charged(self._stream):
+            return decode(
+                data, self._kinds
+            )  # which finds the signatures among those that were verified lately
 
     async def _write(self) -> None:
         try:

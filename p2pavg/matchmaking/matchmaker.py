@@ -12,7 +12,7 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.group.places.meeting import EVERYWHERE, Meeting, key_at
+from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.places.rungs import Ladder, ladder_for, slot_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
@@ -25,10 +25,10 @@ from p2pavg.matchmaking.actions import (
 )
 from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
-from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
+from p2pavg.matchmaking.messages import Declined, JoinRequest, Nudge, encode
 from p2pavg.matchmaking.reunion import LastGroup, holds_back, last_group
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.search import Search, rung_after
+from p2pavg.matchmaking.search import PlaceSearch, rung_after
 from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
@@ -41,7 +41,7 @@ from p2pavg.runs.records.run_records import RunRecords
 logger = logging.getLogger(__name__)
 
 # The record stays this long after an attempt. A training loop that steps again replaces it, which halves the calls.
-LINGER_SECONDS = 2.0
+LINGER_READY_SECONDS = 2.0
 # A peer whose message raised an exception here is banned for so long, because it would send the message again.
 FAULT_BAN_SECONDS = 600.0
 MAX_RELAY_ADDRESSES = 3
@@ -74,6 +74,7 @@ class Matchmaker:
         self._site = site
         self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
+        self._closed = False
         self._said: list[bytes] = []
         """Keys under which there may be a record of an earlier attempt, or of this one."""
         self._taken: tuple[str, ...] = ()
@@ -102,6 +103,7 @@ class Matchmaker:
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
         """Ban a peer from all attempts that begin within ``seconds``."""
+        # A repeated ban goes to the end, so the one that is dropped below is the oldest.
         self._banned.pop(peer_id, None)
         self._banned[peer_id] = (reason, trio.current_time() + seconds)
         if len(self._banned) > MAX_BANNED:
@@ -110,6 +112,8 @@ class Matchmaker:
     def finished_with(self, members: Sequence[Candidate]) -> None:
         """Note that a round with these members, in the roster's order, was finished; later attempts prefer them."""
         others = [member for member in members if member.peer_id != self._context.signer.peer_id]
+        # The next attempt asks these peers first, may hope for the same group,
+        # and sends its records to them directly.
         self._memory.finished_with(others)
         self._last = last_group(self._place_key, members)
         self._records.met(others)
@@ -118,6 +122,8 @@ class Matchmaker:
         """Drop the leader or followers that are members of the run no longer."""
         if self._attempt is not None and self._settings.refuses is not None:
             for candidate in self._attempt.partners:
+                # A certificate may be revoked, or evidence arrive, after the peer was
+                # admitted. A group that is formed already goes on.
                 if (why := self._settings.refuses(candidate, self._context.wall_clock())) is not None:
                     self._attempt.expel(candidate.peer_id, why)
 
@@ -129,6 +135,7 @@ class Matchmaker:
         """Drop a peer whose message or record raised an exception."""
         reason = f"what it said raised {type(error).__name__} here"
         self.ban(peer_id, reason, FAULT_BAN_SECONDS)
+        # The ban counts for later attempts. This one has to let the peer go itself.
         if self._attempt is not None:
             self._attempt.expel(peer_id, reason)
 
@@ -149,7 +156,7 @@ class Matchmaker:
         target: int | None = None,
         contributors: int = 0,
         expected: Collection[str] = (),
-        meeting: Meeting = EVERYWHERE,
+        meeting: SearchPlace = EVERYWHERE,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> Roster | GaveUp:
@@ -168,11 +175,14 @@ class Matchmaker:
         """
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
+        # The next announcement replaces the record of the last attempt, so there is no need to withdraw it before.
         self._linger.cancel()
         self._taken = ()
         self._place_key = key_at(self._key, meeting.place)
         settings = self._settings_for(meeting, target, contributors, frozenset(expected))
         last, self._last = self._last, None  # after a round that fails, the next one begins without it
+        # A search that avoids peers of the last groups looks for others, and an
+        # auxiliary expects no group of its own.
         again = not (meeting.avoid or auxiliary) and holds_back(
             self._context.signer.peer_id,
             last,
@@ -187,16 +197,23 @@ class Matchmaker:
         moves = 0
         try:
             while isinstance(outcome, Renew):
+                # A renewed attempt looks anew at the time slot and the size of the network: both may have changed.
                 search = self._search_in(meeting, settings.target)
                 # The common place alone has the same key for all members.
                 hold_back = REUNION_SECONDS if again and search.ladder.start == 0 else 0.0
+                # A renewed attempt begins after that time, in which the last group has not met again.
                 again = False
                 self._enter(search, holds_back=hold_back > 0)
+                # Only a change of this peer's reach gives a deadline, close to the old
+                # one: the caller must not wait longer for it.
                 deadline = outcome.deadline
                 if deadline is None:
+                    # The deadline orders candidates. Those that hold back sign a later one, so the leader of the last
+                    # group comes before them even if it announces itself after them.
                     patience = ATTEMPT_SECONDS if auxiliary else settings.match_timeout
                     deadline = self._context.wall_clock() + patience + hold_back
                 me = self._sign(weight, auxiliary, state, tags, metrics, norm, deadline)
+                # A peer whose reach changes all the time would put its deadline off without end.
                 moves += outcome.deadline is not None
                 self._attempt = self._begin(
                     me,
@@ -211,28 +228,34 @@ class Matchmaker:
                 try:
                     outcome = await self._attempt.run()
                 finally:
+                    # Also when cancelled: records in further places would bring other peers to ask this one in vain.
                     self._leave(search, settings.target)
             if isinstance(outcome, Roster):
                 mine = self._context.signer.peer_id
+                # A peer that asks too late is told these names, and goes on to another
+                # group instead of asking each of them.
                 self._taken = tuple(member.peer_id for member in outcome.members if member.peer_id != mine)
             return outcome
         finally:
             self._attempt = None
+            # In the peer's nursery, as it has to outlive this call and its cancellation.
             self._context.nursery.start_soon(self._withdraw_unless_renewed)
 
-    def _search_in(self, meeting: Meeting, target: int) -> Search:
+    def _search_in(self, meeting: SearchPlace, target: int) -> PlaceSearch:
         """Return the places of an attempt. A meeting's own place is small enough already."""
         ladder = Ladder(0, 0) if meeting.place else ladder_for(self._records.network_size, target, self._rung)
         slot = slot_at(self._context.wall_clock())
-        return Search(self._context.signer.peer_id, self._place_key, slot, ladder)
+        return PlaceSearch(self._context.signer.peer_id, self._place_key, slot, ladder)
 
-    def _enter(self, search: Search, *, holds_back: bool) -> None:
+    def _enter(self, search: PlaceSearch, *, holds_back: bool) -> None:
         """Enter the first place of an attempt, and leave those of earlier ones."""
         first = search.key_on(search.ladder.start)
         self._forget(key for key in self._said if key != first)
+        # A peer that holds back has not announced itself under this key, but a
+        # record of its last attempt may be there.
         self._said = [key for key in self._said if key == first] if holds_back else [first]
 
-    def _leave(self, search: Search, target: int) -> None:
+    def _leave(self, search: PlaceSearch, target: int) -> None:
         """Leave the places of an attempt, but for the first one: the next attempt is likely to begin there."""
         self._forget(search.said[1:])
         before, self._said = self._said, search.said[:1]
@@ -240,11 +263,14 @@ class Matchmaker:
             self._forget(before)
             return
         self._looked = trio.current_time()
+        # The place of a meeting has few peers by design, and tells nothing about the size of the run.
         if search.key == self._key:
             self._rung = rung_after(search, target)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         for key in keys:
+            # Withdrawals call other peers. An attempt must neither wait for them,
+            # nor cancel them when it is cancelled itself.
             self._context.nursery.start_soon(self._withdraw_left, key)
 
     async def _withdraw_left(self, key: bytes) -> None:
@@ -252,7 +278,7 @@ class Matchmaker:
             await self._records.withdraw(key)
 
     def _settings_for(
-        self, meeting: Meeting, target: int | None, contributors: int, expected: frozenset[str]
+        self, meeting: SearchPlace, target: int | None, contributors: int, expected: frozenset[str]
     ) -> Settings:
         usual = self._settings
         return replace(
@@ -299,7 +325,7 @@ class Matchmaker:
         settings: Settings,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
-        search: Search,
+        search: PlaceSearch,
         *,
         may_move: bool,
         companions: frozenset[str],
@@ -307,6 +333,7 @@ class Matchmaker:
     ) -> AttemptRunner:
         now = self._context.wall_clock()
         rules = Matchmaking(me, settings, now, self._memory, companions=companions, hold_back=hold_back)
+        # An attempt applies these bans until it ends. Those that are over are dropped here, and so never pile up.
         for peer_id, (reason, until) in list(self._banned.items()):
             if until > trio.current_time():
                 rules.state.peers.ban(peer_id, reason)
@@ -334,15 +361,18 @@ class Matchmaker:
         addresses = _to_announce(transport.addresses)
         if not addresses:
             return False
+        # The reach is part of the order of candidates, so it cannot change within an attempt.
         return _reach_of(transport.reachability) is not me.reach or not set(addresses) & set(me.addresses)
 
-    async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
+    async def serve(self, stream: Stream, message: JoinRequest | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""
+        # Signed records are public: any peer could send the record of another one, and act in its name.
         if message.me.peer_id != stream.remote or not self.answers(message.me.record.key):
             raise RemoteProtocolError(f"{stream.remote} sent a record that is not its own")
         attempt = self._attempt
         if attempt is None:
-            if isinstance(message, Ask):
+            # The asker saw the record of an attempt that is over, and must not wait. A nudge expects no answer.
+            if isinstance(message, JoinRequest):
                 declined = Declined("not looking for a group", taken=self._taken, over=True)
                 await send_message(stream, encode(declined))
                 await stream.aclose()
@@ -351,9 +381,16 @@ class Matchmaker:
         else:
             await attempt.serve(stream, message.me)
 
+    async def close(self) -> None:
+        """Withdraw the readiness record for good: its owner begins no attempt any more."""
+        # An attempt that is being cancelled would withdraw the record of the owner's successor a moment later.
+        self._closed = True
+        await self.withdraw()
+
     async def withdraw(self) -> None:
         """Withdraw the readiness record, if there is one."""
         self._linger.cancel()
+        # Taken before the first call: an attempt that begins meanwhile notes keys of its own, which stay.
         said, self._said = self._keys_said(), []
         self._records.keep_no_places()
         for key in sorted(said):
@@ -363,9 +400,13 @@ class Matchmaker:
         return {*self._said, *(() if self._attempt is None else self._attempt.keys_said)}
 
     async def _withdraw_unless_renewed(self) -> None:
-        with trio.CancelScope() as self._linger:
-            await trio.sleep(LINGER_SECONDS)
-        if not self._linger.cancelled_caught and self._attempt is None:
+        with trio.CancelScope() as scope:
+            self._linger = scope
+            await trio.sleep(LINGER_READY_SECONDS)
+        # An attempt may have begun before this task ran, and have cancelled the scope of an earlier one. If it has
+        # ended since, a later task like this one lingers for it.
+        is_latest = not scope.cancelled_caught and self._linger is scope and self._attempt is None
+        if is_latest and not self._closed:
             self._taken = ()
             await self.withdraw()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
 
-HOLD_SECONDS = 10.0
+HOLD_OFF_LEADER_SECONDS = 10.0
 """Backoff for a leader that wasted this peer's time; doubles each time.
 
 Peers leave such a leader within seconds of each other. While all of them hold it off, they find each other.
@@ -53,12 +53,12 @@ class Memory:
         self._proven.pop(peer_id, None)
         known = self._late.pop(peer_id, None)
         times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / FORGIVE_SECONDS)
-        until = min(now + min(HOLD_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_SECONDS), most)
+        until = min(now + min(HOLD_OFF_LEADER_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_SECONDS), most)
         # Leaders that are already held off stay so. Otherwise three of them, one after the other, would leave no time
         # in which this peer is free for other leaders.
         for late in self._late.values():
             if now < late.until <= now + MAX_HOLD_SECONDS:
-                late.until = max(late.until, min(now + HOLD_SECONDS, late.most))
+                late.until = max(late.until, min(now + HOLD_OFF_LEADER_SECONDS, late.most))
         self._late[peer_id] = _Late(until, times + 1, now, most)
         if len(self._late) > MAX_LATE:
             self._late.popitem(last=False)

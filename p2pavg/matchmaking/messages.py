@@ -1,30 +1,38 @@
 """Messages that peers exchange until a group is committed.
 
-A join stream (``/p2pavg/match/3.0.0``) carries one conversation. The asker opens it with :class:`Ask`, and the asked
-peer answers :class:`Joined` or :class:`Declined`. After ``Joined`` the asked peer leads: it sends :class:`Status` every
-two seconds, :class:`Propose`, :class:`Commit` or :class:`Disband`. A stream that begins with :class:`Nudge` carries
-nothing else.
+A join stream (``/p2pavg/match/3.0.0``) carries one conversation. The asker opens it with :class:`JoinRequest`, and the
+asked peer answers :class:`Joined` or :class:`Declined`. After ``Joined`` the asked peer leads: it sends
+:class:`LeaderStatus` every two seconds, :class:`GroupProposal`, :class:`GroupCommit` or :class:`Disband`. A stream that
+begins with :class:`Nudge` carries nothing else.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.peer_text import PeerText
 from p2pavg.group.candidate import Candidate, read_signed_candidate
-from p2pavg.group.roster import Roster, read_roster
-from p2pavg_dht import PeerIdError, public_key_of
+from p2pavg.group.roster import Roster, read_roster, records_of_roster
+from p2pavg_dht import PeerIdError, Record, RecordError, public_key_of, verify
+from p2pavg_dht.record import MAX_WIRE_BYTES
 from p2pavg_dht.record import pack as pack_record
+from p2pavg_dht.record import unpack as unpack_record
 
 PROTOCOL = "/p2pavg/match/3.0.0"
 MAX_REASON_CHARS = 300
+MAX_FIRST_BYTES = MAX_WIRE_BYTES + 16
+"""Of the first message of a stream: its kind, and one record."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class JoinRequest:
     """May I join your group? ``me`` is the asker's signed candidate."""
 
     me: Candidate
@@ -58,7 +66,7 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class LeaderStatus:
     """I still lead, with ``ready_peers`` members that want the result. This withdraws any earlier proposal.
 
     ``decided``: my deadline has passed with too few members.
@@ -69,7 +77,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
+class GroupProposal:
     """This is the group. Do you accept?"""
 
     roster: Roster
@@ -91,7 +99,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class GroupCommit:
     """All members have accepted: the exchange begins."""
 
     group_id: bytes
@@ -105,22 +113,75 @@ class Disband:
     leader: Candidate | None = None
 
 
-Message: TypeAlias = Ask | Nudge | Joined | Declined | Status | Propose | Accept | Refuse | Commit | Disband
+Message: TypeAlias = (
+    JoinRequest
+    | Nudge
+    | Joined
+    | Declined
+    | LeaderStatus
+    | GroupProposal
+    | Accept
+    | Refuse
+    | GroupCommit
+    | Disband
+)
+
+OF_LEADERS: tuple[type[Message], ...] = (Joined, Declined, LeaderStatus, GroupProposal, GroupCommit, Disband)
+"""The kinds that the peer at the asked end of a stream sends."""
+OF_FOLLOWERS: tuple[type[Message], ...] = (Accept, Refuse)
+"""The kinds that the asker sends after its first message."""
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The first message of a join stream, before its signature is checked."""
+
+    kind: type[JoinRequest] | type[Nudge]
+    record: Record
+
+    def verified(self) -> JoinRequest | Nudge:
+        """Return the message, after checking its signature.
+
+        Raises:
+            RemoteProtocolError: the record is forged, or no candidate.
+        """
+        return self.kind(read_signed_candidate(pack_record(self.record)))
+
+
+def read_first(data: bytes) -> First:
+    """Return the message with which a stream begins: a :class:`JoinRequest` or a :class:`Nudge`, which have one
+    record.
+
+    A stranger may send it. So its kind is read first, nothing is verified here, and its reader can refuse a record of
+    another peer or another run before it does.
+
+    Raises:
+        RemoteProtocolError: it is a message of another kind, or none.
+    """
+    kind = _kind_of(data)
+    if kind is not JoinRequest and kind is not Nudge:
+        raise RemoteProtocolError(f"a join stream began with {kind.__name__}")
+    try:
+        # Nothing but the kind and one record is read: verifying a signature for any stranger would cost too much.
+        return First(kind, unpack_record(unpack(data[1:], tuple)[0]))
+    except RecordError as error:
+        raise RemoteProtocolError(error.reason) from None
 
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes: one byte for its kind, then its fields."""
     kind = bytes([_KINDS.index(type(message))])
     match message:
-        case Ask(me) | Nudge(me) | Joined(me):
+        case JoinRequest(me) | Nudge(me) | Joined(me):
             return kind + pack(pack_record(me.record))
         case Declined(reason, leader, taken, over):
+            # Receivers take a longer reason for a breach of the protocol.
             return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader), taken, over)
-        case Status(ready_peers, decided):
+        case LeaderStatus(ready_peers, decided):
             return kind + pack(ready_peers, decided)
-        case Propose(roster):
+        case GroupProposal(roster):
             return kind + roster.pack()
-        case Accept(group_id) | Commit(group_id):
+        case Accept(group_id) | GroupCommit(group_id):
             return kind + pack(group_id)
         case Refuse(group_id, reason):
             return kind + pack(group_id, reason[:MAX_REASON_CHARS])
@@ -128,38 +189,93 @@ def encode(message: Message) -> bytes:
             return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader))
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes, kinds: Collection[type[Message]] | None = None) -> Message:
     """Return the message in ``data``, after checking the signature of every record in it.
 
+    Args:
+        kinds: the kinds that the sender may send now; any if not given. Nothing of another kind is read.
+
     Raises:
-        RemoteProtocolError: ``data`` is no message of :func:`encode`.
+        RemoteProtocolError: ``data`` is no message of :func:`encode`, or one of another kind.
     """
-    if not data or data[0] >= len(_KINDS):
-        raise RemoteProtocolError("a matchmaking message of unknown kind")
-    kind, body = _KINDS[data[0]], data[1:]
-    if kind is Ask or kind is Nudge or kind is Joined:
+    kind, body = _kind_of(data, kinds), data[1:]
+    # Each names its sender's present attempt, which may be later than the one in its record.
+    if kind is JoinRequest or kind is Nudge or kind is Joined:
         return kind(read_signed_candidate(unpack(body, tuple)[0]))
     if kind is Declined:
+        # The leader's record is signed by the leader itself.
+        # The taken peers are only named, and their names may be false.
         reason, leader, taken, over = unpack(body, str, tuple, tuple, bool)
         return Declined(_reason(reason), _read_optional(leader), _peer_ids(taken), over)
-    if kind is Status:
+    if kind is LeaderStatus:
         ready_peers, decided = unpack(body, int, bool)
         if not 1 <= ready_peers <= MAX_GROUP_SIZE + 1:  # a group of observers takes one contributor more
             raise RemoteProtocolError(f"a group of {ready_peers}")
-        return Status(ready_peers, decided)
-    if kind is Propose:
-        return Propose(read_roster(body))
+        return LeaderStatus(ready_peers, decided)
+    if kind is GroupProposal:
+        # A leader can invent no member: each candidate in a roster has that member's own signature.
+        return GroupProposal(read_roster(body))
     if kind is Refuse:
         group_id, reason = unpack(body, bytes, str)
         return Refuse(_group_id(group_id), _reason(reason))
     if kind is Disband:
         reason, leader = unpack(body, str, tuple)
         return Disband(_reason(reason), _read_optional(leader))
+    # Both are about a roster that both sides have, so its id is enough.
     group_id = _group_id(unpack(body, bytes)[0])
-    return Accept(group_id) if kind is Accept else Commit(group_id)
+    return Accept(group_id) if kind is Accept else GroupCommit(group_id)
 
 
-_KINDS = (Ask, Nudge, Joined, Declined, Status, Propose, Accept, Refuse, Commit, Disband)
+# A kind's place in this list is its number on the wire.
+_KINDS: tuple[type[Message], ...] = (
+    JoinRequest,
+    Nudge,
+    Joined,
+    Declined,
+    LeaderStatus,
+    GroupProposal,
+    Accept,
+    Refuse,
+    GroupCommit,
+    Disband,
+)
+
+
+def records_in(data: bytes, kinds: Collection[type[Message]] | None = None) -> Sequence[Record]:
+    """Return the records of the roster in a proposal, before their signatures are checked; none of other messages.
+
+    Args:
+        kinds: see :func:`decode`.
+
+    Raises:
+        RemoteProtocolError: as :func:`decode`.
+    """
+    # A roster may have 128 signatures, and its reader lets other tasks run between them.
+    # The other kinds have one record at most.
+    if _kind_of(data, kinds) is not GroupProposal:
+        return ()
+    try:
+        return records_of_roster(data[1:])
+    except RecordError as error:
+        raise RemoteProtocolError(error.reason) from None
+
+
+def check_signature(record: Record) -> None:
+    """Raise RemoteProtocolError unless the publisher of a record has signed it."""
+    try:
+        verify(record)
+    except RecordError as error:
+        raise RemoteProtocolError(error.reason) from None
+
+
+def _kind_of(data: bytes, kinds: Collection[type[Message]] | None = None) -> type[Message]:
+    if not data or data[0] >= len(_KINDS):
+        raise RemoteProtocolError("a matchmaking message of unknown kind")
+    kind = _KINDS[data[0]]
+    # A follower sends no roster, for example, so it cannot make its leader verify one.
+    if kinds is not None and kind not in kinds:
+        raise RemoteProtocolError(f"{kind.__name__} came, which this side of a join stream does not send")
+    return kind
 
 
 def _pack_optional(leader: Candidate | None) -> tuple[Any, ...]:
@@ -170,11 +286,10 @@ def _read_optional(fields: tuple[Any, ...]) -> Candidate | None:
     return read_signed_candidate(fields) if fields else None
 
 
-def _reason(text: str) -> str:
-    """Return a peer's text with unprintable characters replaced: it ends up in logs and terminals."""
+def _reason(text: str) -> PeerText:
     if len(text) > MAX_REASON_CHARS:
         raise RemoteProtocolError("a reason of too many characters")
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return PeerText(text)
 
 
 def _group_id(group_id: bytes) -> bytes:
@@ -188,6 +303,7 @@ def _peer_ids(fields: tuple[Any, ...]) -> tuple[str, ...]:
         if type(peer_id) is not str:
             raise RemoteProtocolError("a peer id that is no text")
         try:
+            # Only what can be a peer's id is remembered, and shown in logs.
             public_key_of(peer_id)
         except PeerIdError as error:
             raise RemoteProtocolError(str(error)) from None

@@ -9,9 +9,14 @@ from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
-from p2pavg.matchmaking.attempt_state import AttemptState, Phase
-from p2pavg.matchmaking.messages import Commit, Disband, Joined, Propose, Status
-from p2pavg.matchmaking.timing import ANSWER_SECONDS, HEARTBEAT_SECONDS, SETTLE_SECONDS, STATUS_SECONDS
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
+from p2pavg.matchmaking.messages import Disband, GroupCommit, GroupProposal, Joined, LeaderStatus
+from p2pavg.matchmaking.timing import (
+    HEARTBEAT_SECONDS,
+    PROPOSAL_ANSWER_SECONDS,
+    SETTLE_GROUP_SECONDS,
+    STATUS_SECONDS,
+)
 
 
 class OwnGroup:
@@ -105,7 +110,7 @@ class OwnGroup:
             decided: the deadline is over, so each follower reports to its caller.
         """
         self._tell_at = now + HEARTBEAT_SECONDS
-        status = Status(self.holders, decided)
+        status = LeaderStatus(self.holders, decided)
         return [
             Send(peer_id, status, "its group has changed, or time has passed") for peer_id in self.followers
         ]
@@ -118,7 +123,7 @@ class OwnGroup:
         """Return the times of the next heartbeat and of going ahead although the group is incomplete."""
         times = [self._tell_at] if self.followers else []
         if self._enough_since is not None:
-            times.append(max(self._state.me.deadline, self._enough_since + SETTLE_SECONDS))
+            times.append(max(self._state.me.deadline, self._enough_since + SETTLE_GROUP_SECONDS))
         return times
 
     # ------------------------------------------------------------------ the proposal
@@ -134,8 +139,8 @@ class OwnGroup:
     def _goes_ahead(self, now: float) -> bool:
         """Return whether an incomplete group goes ahead.
 
-        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_SECONDS` after it has
-        enough.
+        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_GROUP_SECONDS` after it
+        has enough.
         """
         if not self.has_enough:
             self._enough_since = None
@@ -143,7 +148,7 @@ class OwnGroup:
         if self._enough_since is None:
             self._enough_since = now
         in_time = self._enough_since <= self._state.me.deadline
-        return now >= (self._state.me.deadline if in_time else self._enough_since + SETTLE_SECONDS)
+        return now >= (self._state.me.deadline if in_time else self._enough_since + SETTLE_GROUP_SECONDS)
 
     def not_led(self) -> None:
         """Note that this peer follows a leader: its own group no longer has enough members."""
@@ -160,9 +165,13 @@ class OwnGroup:
             proposal=self._proposals,
             observers=state.observers_among(members),
         )
-        state.phase, self._accepted, self.answers_due = Phase.PROPOSING, set(), now + ANSWER_SECONDS
+        state.phase, self._accepted, self.answers_due = (
+            AttemptPhase.PROPOSING,
+            set(),
+            now + PROPOSAL_ANSWER_SECONDS,
+        )
         expect = Expect(roster.group_id, "members may hear of the commit first")
-        return [expect, *(Send(peer_id, Propose(roster), reason) for peer_id in self.followers)]
+        return [expect, *(Send(peer_id, GroupProposal(roster), reason) for peer_id in self.followers)]
 
     def accepted(self, peer_id: str) -> Actions:
         """Note that a follower has accepted the proposal; commit if it was the last one."""
@@ -170,8 +179,8 @@ class OwnGroup:
         roster = self._state.roster
         if self._accepted != self.followers.keys() or roster is None:
             return []
-        self._state.phase = Phase.COMMITTED
-        actions: Actions = [Send(p, Commit(roster.group_id), "all accepted") for p in self.followers]
+        self._state.phase = AttemptPhase.COMMITTED
+        actions: Actions = [Send(p, GroupCommit(roster.group_id), "all accepted") for p in self.followers]
         actions += [Close(p, "committed") for p in self.followers]
         return [*actions, Formed(roster, "all accepted")]
 
@@ -193,7 +202,7 @@ class OwnGroup:
 
     def withdraw(self, reason: str) -> Actions:
         """Withdraw the proposal, if there is one."""
-        if self._state.phase is not Phase.PROPOSING:
+        if self._state.phase is not AttemptPhase.PROPOSING:
             return []
-        self._state.phase, self._state.roster = Phase.LEADING, None
+        self._state.phase, self._state.roster = AttemptPhase.LEADING, None
         return [Expect(None, reason)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.peer_text import PeerText
 from p2pavg.group.candidate import Candidate
-from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.net.addresses import CIRCUIT
 
 MAX_NAMED = 3  # peers that a sentence names; the others are only counted
@@ -25,7 +26,7 @@ def short(peer_id: str) -> str:
 def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
     """Return the reasons for which peers that were seen are not in this peer's group."""
     peers, me = state.peers, state.me
-    leader = state.leader if state.phase is not Phase.ASKING else None
+    leader = state.leader if state.phase is not AttemptPhase.ASKING else None
     others = [known for known in peers if known.peer_id not in followers]
     if leader is not None:
         others = [known for known in others if known.peer_id != leader.peer_id]
@@ -169,5 +170,5 @@ def _why(candidate: Candidate, why: str) -> str:
 
 
 def _clean(text: str) -> str:
-    printable = "".join(character if character.isprintable() else "?" for character in text)
+    printable = PeerText(text)  # an error's text, which may repeat what the peer wrote
     return printable if len(printable) <= _MAX_WHY_CHARS else printable[: _MAX_WHY_CHARS - 1] + "…"

@@ -1,4 +1,4 @@
-"""Checks of a follower before it accepts a roster, as pure functions."""
+"""Checks of a follower before it accepts a roster, as pure functions. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ After the leader's deadline ``minimum`` of them are enough. At least one must ha
 that knows with whom its group is to be (``expected``) keeps their places: other contributors come on top of the target,
 so a newcomer displaces none of them.
 
-* The leader proposes a roster (``Propose``). Each follower checks it and answers ``Accept`` or ``Refuse``.
-* When all followers have accepted, the leader commits (``Commit``). It drops a follower that refuses or does not answer
-  in time, and admits it again only after a backoff that doubles each time.
+* The leader proposes a roster (``GroupProposal``). Each follower checks it and answers ``Accept`` or ``Refuse``.
+* When all followers have accepted, the leader commits (``GroupCommit``). It drops a follower that refuses or does not
+  answer in time, and admits it again only after a backoff that doubles each time.
 * A follower that accepted and then loses its leader waits a second for another member to begin the exchange, which
   proves the commit. Otherwise it is free again.
 
@@ -62,31 +62,31 @@ from collections.abc import Iterable
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.actions import Actions, Close, GaveUp, Renew, Report, Send, Settings
 from p2pavg.matchmaking.admission import refusal
-from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.matchmaking.followed import FollowedLeader
 from p2pavg.matchmaking.known_peers import KnownPeers
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import (
     Accept,
-    Commit,
     Declined,
     Disband,
+    GroupCommit,
+    GroupProposal,
     Joined,
+    LeaderStatus,
     Message,
-    Propose,
     Refuse,
-    Status,
 )
 from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.reasons import code_apart, leader_wait, why_apart
 from p2pavg.matchmaking.selection import first_earlier, nudges, times_to_ask
 from p2pavg.matchmaking.timing import (
-    ANSWER_SECONDS,
-    LATER_SECONDS,
+    DECLINED_RETRY_SECONDS,
+    LEADER_SILENCE_SECONDS,
     MOVED_SECONDS,
+    NEXT_ATTEMPT_SECONDS,
+    PROPOSAL_ANSWER_SECONDS,
     RENEW_SECONDS,
-    RETRY_SECONDS,
-    SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
 )
 
@@ -133,6 +133,7 @@ class Matchmaking:
     def ready_peers(self) -> int:
         """Number of contributors known to be ready, this peer included."""
         state = self.state
+        # The leader knows who has joined. This peer sees only records, of which some belong to other groups.
         if state.follows:
             return self._followed.ready_peers
         others = {
@@ -143,6 +144,7 @@ class Matchmaking:
             and known.candidate.fits(state.me)
             and not known.is_silent
         }
+        # A follower counts even if its record has not arrived, or has expired since it joined.
         others |= {p for p, c in self.group.followers.items() if not c.auxiliary}
         return 1 + len(others)
 
@@ -151,14 +153,17 @@ class Matchmaking:
         state = self.state
         if state.has_ended:
             return float("inf")
+        # Each wait that :meth:`tick` ends has its time here. Otherwise it would
+        # last until the next message or record.
         times = state.peers.times() + self._followed.times()
         if state.leads:
             times += self.group.times()
+            # An auxiliary has no caller that waits for a report, and helps at any time.
             if not state.me.auxiliary:
                 times += [state.report_at, state.me.deadline + RENEW_SECONDS]
-        if state.phase is Phase.LEADING:
+        if state.phase is AttemptPhase.LEADING:
             times += times_to_ask(state)
-        elif state.phase is Phase.PROPOSING:
+        elif state.phase is AttemptPhase.PROPOSING:
             times.append(self.group.answers_due)
         return min(times, default=float("inf"))
 
@@ -178,24 +183,36 @@ class Matchmaking:
     def tick(self, now: float) -> Actions:
         """Act on the time that has passed."""
         state = self.state
+        # Pauses that are over end first, so that the peers concerned can be asked below.
         state.peers.pass_time(now)
         self._followed.look(now)
+        # The lost leader may have committed. Until the wait for proof is over,
+        # this peer must not be in any other group.
         if self._followed.orphaned is not None:
             if now < self._followed.orphaned:
                 return []
             freed = self._followed.free("its leader was lost, and no member knows of a commit")
             return freed + self._advance(now)
-        if state.leader is not None and now >= self._followed.heard + SILENCE_SECONDS:
+        is_silent = state.leader is not None and now >= self._followed.heard + LEADER_SILENCE_SECONDS
+        is_late = state.follows and now >= self._followed.patience_end()
+        if (is_silent or is_late) and (proof := self._followed.proof) is not None:
+            return self._followed.commit(proof)
+        if state.leader is not None and is_silent:
             state.peers[state.leader.peer_id].not_answering()
-            if state.phase is not Phase.ASKING:
+            # A candidate that has not answered yet may be unreachable. Only a
+            # leader that let this peer join has wasted its time.
+            if state.phase is not AttemptPhase.ASKING:
                 state.memory.wasted(state.leader.peer_id, now)
-            reason = f"silent for {SILENCE_SECONDS:.0f} s"
+            reason = f"silent for {LEADER_SILENCE_SECONDS:.0f} s"
             return self._followed.leave(reason, now, avoid=UNREACHABLE_SECONDS) + self._advance(now)
-        if state.follows and now >= self._followed.patience_end():
+        if is_late:
+            # Before it is left: the next call forgets which leader it was.
             reason = self._followed.blame_delay(now)
             return self._followed.leave(reason, now) + self._advance(now)
-        if state.phase is Phase.PROPOSING and now >= self.group.answers_due:
-            reason = f"no answer to the proposal within {ANSWER_SECONDS:.0f} s"
+        # All silent followers go at once. If each cost a timeout of its own, a few
+        # liars could use up the patience of the others.
+        if state.phase is AttemptPhase.PROPOSING and now >= self.group.answers_due:
+            reason = f"no answer to the proposal within {PROPOSAL_ANSWER_SECONDS:.0f} s"
             return self.group.drop_silent(reason, now) + self._member_lost(reason, now)
         return self._advance(now)
 
@@ -203,6 +220,8 @@ class Matchmaking:
         """Take in candidates from their records, and act on them."""
         if self.state.has_ended:
             return []
+        # All are taken in before the peer acts, so it asks the first of them in
+        # the order, and not the first that was read.
         for candidate in candidates:
             self.state.learn_record(candidate, now)
         self._followed.look(now)
@@ -212,6 +231,7 @@ class Matchmaking:
         """Take in a candidate that its peer has sent itself, and act on it."""
         if self.state.has_ended:
             return []
+        # The peer speaks itself, so this is its present attempt, even if a round seems to have been finished with it.
         self.state.learn(candidate, now)
         return self.discovered((), now)
 
@@ -222,11 +242,12 @@ class Matchmaking:
         no longer. If it is near, it is put off a little, because others need some time to read the new record.
         """
         state = self.state
+        # If the peer is in a group, a new attempt would break that group up.
         if not state.leads or self.group.followers:
             return []
         reason = "this peer is reached in another way than it has signed"
         soon = now + min(state.settings.match_timeout, MOVED_SECONDS)
-        return [*self._end(reason), Renew(reason, max(state.me.deadline + LATER_SECONDS, soon))]
+        return [*self._end(reason), Renew(reason, max(state.me.deadline + NEXT_ATTEMPT_SECONDS, soon))]
 
     def nudged(self, candidate: Candidate, now: float) -> Actions:
         """Handle the nudge of an earlier candidate.
@@ -243,6 +264,8 @@ class Matchmaking:
 
         A hole was punched, or a router that had forgotten a connection let another one through.
         """
+        # Connections of any peer arrive here. Those of peers that could be reached
+        # before, or are no candidates, change nothing.
         candidate = self.state.peers.candidates.get(peer_id)
         if candidate is None or not self.state.peers[peer_id].came_back(candidate.deadline):
             return []
@@ -259,6 +282,7 @@ class Matchmaking:
             Send(candidate.peer_id, declined, declined.reason),
             Close(candidate.peer_id, "declined"),
         ]
+        # The two see each other one way only: the candidate should lead this peer, whose records may not show it yet.
         if candidate.order < self.state.me.order:
             actions += self._sent(candidate, now)
         return actions
@@ -267,11 +291,16 @@ class Matchmaking:
         """Handle a message of a follower."""
         if peer_id not in self.group.followers:
             return []
+        # A follower has nothing else to say, so it breaks the protocol and goes.
         if not isinstance(message, Accept | Refuse):
             wrong = f"it sent {type(message).__name__}"
             return [Close(peer_id, wrong), *self.lost(peer_id, wrong, now)]
         roster = self.state.roster
-        if self.state.phase is not Phase.PROPOSING or roster is None or message.group_id != roster.group_id:
+        if (
+            self.state.phase is not AttemptPhase.PROPOSING
+            or roster is None
+            or message.group_id != roster.group_id
+        ):
             return []  # an answer to a proposal that was withdrawn meanwhile
         if isinstance(message, Accept):
             return self.group.accepted(peer_id)
@@ -280,19 +309,24 @@ class Matchmaking:
 
     def lost(self, peer_id: str, reason: str, now: float) -> Actions:
         """Handle the end of a follower's join stream."""
-        if self.state.phase is Phase.COMMITTED or peer_id not in self.group.followers:
+        # After the commit, the exchange decides which members are lost.
+        if self.state.phase is AttemptPhase.COMMITTED or peer_id not in self.group.followers:
             return []
         known = self.state.peers[peer_id]
+        # That attempt is not counted as ready any more, until a record or the peer itself names it again.
         known.broken, known.candidate = self.group.followers.pop(peer_id).deadline, None
         return self._member_lost(f"{peer_id} was lost: {reason}", now)
 
     def _member_lost(self, reason: str, now: float) -> Actions:
         """Continue without a lost follower: make the proposal again without it, or withdraw it."""
+        # A roster cannot lose a member: its hash names the group. The others have to accept another one.
         withdrawn = self.group.withdraw(reason)
         if not self.state.leads:
             return []
+        # After the deadline no new member is waited for. Before it, another one may take the place of the lost one.
         if withdrawn and self.group.has_enough and now >= self.state.me.deadline:
             return withdrawn + self.group.propose(reason, now)
+        # The status also withdraws the proposal at the followers.
         return withdrawn + self.group.tell(now) + self._advance(now)
 
     def not_nudged(self, peer_id: str, reason: str, now: float) -> Actions:
@@ -301,6 +335,7 @@ class Matchmaking:
         known.not_reached(reason)
         if known.nudges.awaited_until is None:
             return []
+        # A complete group may wait for this auxiliary, which cannot come.
         known.nudges.awaited_until = None
         return self._advance(now)
 
@@ -309,33 +344,47 @@ class Matchmaking:
     def told_by_leader(self, peer_id: str, message: Message, now: float) -> Actions:
         """Handle a message of the leader or the asked peer. A message that does not fit ends the conversation."""
         state, followed = self.state, self._followed
-        if state.phase is Phase.COMMITTED or state.leader is None or state.leader.peer_id != peer_id:
+        # This peer may have left the sender while the message was on its way.
+        if state.phase is AttemptPhase.COMMITTED or state.leader is None or state.leader.peer_id != peer_id:
             return []
         followed.heard, followed.orphaned = now, None
         state.peers[peer_id].unreached = None
         followed.look(now)
         match message, state.phase:
-            case Joined(leader), Phase.ASKING if followed.may_follow(leader, now):
+            # The answer names the attempt that was joined. It may be later than that of the
+            # record, and then has another place in the order.
+            case Joined(leader), AttemptPhase.ASKING if followed.may_follow(leader, now):
                 followed.follow(leader)
                 self.group.not_led()
                 return self.group.disband(
                     "its leader joined an earlier one", "followers come along", leader=leader
                 )
-            case Declined(reason), Phase.ASKING:
+            # A refusal may name a better leader, or say that the attempt is over.
+            # Both are noted before the next one is asked.
+            case Declined(reason), AttemptPhase.ASKING:
                 followed.declined(message, now)
                 reason = f"declined: {reason}"
                 closing = Close(peer_id, reason, upward=True)
                 return [closing, *followed.free(reason), *self._advance(now)]
-            case Status(), Phase.FOLLOWING | Phase.ACCEPTED:
+            # After a roster was accepted, a status withdraws it: another member refused it, or was lost.
+            case LeaderStatus(), AttemptPhase.FOLLOWING | AttemptPhase.ACCEPTED:
                 return followed.told_status(message) + self._advance(now)
-            case Propose(roster), Phase.FOLLOWING | Phase.ACCEPTED:
+            # The leader may propose again without a member that was lost. The later
+            # roster replaces the one that was accepted.
+            case GroupProposal(roster), AttemptPhase.FOLLOWING | AttemptPhase.ACCEPTED:
                 answer = followed.proposed(roster, now)
                 return answer + self._advance(now) if state.leads else answer
-            case Commit(group_id), Phase.ACCEPTED if state.roster and state.roster.group_id == group_id:
+            case GroupCommit(group_id), AttemptPhase.ACCEPTED if (
+                state.roster and state.roster.group_id == group_id
+            ):
                 return followed.commit("the leader committed")
-            case Disband(reason, leader), Phase.FOLLOWING | Phase.ACCEPTED:
+            # The leader follows an earlier one now, and names it: its followers
+            # come along without waiting for a record.
+            case Disband(reason, leader), AttemptPhase.FOLLOWING | AttemptPhase.ACCEPTED:
                 state.learn_leader(leader, now)
                 return followed.leave(f"the leader disbanded: {reason}", now) + self._advance(now)
+            # Anything else is a liar's word or a bug: an invalid answer, or a
+            # commit of a roster that was not accepted.
             case _:
                 reason = f"the leader sent {type(message).__name__} while this peer was {state.phase.value}"
                 return followed.leave(reason, now) + self._advance(now)
@@ -346,20 +395,24 @@ class Matchmaking:
         known = state.peers[peer_id]
         if not reachable:
             known.not_reached(reason)
-        if state.phase is Phase.COMMITTED or state.leader is None or state.leader.peer_id != peer_id:
+        if state.phase is AttemptPhase.COMMITTED or state.leader is None or state.leader.peer_id != peer_id:
             return []
+        # The pause keeps this peer from asking in a loop, and the count puts
+        # the candidate behind those not tried yet.
         known.broken = state.leader.deadline
-        known.avoid(now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
+        known.avoid(now + (DECLINED_RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
         known.fruitless += 1
-        if state.phase is Phase.ACCEPTED:
+        # The leader may have committed before it was lost, and told others.
+        if state.phase is AttemptPhase.ACCEPTED:
             return self._followed.orphan(now)
         return self._followed.free(reason) + self._advance(now)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> Actions:
         """Note that a member has begun the exchange of the accepted group, which proves that the leader committed."""
         roster = self.state.roster
-        if self.state.phase is not Phase.ACCEPTED or roster is None or roster.group_id != group_id:
+        if self.state.phase is not AttemptPhase.ACCEPTED or roster is None or roster.group_id != group_id:
             return []
+        # Only a member can have heard the commit. The group id alone proves nothing.
         if not any(member.peer_id == peer_id for member in roster.members):
             return []
         return self._followed.began(peer_id)
@@ -374,6 +427,8 @@ class Matchmaking:
         if not state.leads:
             return []
         if not state.me.auxiliary:
+            # A group that can be proposed goes first: if this peer followed another
+            # one now, its members would begin again.
             reason = group.why_propose(now)
             if reason is not None:
                 alone = self._followed.stop_asking("this peer proposes a group of its own")
@@ -386,19 +441,22 @@ class Matchmaking:
                 return self._report_or_give_up(now)
         actions: Actions = []
         if (
-            state.phase is Phase.LEADING
+            # One candidate at a time: a peer that waited for two answers could be in two groups.
+            state.phase is AttemptPhase.LEADING
             and (earlier := first_earlier(state, group.followers, now)) is not None
         ):
             actions += self._followed.ask(earlier, now)
         # A peer that asks an earlier candidate most likely follows it within a round trip, and then leads no group. If
         # each of a group that begins at once nudged all later ones, these would be as many streams as pairs.
-        if state.phase is Phase.LEADING and not state.me.auxiliary:
+        if state.phase is AttemptPhase.LEADING and not state.me.auxiliary:
             actions += nudges(state, group.followers, now)
         return actions + group.heartbeat(now)
 
     def _report_or_give_up(self, now: float) -> Actions:
         state, group = self.state, self.group
         apart = why_apart(state, group.followers)
+        # Without other peers there is nothing to wait for. A peer whose own
+        # certificate does not hold is refused by all of them.
         if self.ready_peers == 1 or state.own_refusal is not None:
             reason = "; ".join(apart) if apart else "no other peer was ready by the deadline"
             return [*self._end(reason), GaveUp(reason, code_apart(state, group.followers))]
@@ -407,11 +465,16 @@ class Matchmaking:
         if group.holders >= state.settings.minimum:
             reason = f"{group.holders} joined, and none of them has anything to contribute"
         report = Report(self.ready_peers, "; ".join([reason, *apart]))
+        # The followers' callers learn of it at the same time, so that all peers
+        # of the group decide alike how to go on.
         return [report, *group.tell(now, decided=True), *self._advance(now)]
 
     def expel(self, peer_id: str, reason: str, now: float) -> Actions:
         """Ban a peer, and drop it if it is the leader or a follower."""
+        # Banned first: what follows asks the next candidate, and must not choose this one.
         self.state.peers.ban(peer_id, reason)
+        if self.state.has_ended:  # the round itself excludes a member of a group that stands
+            return []
         actions: Actions = []
         if self.state.leader is not None and self.state.leader.peer_id == peer_id:
             actions += self._followed.leave(reason, now) + self._advance(now)
@@ -424,5 +487,5 @@ class Matchmaking:
         return [] if self.state.has_ended else self._end(reason)
 
     def _end(self, reason: str) -> Actions:
-        self.state.phase = Phase.OVER
+        self.state.phase = AttemptPhase.OVER
         return self._followed.stop_asking(reason) + self.group.disband(reason, reason)

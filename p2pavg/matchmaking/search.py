@@ -8,7 +8,7 @@ from p2pavg.group.places.rungs import Ladder, adapted, rung_key
 
 
 @dataclass(slots=True)
-class Search:
+class PlaceSearch:
     """The places of one attempt.
 
     Args:
@@ -32,6 +32,6 @@ class Search:
         return rung_key(self.key, self.peer_id, self.slot, rung)
 
 
-def rung_after(search: Search, target: int) -> int:
+def rung_after(search: PlaceSearch, target: int) -> int:
     """Return the rung at which the next attempt begins."""
     return adapted(search.ladder.start, search.seen, target)

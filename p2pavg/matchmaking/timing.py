@@ -1,14 +1,14 @@
-"""Timeouts, delays and backoffs of matchmaking, in seconds."""
+"""Timeouts, delays and backoffs of matchmaking, in seconds. No I/O, no clock."""
 
 from __future__ import annotations
 
 HEARTBEAT_SECONDS = 2.0  # a leader that has followers sends them a status this often
-SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
-ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
+LEADER_SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
+PROPOSAL_ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
 GRACE_SECONDS = 1.0  # a follower waits this much longer than its own deadline for its leader's status
 ORPHAN_SECONDS = 1.0
 """A member that accepted a roster and then lost its leader waits so long for another member to begin the exchange."""
-RETRY_SECONDS = 1.0  # delay before a candidate that declined is asked again
+DECLINED_RETRY_SECONDS = 1.0  # delay before a candidate that declined is asked again
 PUT_OFF_SECONDS = 1.5
 """A leader keeps a place for better candidates so long, from the first time that another candidate asks for it. They
 are told of the leader at once, and ask within a few round trips. With the delay before the other one asks again, this
@@ -21,13 +21,13 @@ BACK_SECONDS = 2.0
 """A leader that was left before its deadline is asked again this long before the deadline. If it waits for a member
 that has died, it goes ahead with the others at the deadline. So it is left only if it can be held off for at least as
 long."""
-SETTLE_SECONDS = 2.0
+SETTLE_GROUP_SECONDS = 2.0
 """If ``minimum`` members come together after the leader's deadline, it waits so long for more before it proposes. Peers
 that leave another leader arrive within seconds of each other."""
 RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadline
 MOVED_SECONDS = 10.0
 """A peer whose reach or addresses have changed has at least so long for its new attempt. Others poll every 4 s."""
-LATER_SECONDS = 0.001  # a deadline is moved by this to name another attempt
+NEXT_ATTEMPT_SECONDS = 0.001  # a deadline is moved by this to name another attempt
 STATUS_SECONDS = (
     0.25  # followers are told within this time that the group has grown; mostly, it is proposed before
 )

@@ -2,6 +2,8 @@
 
 Their labels have few values: the runs of this process, and words of this library. No label holds a peer's id, and the
 number of names that other peers may choose is bounded.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations

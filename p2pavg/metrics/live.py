@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from p2pavg.metrics.sources import Source
+from p2pavg.metrics.sources import MetricsSource
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.peer.peer import Peer
 from p2pavg.telemetry.members import RunPeer
@@ -18,7 +18,7 @@ from p2pavg.telemetry.members import RunPeer
 class RunCollector(Collector):
     """The peers of one averager's run."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: MetricsSource) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:

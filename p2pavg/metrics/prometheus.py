@@ -6,7 +6,7 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from p2pavg.metrics.sources import Source, Subscribable
+from p2pavg.metrics.sources import MetricsSource, Subscribable
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -91,7 +91,7 @@ class PrometheusMetrics(_Metrics):
         ImportError: ``prometheus-client`` is not installed; the message says how to install it.
     """
 
-    def __init__(self, averager: Source, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, averager: MetricsSource, registry: CollectorRegistry | None = None) -> None:
         try:
             from p2pavg.metrics.live import RunCollector
         except ImportError as error:

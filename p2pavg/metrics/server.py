@@ -1,17 +1,53 @@
-"""The HTTP server of ``/metrics``, on this machine only unless told otherwise."""
+"""The HTTP server of ``/metrics``, on this machine only unless told otherwise.
+
+The server of prometheus-client takes a thread and a file for each connection, without limit, for as long as the other
+side is silent. So the library makes the text here, and this module serves it:
+
+* MAX_SCRAPES connections at once. The oldest one gives way to a new one: an honest scrape takes milliseconds, so only
+  connections that are held on purpose are ever the oldest.
+* Each connection has SCRAPE_SECONDS for one request and its answer.
+* The text is made again after TEXT_SECONDS at the earliest, and each host has a budget of processor time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from io import BufferedReader, RawIOBase
+from socketserver import TCPServer
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from p2pavg.base.errors import ListenError
 from p2pavg.base.hostnames import is_loopback, may_ask
+from p2pavg.base.shortage import is_shortage
+from p2pavg.net.limits.call_budget import CallBudget
+from p2pavg.net.limits.sources import prefix_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+logger = logging.getLogger(__name__)
 
 LOCALHOST = "127.0.0.1"
-_App: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+MAX_SCRAPES = 16
+"""Connections at once. A Prometheus has one; a pair of them and a person with a browser have a few."""
+SCRAPE_SECONDS = 10.0
+"""Time for a request and its answer: the timeout of a Prometheus that is configured with none."""
+TEXT_SECONDS = 0.5
+MAX_HEAD_BYTES = 16 * 1024
+"""Of a request's lines, as for the monitor. The library's parser allows 6 MiB."""
+_TURN_SECONDS = 0.5  # the time between two looks for connections that are too old, and for the end
+_MAX_TEXTS = 8  # kept at once: a scraper names one of three formats, and how names are written in it
+
+_Answer: TypeAlias = tuple[str, bytes]
+"""A media type, and an answer of it."""
 
 
 class MetricsServer:
@@ -27,36 +63,226 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, port: int, host: str = LOCALHOST) -> None:
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _ScrapeServer(_MetricsText(registry), host, port)
         except (OSError, OverflowError) as error:
+            # Python raises OverflowError for a port above 65535.
             raise ListenError(f"cannot serve metrics on {host}:{port}: {error}") from None
-        if is_loopback(host):
-            self._server.set_app(_for_this_machine(self._server.get_app()))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_TURN_SECONDS,), name="p2pavg metrics", daemon=True
+        )
+        self._thread.start()
 
     @property
     def port(self) -> int:
         """The port on which it listens."""
-        return int(self._server.server_port)
+        return int(self._server.server_address[1])
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        return len(self._server.places)
 
     def close(self) -> None:
-        """Stop serving, and wait for the thread."""
+        """Stop serving, wait for the thread, and end all connections.
+
+        The threads of connections are not waited for: one may wait for the very thread that calls this. They end as
+        soon as they use their connection.
+        """
         self._server.shutdown()
-        self._server.server_close()
         self._thread.join()
+        self._server.server_close()
 
 
-def _for_this_machine(app: Any) -> _App:
-    """Return a WSGI application that refuses requests under the name of another machine.
+class _MetricsText:
+    """The metrics as text, which is made anew at most every TEXT_SECONDS. For all threads."""
 
-    A stranger's page in a browser of this machine could read the metrics otherwise (DNS rebinding). On an address that
-    other machines reach, there is no such check: Prometheus asks under the name that its configuration gives.
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._made = -TEXT_SECONDS
+        self._texts: dict[str, bytes] = {}
+
+    def get(self, accept: str) -> _Answer:
+        """Return the text in a format that a scraper accepts."""
+        encoder, media_type = choose_encoder(accept)
+        with self._lock:
+            now = time.monotonic()
+            # Scrapers choose the formats, so their number has a bound.
+            if now - self._made >= TEXT_SECONDS or len(self._texts) >= _MAX_TEXTS:
+                self._made, self._texts = now, {}
+            if media_type not in self._texts:
+                # Under the lock: scrapes that come together share one text.
+                self._texts[media_type] = encoder(self._registry)
+            return media_type, self._texts[media_type]
+
+
+class _Scrapes:
+    """The open connections, the oldest first. For all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def enter(self, connection: socket.socket) -> None:
+        """Note a new connection. If there are too many, the oldest one is ended."""
+        with self._lock:
+            if len(self._since) >= MAX_SCRAPES:
+                # A dict keeps the order in which connections came, so the first is the oldest.
+                self._end(next(iter(self._since)))
+            self._since[connection] = time.monotonic()
+
+    def leave(self, connection: socket.socket) -> None:
+        """Forget a connection that has ended."""
+        with self._lock:
+            self._since.pop(connection, None)
+
+    def end_older_than(self, seconds: float) -> None:
+        """End the connections that were opened more than ``seconds`` ago."""
+        with self._lock:
+            too_old = time.monotonic() - seconds
+            for connection in [each for each, since in self._since.items() if since <= too_old]:
+                self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        """Wake the thread of a connection, which closes it. Its place is free from now on."""
+        del self._since[connection]
+        try:
+            # Not closed: its thread still uses the number, which the system would give to another file.
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            logger.debug("a connection to the metrics had ended already: %s", error)
+
+
+class _ScrapeServer(TCPServer):
+    """Accepts connections, and serves each in a thread of its own. :class:`http.server.HTTPServer` asks for its name
+    in the DNS first.
     """
 
-    def checked(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if may_ask(environ.get("HTTP_HOST", ""), frozenset()):
-            answer: Iterable[bytes] = app(environ, start_response)
-            return answer
-        start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
-        return [b"Ask for localhost, or for an address.\n"]
+    allow_reuse_address = True
+    request_queue_size = MAX_SCRAPES
 
-    return checked
+    def __init__(self, texts: _MetricsText, host: str, port: int) -> None:
+        self.address_family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self.texts = texts
+        self.only_here = is_loopback(host)
+        self.places = _Scrapes()
+        self._budget = CallBudget()
+        self._accounts = threading.Lock()
+        super().__init__((str(address[0]), port), _ScrapeHandler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. If no file is left for one, all others give way, and the next try is later."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if is_shortage(error):  # without the pause, the loop would try again at once, for ever
+                self.places.end_older_than(0.0)
+                time.sleep(_TURN_SECONDS)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
+        """Return whether a host has budget left. A connection beyond it is closed unread."""
+        host = str(client_address[0])
+        with self._accounts:
+            # Refused rather than delayed: a connection that waits keeps a file and a thread.
+            return self._budget.delay(time.monotonic(), host, prefix_of(host)) == 0.0
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread."""
+        # Before the thread starts: a connection that waits for it counts too.
+        self.places.enter(request)
+        threading.Thread(
+            target=self._serve, args=(request, client_address), name="p2pavg scrape", daemon=True
+        ).start()
+
+    def _serve(self, request: socket.socket, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except OSError as error:
+            logger.debug("a scrape of %s ended: %s", client_address[0], error)
+        except Exception:
+            logger.exception("an exception while the metrics were served")
+        finally:
+            host = str(client_address[0])
+            with self._accounts:
+                # The thread began with this connection, so all of its time is that of this host.
+                self._budget.charge(
+                    time.monotonic(), host, prefix_of(host), seconds=time.thread_time(), count=0
+                )
+            self.places.leave(request)
+            self.shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """Log that a connection could not be served, such as for lack of a thread."""
+        logger.warning("a scrape of %s could not be served", client_address[0], exc_info=True)
+
+    def service_actions(self) -> None:
+        """End the connections that have had their time. The loop calls this now and then."""
+        self.places.end_older_than(SCRAPE_SECONDS)
+
+    def server_close(self) -> None:
+        """Stop listening, and end all connections."""
+        super().server_close()
+        self.places.end_older_than(0.0)
+
+
+class _ScrapeHandler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: _ScrapeServer
+    server_version = "p2pavg"
+    sys_version = ""
+
+    def setup(self) -> None:
+        """Prepare to read the request, and not more than MAX_HEAD_BYTES."""
+        super().setup()
+        # The library's reader has no limit of its own for all lines together.
+        self.rfile.close()
+        self.rfile = BufferedReader(_FirstBytes(self.request, MAX_HEAD_BYTES))
+
+    def do_GET(self) -> None:
+        """Answer with the metrics.
+
+        On an address of this machine only, a request under the name of another machine is refused. A stranger's page
+        in a browser of this machine could read the metrics otherwise (DNS rebinding). On an address that other
+        machines reach, there is no such check: Prometheus asks under the name that its configuration gives.
+        """
+        if self.server.only_here and not may_ask(self.headers.get("Host", ""), frozenset()):
+            self._answer(421, "text/plain", b"Ask for localhost, or for an address.\n")
+            return
+        self._answer(200, *self.server.texts.get(self.headers.get("Accept", "")))
+
+    def _answer(self, status: int, media_type: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the base class
+        """Log a request; the base class writes it to standard error."""
+        logger.debug("%s: " + format, self.client_address[0], *args)
+
+
+class _FirstBytes(RawIOBase):
+    """The first bytes that come on a connection; then it seems to have ended."""
+
+    def __init__(self, connection: socket.socket, most: int) -> None:
+        self._receive: Callable[[memoryview], int] = connection.recv_into
+        self._left = most
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Read some bytes, none at the end."""
+        with memoryview(buffer) as view:
+            count = self._receive(view[: self._left]) if self._left else 0
+        self._left -= count
+        return count

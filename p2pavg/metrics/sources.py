@@ -11,7 +11,7 @@ from p2pavg.telemetry.hub import OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer
 
 
-class Source(Protocol):
+class MetricsSource(Protocol):
     """An averager: :class:`p2pavg.blocking.Averager` or :class:`p2pavg.DecentralizedAverager`."""
 
     @property

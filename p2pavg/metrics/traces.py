@@ -81,7 +81,7 @@ def _nanoseconds(seconds: float) -> int:
 def _attributes(event: RoundEnded) -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
         "p2pavg.run": event.run_id,
-        "p2pavg.base.result": event.result.value,
+        "p2pavg.result": event.result.value,
         "p2pavg.members": len(event.members),
         "p2pavg.contributors": len(event.contributors),
         "p2pavg.lost": len(event.lost),

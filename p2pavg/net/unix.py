@@ -1,4 +1,4 @@
-"""Unix sockets for processes of one user: a lock, a socket that only its owner may use, and streams over it.
+"""Unix sockets for processes of one user: a socket that only its owner may use, and streams over it.
 
 The socket is for its owner in two ways: by the modes of the file and its folder, and by the credentials that the kernel
 states of each caller. Where a system states none (anything but Linux), the modes alone decide.
@@ -19,17 +19,14 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import (
-    BusyError,
     ClosedError,
     ControlError,
     P2PAvgError,
     StreamBrokenError,
 )
+from p2pavg.base.files import locked
 from p2pavg.base.shortage import is_shortage
 from p2pavg.net.transport import Buffer, Stream
-
-if sys.platform != "win32":
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +80,11 @@ async def open_unix_listener(path: Path) -> AsyncIterator[trio.SocketListener]:
         ControlError: the folder is open to other users, or the socket cannot be made.
     """
     _check_folder(path.parent)
+    # The lock decides who listens. The socket's file alone does not tell whether its process still lives.
     with locked(path.with_name(f"{path.name}.lock")):
         listening = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # Under the lock, a file that is there belongs to a process that was killed.
             _remove(path)
             with _short(path) as name:
                 await listening.bind(name)
@@ -106,6 +105,7 @@ async def serve_unix(listener: trio.SocketListener, handler: Handler) -> None:
     async with trio.open_nursery() as nursery:
         while True:
             stream = await accept_unix(listener)
+            # Each takes an open file, of which the peer's connections need many.
             if len(nursery.child_tasks) >= MAX_CONNECTIONS:
                 logger.warning("more than %d connections on the control socket", MAX_CONNECTIONS)
                 await trio.aclose_forcefully(stream)
@@ -137,6 +137,7 @@ async def connect_unix(path: Path) -> AsyncIterator[UnixStream]:
     """
     stream = await _connect(path)
     try:
+        # Also by the side that connects: another user's process may listen under this name, to read what is sent.
         refusal = _refusal(stream.socket)
         if refusal is not None and os.geteuid() != 0:  # root may ask the daemon of any user
             raise ControlError(f"{path}: {refusal}")
@@ -161,6 +162,7 @@ async def _connect(path: Path) -> trio.SocketStream:
         connecting.close()
         raise ControlError(f"cannot connect to {path}: {error.strerror or error}") from None
     except BaseException:
+        # Also when cancelled: trio owns the socket only once it is in a stream.
         connecting.close()
         raise
     return trio.SocketStream(connecting)
@@ -185,6 +187,7 @@ async def _serve(stream: trio.SocketStream, handler: Handler) -> None:
 def _refusal(connected: trio.socket.SocketType) -> str | None:
     """Return why the process at the other end may not use the socket, or ``None``."""
     found = _credentials(connected)
+    # Root can read this process' memory in any case.
     if found is None or found[1] in (0, os.geteuid()):
         return None
     return f"the process {found[0]} is of the user {found[1]}, and this one of {os.geteuid()}"
@@ -209,30 +212,9 @@ def _check_folder(folder: Path) -> None:
         found = folder.stat()
     except OSError as error:
         raise ControlError(f"cannot use the folder {folder}: {error.strerror}") from None
+    # A user that can write to the folder can put a socket of its own in this one's place.
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise ControlError(f"other users can write to the folder {folder}; chmod 700 it, or choose another")
-
-
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing and stays, until the end of the block.
-
-    Raises:
-        BusyError: another process holds it.
-        ControlError: the file cannot be opened.
-    """
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ControlError(f"cannot open {file}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BusyError(f"another process uses the folder {file.parent}: it holds {file.name}") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -241,6 +223,7 @@ def _short(path: Path) -> Iterator[str]:
     if len(os.fsencode(path)) <= MAX_PATH_BYTES or not os.path.isdir("/proc/self/fd"):
         yield str(path)
         return
+    # The socket is named by a descriptor of its folder, which is short however deep the folder is.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -29,13 +29,13 @@ from p2pavg.optim.base.arguments import check_averager, check_meets_all
 from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.state import checked_amount
-from p2pavg.optim.coordination.progress import Average, Behind
-from p2pavg.optim.coordination.together import Together
+from p2pavg.optim.coordination.progress import Average, LeftBehind
+from p2pavg.optim.coordination.together import RoundCoordinator
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0
-LOOK_SECONDS = 1.0  # between two checks if a pass is still running
+CLOSE_LOOP_SECONDS = 10.0
+PASS_LOOK_SECONDS = 1.0  # between two checks if a pass is still running
 _FAILED, _OK, _ENDED, _BEHIND = 0, 1, 2, 3
 _STATE_DOMAIN = "p2pavg/ddp/1"
 
@@ -56,7 +56,9 @@ class _Bucket:
 class _Speaker:
     """Rank 0's rounds with the other peers: one for each bucket, in the buckets' order."""
 
-    def __init__(self, averager: Averager, together: Together, weight: float, stack: ExitStack) -> None:
+    def __init__(
+        self, averager: Averager, together: RoundCoordinator, weight: float, stack: ExitStack
+    ) -> None:
         self.together = together
         self._averager = averager
         self._weight = weight
@@ -73,9 +75,13 @@ class _Speaker:
         """Replace this peer's values by the peers' mean, in place; leave them unchanged if that fails."""
         if index == 0:
             self._begin()
+        # One bucket that failed spoils the whole pass, so the later ones need no round.
         if self._failed or self._peers == 1:
             return
         averager = self._averager_of(index, values)
+        if self._still_averages(averager):
+            self._failed = f"bucket {index}: the round of an earlier backward pass still runs"
+            return
         averager.clear()
         try:
             averager.accumulate([values], weight=self._weight)
@@ -115,7 +121,7 @@ class _Speaker:
         self._peers = decision.peers if isinstance(decision, Average) else 0
         if not isinstance(decision, Average):
             self._failed = decision.reason
-        if isinstance(decision, Behind):
+        if isinstance(decision, LeftBehind):
             self.behind = decision.reason
 
     def _state(self) -> bytes:
@@ -125,6 +131,16 @@ class _Speaker:
 
     def _round(self, averager: Averager) -> Success | InProgress | NoPeers | Failed:
         return self.together.average(self._peers, averager, self._state())
+
+    @staticmethod
+    def _still_averages(averager: Averager) -> bool:
+        """Return whether a round of an earlier pass runs; the result of one that has ended meanwhile is dropped."""
+        if (state := averager.round_state) is None:
+            return False
+        # A search ends at once when it is cancelled, and says so a moment later. An exchange cannot be cancelled.
+        wait = 1.0 if averager.cancel_matchmaking("its backward pass has ended") else 0.0
+        # Collected here: the step of the present pass would return it as its own average.
+        return isinstance(averager.step(wait=wait, state=state), InProgress)
 
     def _averager_of(self, index: int, values: torch.Tensor) -> Averager:
         key = (index, values.numel())  # DDP changes its buckets after the first pass
@@ -163,6 +179,7 @@ class PeerGradients:
 
         Returns the future of its values, in the same memory.
         """
+        # Before the sum: float16 gradients of many ranks could overflow in it.
         values = bucket.buffer().div_(self._size)
         devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
         result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -205,7 +222,7 @@ class PeerGradients:
         while True:
             is_idle = self._averaged == self._taken  # read before the queue: no pass is missed
             try:
-                return self._passes.get(timeout=0.0 if is_idle else LOOK_SECONDS)
+                return self._passes.get(timeout=0.0 if is_idle else PASS_LOOK_SECONDS)
             except queue.Empty:
                 if is_idle:
                     raise RuntimeError("the last backward pass is incomplete") from None
@@ -213,9 +230,11 @@ class PeerGradients:
     def close(self) -> None:
         """End the thread; wait at most 10 s for running passes."""
         self._queue.put(None)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(CLOSE_LOOP_SECONDS)
         if self._thread.is_alive():
-            logger.warning("a backward pass is still running %g s after it should have ended", CLOSE_SECONDS)
+            logger.warning(
+                "a backward pass is still running %g s after it should have ended", CLOSE_LOOP_SECONDS
+            )
         elif dist.is_initialized():
             dist.destroy_process_group(self._beside)
 
@@ -246,13 +265,14 @@ class PeerGradients:
                 self._speaker.average(bucket.index, bucket.values)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._error = error
+        # Also after a failure: the other ranks wait for it, and all must hold the same values.
         dist.broadcast(bucket.values, src=0, group=self._beside)
         bucket.result.set_result(bucket.values)
         if bucket.is_last:
             end = _ENDED if self._error else _FAILED
             if self._error is None and self._speaker is not None:
                 end = self._speaker.end()
-            said = torch.tensor([end], device=bucket.values.device)
+            said = torch.tensor([end], device=bucket.values.device, dtype=torch.int64)
             dist.broadcast(said, src=0, group=self._beside)
             if said.item() == _ENDED and self._error is None:
                 self._error = ClosedError("rank 0 of this peer has stopped averaging")
@@ -301,6 +321,7 @@ def peer_gradients(
             speaker = _speaker_of(averager, parameters, weight, peers_to_start, sync_timeout, stack)
         except (TypeError, ValueError, P2PAvgError) as error:
             wrong = error
+        # Before the thread starts: its collectives need every rank.
         _raise_on_all(wrong)
         gradients = PeerGradients(speaker)
         try:
@@ -329,7 +350,7 @@ def _speaker_of(
         # The participants are drawn for every bucket separately: one update would mix different peers' gradients.
         raise ValueError("averager must be of a config without participation")
     averager.clear()
-    together = Together(
+    together = RoundCoordinator(
         averager,
         list(parameters),
         target=math.inf,

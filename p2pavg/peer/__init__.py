@@ -1,0 +1,1 @@
+"""One peer in its runs: the averager, and what the peer offers to others."""

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from functools import partial
+from functools import lru_cache, partial
 
 import trio
 
@@ -22,8 +22,7 @@ from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.helping import HelpedRounds
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
-from p2pavg.peer.statuses import LOOK_SECONDS as STATUS_SECONDS
-from p2pavg.peer.statuses import HeardStatuses
+from p2pavg.peer.statuses import STATUS_LOOK_SECONDS, HeardStatuses
 from p2pavg.peer.watched import Telemetry
 from p2pavg.round.reports import RoundReports
 from p2pavg.round.roles import Auxiliary
@@ -40,13 +39,15 @@ from p2pavg_compression import resolve_codec
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
-CLOSE_SECONDS = 1.0  # to withdraw the status
+HELP_LOOK_SECONDS = 5.0
+CLOSE_AUXILIARY_SECONDS = 1.0  # to withdraw the status
 EXCHANGE_SECONDS = 60.0
 TAIL_SECONDS = 2.0
 """Time for telling the other members how the last round ended, when this peer leaves."""
 # Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
 MAX_SCHEMAS = 4
+MAX_NAMES = 1024
+"""Pairs of a codec and a rule that were read and are kept: four times the publishers of one key."""
 
 
 async def assist(
@@ -57,6 +58,7 @@ async def assist(
     max_upload_mbps: float | None = None,
     max_download_mbps: float | None = None,
     access: RunAccess | None = None,
+    name: str = "",
     helping: HelpedRounds | None = None,
 ) -> None:
     """Take part in rounds of a run with weight 0, until cancelled, or until ``helping.leave()`` and the rounds' end.
@@ -69,6 +71,7 @@ async def assist(
             without limit.
         max_download_mbps: Mbit/s that it receives at most, likewise.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        name: of this peer, for people; see :class:`p2pavg.AveragingConfig`.
         helping: counts the rounds, and ends them.
 
     Raises:
@@ -80,12 +83,13 @@ async def assist(
         max_upload_mbps=max_upload_mbps,
         max_download_mbps=max_download_mbps,
         access=access,
+        name=name,
     )
     helping = HelpedRounds(host.id) if helping is None else helping
+    # Filled while this peer helps: a member that is excluded has to leave the groups of all schemas.
     keys: set[bytes] = set()
     limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
     with closing(JoinedRun(host, run_id, access, partial(_recheck, host, keys))) as run:
-        helping.membership = run.membership
         await _assist(host, config, run, limits, keys, helping)
 
 
@@ -104,26 +108,44 @@ async def _assist(
         _publishing(host, config, run, nursery, helping) as reports,
     ):
         helped: dict[bytes, trio.CancelScope] = {}
+        missing: set[bytes] = set()
+        told = ""
         nursery.start_soon(run.run)
         nursery.start_soon(_end_when_left, helping, nursery.cancel_scope, tails.cancel_scope)
         while True:
             published = read_entries(
                 await find_sample(run.records.find, run_key(run_id), host.id, run.records.network_size)
             )
+            # Whatever the entries say: the owner shows how many peers the run has.
             helping.run_peers = frozenset(published) - {host.id}
             helping.looked.set()
-            entries = _most_common(published)
-            for schema_hash in helped.keys() - entries.keys():
-                helped.pop(schema_hash).cancel()
-            for schema_hash, entry in entries.items():
-                key = ready_key(run_id, schema_hash, entry.rule, entry.aggregation)
-                if schema_hash not in helped and host.registry.find(key) is None:
-                    helped[schema_hash] = scope = trio.CancelScope()
+            entries, unknown = most_common(published)
+            # Once, and not at each look.
+            if unknown and unknown != told:
+                logger.warning("%s", unknown)
+            told = unknown
+            # By the key, not by the schema: peers that change their rules look for groups under another key.
+            wanted = {
+                ready_key(run_id, schema_hash, entry.rule, entry.aggregation): entry
+                for schema_hash, entry in entries.items()
+            }
+            gone = helped.keys() - wanted.keys()
+            # Missing in two looks in a row: one look is a sample, and a group may be in the midst of a round. Without
+            # room for both, at once: strangers that publish others each time must not multiply what this peer helps.
+            has_room = len(helped.keys() | wanted.keys()) <= MAX_SCHEMAS
+            for key in gone & missing if has_room else gone:
+                helped.pop(key).cancel()
+                keys.discard(key)
+            missing = gone - missing
+            for key, entry in wanted.items():
+                # An averager of this same peer may answer under the key, and a key has one matchmaker.
+                if key not in helped and host.registry.find(key) is None:
+                    helped[key] = scope = trio.CancelScope()
                     keys.add(key)
                     nursery.start_soon(
                         _assist_schema, host, config, run, limits, entry, tails, scope, helping, reports
                     )
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(HELP_LOOK_SECONDS)
 
 
 @asynccontextmanager
@@ -142,11 +164,11 @@ async def _publishing(
     # Each schema has a meter of its own, and none is that of the whole link.
     watched = Telemetry(host, config, run, boards, BandwidthMeter(), Role.AUXILIARY)
     nursery.start_soon(watched.statuses.run)
-    helping.heards = HeardStatuses(boards.open(TOPIC, STATUS_SECONDS), host.context.wall_clock)
+    helping.heards = HeardStatuses(boards.open(TOPIC, STATUS_LOOK_SECONDS), host.context.wall_clock)
     try:
         yield watched.reports
     finally:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_AUXILIARY_SECONDS):
             async with trio.open_nursery() as withdrawing:
                 boards.close(withdrawing)
         watched.statuses.close()
@@ -154,6 +176,7 @@ async def _publishing(
 
 async def _end_when_left(helping: HelpedRounds, rounds: trio.CancelScope, tails: trio.CancelScope) -> None:
     await helping.left()
+    # The rounds have ended here, and other members may still ask how.
     tails.deadline = trio.current_time() + TAIL_SECONDS
     rounds.cancel()
 
@@ -163,25 +186,41 @@ def _recheck(host: Host, keys: set[bytes]) -> None:
         matchmaker.recheck()
 
 
-def _most_common(entries: dict[str, RunEntry]) -> dict[bytes, RunEntry]:
-    """Return one entry a schema, those of the most peers first, without codecs and rules that are unknown here."""
+def most_common(entries: dict[str, RunEntry]) -> tuple[dict[bytes, RunEntry], str]:
+    """Return one entry a schema, those of the most peers first, and a sentence about codecs or rules that are unknown.
+
+    The sentence is empty if this version has them all. It is one for all entries, since strangers may publish hundreds
+    of them.
+    """
     chosen: dict[bytes, RunEntry] = {}
+    unknown = ""
+    # By the number of peers that say the same: an attacker needs as many identities to push a schema out.
     for entry, _ in Counter(entries.values()).most_common():
-        if len(chosen) < MAX_SCHEMAS and entry.schema_hash not in chosen and _known(entry):
+        if len(chosen) == MAX_SCHEMAS:
+            break
+        if entry.schema_hash in chosen:
+            continue
+        # An unknown one takes no place: a later entry of the same schema may be one that this version can help.
+        if is_known(entry.codec, entry.aggregation):
             chosen[entry.schema_hash] = entry
-    return chosen
+        elif not unknown:
+            unknown = (
+                f"peers of the run use the codec {entry.codec!r} and combine by {entry.aggregation!r}, and this version"
+                " does not have both"
+            )
+    return chosen, unknown
 
 
-def _known(entry: RunEntry) -> bool:
+@lru_cache(maxsize=MAX_NAMES)
+def is_known(codec: str, aggregation: str) -> bool:
+    """Return whether this version has a codec and a way to combine contributions, as other peers name them.
+
+    Refusals are kept too: the same entries are read again at each look.
+    """
     try:
-        resolve_codec(entry.codec)
-        read_aggregation(entry.aggregation)
+        resolve_codec(codec)
+        read_aggregation(aggregation)
     except ValueError:
-        logger.warning(
-            "peers of the run use the codec %r and combine by %r, and this version does not have both",
-            entry.codec,
-            entry.aggregation,
-        )
         return False
     return True
 
@@ -227,6 +266,7 @@ async def _assist_schema(
             codec=codec,
             aggregation=aggregation,
             group_size=entry.group_size,
+            # An entry is a stranger's claim, and must not decide how much memory is taken.
             elements=min(entry.elements, MAX_AUXILIARY_ELEMENTS),
             meter=meter,
             cut_shares=cut_shares,
@@ -253,4 +293,5 @@ async def _assist_schema(
                 with helping.running(one):
                     await one.run()
     finally:
+        # Also when cancelled: peers that ask under the key would be answered by a matchmaker that looks for no group.
         host.registry.remove(key)

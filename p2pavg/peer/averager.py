@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 import trio
 
 from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
@@ -19,7 +18,7 @@ from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensor
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.places.gossip import ROUND, Rotation
-from p2pavg.group.places.meeting import Meeting, Stage, stages_at
+from p2pavg.group.places.meeting import SearchPlace, SearchStage, stages_at
 from p2pavg.group.topology import Gossip
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.peer.alone import take_alone
@@ -31,11 +30,11 @@ from p2pavg.peer.statuses import Statuses
 from p2pavg.peer.step_plan import StepPlan, checked_plan, checked_wait
 from p2pavg.peer.watched import Telemetry
 from p2pavg.round.roles import Contributor
-from p2pavg.round.round import WARN_SECONDS, Round
+from p2pavg.round.round import WARN_NO_GROUP_SECONDS, Round
 from p2pavg.round.rounds import Rounds
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
-from p2pavg.runs.records.board import LOOK_SECONDS, Board
+from p2pavg.runs.records.board import BOARD_LOOK_SECONDS, Board
 from p2pavg.runs.records.boards import Boards
 from p2pavg.state.news import TOPIC
 from p2pavg.state.sharing import StateSharing
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 2.0
+_CLOSE_AVERAGER_SECONDS = 2.0
 
 
 OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
@@ -77,6 +76,7 @@ class DecentralizedAverager:
         self._rotation: Rotation | None = None
         if isinstance(config.aggregation.topology, Gossip):
             self._rotation = Rotation(host.id, config.group_size, config.match_timeout)
+        # In gossip the round's number travels as a metric: the group's median says how far the others are.
         own_metrics = () if self._rotation is None else (ROUND,)
         self._accumulation = Accumulation(config.max_weight, own_metrics)
         self._meter = BandwidthMeter(
@@ -88,6 +88,7 @@ class DecentralizedAverager:
             host,
             config.run_id,
             config.access,
+            # A member that is revoked or excluded while a group forms has to be dropped from it at once.
             recheck=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
         )
         self._sharing: StateSharing | None = None
@@ -103,8 +104,13 @@ class DecentralizedAverager:
         self._watched = Telemetry(host, config, self._run, self._boards, self._meter)
         self._stepping = trio.Lock()
         self._closed = False
-        if config.access is None:
-            logger.info("run %r is open to anybody: it has no authority", config.run_id)
+        # Said at the start: afterwards an open run looks like any other.
+        if config.open_run:
+            logger.warning(
+                "the run %r is open: any peer that knows this name can read and change its averages",
+                config.run_id,
+            )
+        # From the beginning, before any round: revocations and evidence must be known when the first group forms.
         nursery.start_soon(self._run.run)
         nursery.start_soon(self._watched.statuses.run)
 
@@ -205,17 +211,6 @@ class DecentralizedAverager:
         self._check_open()
         self._accumulation.add(tensors, weight, metrics)
 
-    def accumulate_vector(
-        self, schema: Schema, vector: torch.Tensor, *, weight: float, metrics: Mapping[str, float]
-    ) -> None:
-        """Add the flat float32 vector of tensors whose values are known to be in range; see :meth:`accumulate`.
-
-        Args:
-            schema: of the tensors, on the CPU. A weight of 0 only describes them.
-        """
-        self._check_open()
-        self._accumulation.add_vector(schema, vector, weight, metrics)
-
     @property
     def accumulated(self) -> Tensors | None:
         """A copy of the weighted mean of what waits for the next round; ``None`` when nothing does."""
@@ -263,7 +258,7 @@ class DecentralizedAverager:
         observe: bool = False,
         group_size: int | None = None,
         contributors: int = 0,
-        meeting: Meeting | Sequence[Stage] | None = None,
+        meeting: SearchPlace | Sequence[SearchStage] | None = None,
     ) -> RoundResult:
         """Average, or report the progress of a round that runs.
 
@@ -297,17 +292,22 @@ class DecentralizedAverager:
         Raises:
             ClosedError: the averager is closed.
             BusyError: another averager of this peer, or its daemon, has the same tensors in the same run.
+            ImportError: the codec needs a package for tensors on this device; what is accumulated stays.
             ValueError: ``wait`` is negative or not a number, or another argument is out of range.
         """
         self._check_open()
+        # The arguments are checked even if a round runs and does not need them, so a mistake shows at once.
         plan = checked_plan(state, observe, group_size, contributors, self.config, meeting)
+        # The wait counts from the call, also while another task holds the lock.
         deadline = trio.current_time() + checked_wait(wait)
         await trio.lowlevel.checkpoint()
+        # A lock that is free is taken even with `wait=0`, whose deadline is over at the first checkpoint.
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
             await self._stepping.acquire()
         if scope.cancelled_caught:  # another task waits for the round
             return self._round.progress() if self._round else _another_averages(self.config.group_size)
         try:
+            # The averager may have been closed while this call waited for the lock.
             self._check_open()
             return await self._step(deadline, plan)
         finally:
@@ -319,8 +319,8 @@ class DecentralizedAverager:
         A group that this peer leads keeps their places: another contributor comes on top of them, and the group waits
         for them as it would without it. Call it before :meth:`step` begins a round, from any thread.
         """
-        # A process that shares its peer with others is known as PEER_ID/NAME. Groups consist of peers.
-        self._expected = frozenset(peer.partition("/")[0] for peer in peers) - {self.peer_id}
+        # One assignment of an immutable set, so any thread may do it while a round begins.
+        self._expected = frozenset(peers) - {self.peer_id}
 
     async def cancel_matchmaking(self, reason: str) -> bool:
         """End the round that runs, if it has no group yet.
@@ -335,29 +335,39 @@ class DecentralizedAverager:
         return self._round is not None and self._round.cancel_matchmaking(reason)
 
     async def _step(self, deadline: float, plan: StepPlan) -> RoundResult:
+        # A round that another call has begun is continued: its arguments count, and not the ones of this call.
         if self._round is None and not self._begin(plan):
             return NoPeers(reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED)
         assert self._round is not None
         while True:
+            # The result first: a call that comes after the end collects it even if its own time is over.
             if (result := self._round.result) is not None:
                 self._round = None
                 if self._rotation is not None and isinstance(result, Success):
                     self._rotation.took(result.peers, result.weights, result.metrics)
                 return result
+            # Once at each match timeout, so that a caller with `wait=None` can look after other things meanwhile.
             if (report := self._round.take_report()) is not None:
                 return report
             with trio.move_on_at(deadline) as scope:
-                async with told_while_waiting(logger, self._round.exchange_word, first=WARN_SECONDS):
+                # A program that waits for a slow member looks like one that hangs, so the log names the member.
+                async with told_while_waiting(logger, self._round.exchange_word, first=WARN_NO_GROUP_SECONDS):
                     await self._round.changed()
+            # Closing has cancelled the round and woken this call, which has no result to return.
             self._check_open()
+            # A result that came in the same turn of the event loop as the deadline is not left for the next call.
             if scope.cancelled_caught and self._round.result is None:
                 return self._round.progress()
 
     def _begin(self, plan: StepPlan) -> bool:
         schema = self._accumulation.schema
+        # An observer has no contribution; the schema alone says which peers it can meet.
         if schema is None or (self._accumulation.weight == 0 and not plan.observes):
             return False
+        # Only here: the key under which peers find each other depends on the tensors, which the first call names.
         if self._rounds is None:
+            # It raises while everything is still accumulated.
+            self.config.codec.check_device(schema.device)
             self._rounds = open_rounds(
                 self._host, self._run, self.config, schema, self._meter, self._nursery, self._tails
             )
@@ -381,25 +391,34 @@ class DecentralizedAverager:
         self._nursery.start_soon(self._round.run)
         return True
 
-    def _places(self, plan: StepPlan) -> tuple[Sequence[Stage], Mapping[str, float]]:
+    def _places(self, plan: StepPlan) -> tuple[Sequence[SearchStage], Mapping[str, float]]:
         """Return where the group of a round is looked for, and the metrics that the topology adds."""
         if plan.stages is not None or self._rotation is None:
             return plan.stages or stages_at(None), {}
+        # Auxiliaries bring no partner to a cell, so they do not count for the number of cells.
         trains = sum(peer.role != Role.AUXILIARY for peer in self.members())
         return self._rotation.stages(trains), self._rotation.metrics
 
-    async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
+    def is_connected(self, peer_id: str) -> bool:
+        """Return whether there is a connection to a peer. A process that is stopped, as by SIGSTOP, keeps its own."""
+        return self._host.context.transport.is_connected(peer_id)
+
+    async def board(
+        self, topic: str, look_seconds: float = BOARD_LOOK_SECONDS, *, lasts: float | None = None
+    ) -> Board:
         """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.
 
         Args:
             look_seconds: between two looks for what does not come by itself; of the first call for a topic.
+            lasts: seconds for which this peer's text can be read after the averager has closed; ``None``: not at all.
+                Also of the first call for a topic.
 
         Raises:
             ClosedError: the averager is closed.
         """
         self._check_open()
         await trio.lowlevel.checkpoint()
-        return self._boards.open(topic, look_seconds)
+        return self._boards.open(topic, look_seconds, lasts)
 
     async def share_states(self, settings: ShareSettings) -> StateSharing:
         """Offer states to other peers of the run from now on, and be able to fetch theirs.
@@ -418,6 +437,7 @@ class DecentralizedAverager:
         if self._sharing is not None:
             self._sharing.end()
         board = await self.board(TOPIC)
+        # In the averager's nursery: what is shared outlives this call, and ends with the averager.
         self._sharing = await self._nursery.start(self._share, schema, settings, board)
         return self._sharing
 
@@ -438,6 +458,7 @@ class DecentralizedAverager:
             settings,
             board,
             self._is_exchanging,
+            # A state has what rounds leave of the link, so the donor has to know what the link carries.
             lambda: self.config.bandwidth or self._meter.announced_mbps,
             self.events.emit,
         ) as sharing:
@@ -455,14 +476,19 @@ class DecentralizedAverager:
         """End the round that runs, if any, and release everything within 2 s. What was accumulated stays readable."""
         if self._closed:
             return
+        # Before anything is awaited: no call may begin a round from now on, and a second `aclose` returns at once.
         self._closed = True
         if self._round is not None:
+            # The contribution is given back, so that it stays readable.
             self._round.scope.cancel()
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+        # Shielded, since the caller may be cancelled: records that are not withdrawn make others wait for this peer.
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_AVERAGER_SECONDS):
             async with trio.open_nursery() as nursery:
+                # All withdrawals at once: each is a call to other peers, and together they have two seconds.
                 self._boards.close(nursery)
                 if self._rounds is not None:
-                    nursery.start_soon(self._rounds.matchmaker.withdraw)
+                    nursery.start_soon(self._rounds.matchmaker.close)
+                    # The entry in the run is one for all averagers of this peer, so the last of them withdraws it.
                     if self._host.registry.remove_averager(self._rounds.matchmaker.key, self.config.run_id):
                         nursery.start_soon(self._rounds.leave)
             self._watched.statuses.close()
@@ -475,6 +501,7 @@ class DecentralizedAverager:
 
 def waiting_round(averager: DecentralizedAverager) -> object | None:
     """Return the round that runs, if ``step`` could only return its progress. Any thread may call this."""
+    # Read once: trio's thread may end the round between two reads.
     running = averager._round
     return running if running is not None and running.only_waits else None
 

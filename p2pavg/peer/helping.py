@@ -9,9 +9,8 @@ from typing import Any
 import trio
 
 from p2pavg.peer.statuses import HeardStatuses
-from p2pavg.round.exchange import Outcome
+from p2pavg.round.exchange import ExchangeOutcome
 from p2pavg.round.round import Round
-from p2pavg.runs.membership.membership import Membership
 
 LEAVES = "this peer leaves"
 
@@ -35,8 +34,6 @@ class HelpedRounds:
         """Ids of the other members of the last round."""
         self.run_peers: frozenset[str] = frozenset()
         """Ids of the other peers that have published an entry of the run."""
-        self.membership: Membership | None = None
-        """The members of the run; ``None`` if it is open to anybody."""
         self.heards: HeardStatuses | None = None
         """The statuses that peers of the run publish; ``None`` until the run was joined."""
         self.looked = trio.Event()
@@ -79,7 +76,7 @@ class HelpedRounds:
             self._changed.set()
             self._changed = trio.Event()
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: ExchangeOutcome) -> None:
         """Add a round to the totals."""
         roster = outcome.roster
         self.bytes_sent += outcome.bytes_sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.peer.registry import Registry
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.greeting import Greeter
@@ -26,7 +26,7 @@ class Host(Protocol):
     @property
     def records(self) -> RecordNode: ...
     @property
-    def lobby(self) -> Lobby: ...
+    def lobby(self) -> StreamRouter: ...
     @property
     def greeter(self) -> Greeter: ...
     @property

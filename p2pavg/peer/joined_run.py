@@ -8,9 +8,9 @@ import trio
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.peer.host import Host
-from p2pavg.records.revocations import Revocations
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.records.revocations import Revocations
 from p2pavg.runs.records.run_records import RunRecords
 
 
@@ -28,7 +28,12 @@ class JoinedRun:
     def __init__(
         self, host: Host, run_id: str, access: RunAccess | None, recheck: Callable[[], None]
     ) -> None:
-        self.membership = None if access is None else Membership(access, host.id)
+        self._revocations: Revocations | None = None
+        self.membership: Membership | None = None
+        if access is not None:
+            self._revocations = host.registry.revocations(access)
+            self.membership = Membership(access, host.id, self._revocations.known)
+            self._revocations.known.changed.append(recheck)
         self._host = host
         self._run_id = run_id
         self._recheck = recheck
@@ -61,14 +66,15 @@ class JoinedRun:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._accusations.spread, self.records)
-                if self.membership is not None:
-                    revocations = Revocations(self.records, self.membership, self._run_id, self._recheck)
-                    nursery.start_soon(revocations.run)
+                if self._revocations is not None:
+                    nursery.start_soon(self._revocations.run, self.records)
         finally:
             # Not in close(): an averager that joins now must wait until this one has withdrawn its record.
             self._host.evidence.leave(self._run_id, self.membership)
 
     def close(self) -> None:
-        """Guard the run's keys no longer, and hear of no more exclusions."""
+        """Guard the run's keys no longer, and hear of no more revocations and exclusions."""
         self.records.close()
+        if self.membership is not None:
+            self.membership.known.changed.remove(self._recheck)
         self._accusations.changed.remove(self._recheck)

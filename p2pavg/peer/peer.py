@@ -7,28 +7,29 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from functools import partial
 
 import trio
 
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
-from p2pavg.allreduce.movers.lobby import Lobby
-from p2pavg.base.errors import ClosedError, RemoteProtocolError
+from p2pavg.allreduce.movers.lobby import StreamRouter
+from p2pavg.base.errors import ClosedError, ConfigError, RemoteProtocolError
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.base.threads.workers import RunInThread, Workers
 from p2pavg.group.milestones import OnMilestone, ignore
+from p2pavg.matchmaking.messages import MAX_FIRST_BYTES, Declined, JoinRequest, encode, read_first
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
-from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
-from p2pavg.net.addresses import check_is_list, parse_peer_address
+from p2pavg.net.addresses import parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.nat.reach.options import checked_options
+from p2pavg.net.nat.reach.own_machine import LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.registry import Registry
-from p2pavg.records.identity import load_or_make_seed
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
@@ -37,7 +38,9 @@ from p2pavg.runs.records.bootstrap import BootstrapDials
 from p2pavg.runs.records.calls import RecordCalls
 from p2pavg.runs.records.greeting import Greeter
 from p2pavg.runs.records.hello import PROTOCOL as HELLO_PROTOCOL
+from p2pavg.runs.records.identity import identity_of_this_process
 from p2pavg.runs.records.service import RecordService
+from p2pavg.runs.records.twins import Twins
 from p2pavg.state.donor.service import StateService
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
@@ -53,7 +56,6 @@ from p2pavg_dht import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 BOOTSTRAP_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
 _FIRST_MESSAGE_SECONDS = 10.0
@@ -74,8 +76,11 @@ class Peer:
         run_in_thread: RunInThread,
         processor_wait: ProcessorWait,
         on_milestone: OnMilestone = ignore,
+        way_out: str = "",
     ) -> None:
         self._transport = transport
+        self._way_out = way_out
+        """The address by which other machines reach this peer, or it them; empty if it stays on this machine."""
         self.records = RecordNode(
             signer=signer,
             rpc=RecordCalls(transport),
@@ -83,7 +88,8 @@ class Peer:
             wall_clock=wall_clock,
         )
         """The record node, which publishes and finds records on the network."""
-        self.lobby = Lobby()
+        self._twins = Twins(self.records, peer_id=signer.peer_id, began=wall_clock())
+        self.lobby = StreamRouter()
         self.registry = Registry()
         self._closed = False
         self.bootstrap: frozenset[str] = frozenset()
@@ -138,10 +144,13 @@ class Peer:
 
         Raises:
             ClosedError: the peer was closed.
-            ConfigError: ``config.access`` has a certificate for another peer.
+            ConfigError: ``config.access`` has a certificate for another peer; or this peer does not stay on this
+                machine, and ``config`` has neither ``access`` nor ``open_run``.
         """
         if self._closed:
             raise ClosedError("the peer is closed")
+        # Before anything is published of the run.
+        check_openness(config, self._way_out)
         with bare_exceptions():
             # What a member still owes others after its own result runs in `tails`.
             async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
@@ -149,12 +158,15 @@ class Peer:
                 try:
                     yield averager
                 finally:
+                    # It withdraws records through the network, so the tasks go on until it has ended.
                     await averager.aclose()
                     nursery.cancel_scope.cancel()
+                    # Other members may not have heard yet how the last round ended.
                     tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
 
     async def start(self, bootstrap: Sequence[str]) -> None:
         """Serve, and join the network through the bootstrap addresses."""
+        # Before this peer calls any other one: a peer that is called may call back at once.
         self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
@@ -165,11 +177,14 @@ class Peer:
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
+        # Without an address, this peer is the first of a network, and other peers come to it.
         if bootstrap:
             await self.join(bootstrap)
             # What is announced first should work: others would dial a useless address, or none, until the next renewal.
             await self._transport.settle()
+        # It compares clocks with peers that are known, so it begins after the network was joined.
         self.context.nursery.start_soon(self.greeter.run)
+        self.context.nursery.start_soon(self._twins.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:
         """Join the network through addresses of peers in it.
@@ -181,6 +196,7 @@ class Peer:
         contacts: dict[str, list[str]] = {}
         for text in bootstrap:
             _, peer_id = parse_peer_address(text)
+            # All peers of a run may be started with one list of addresses, in which this peer itself is one.
             if peer_id != self.id:
                 contacts.setdefault(peer_id, []).append(text)
             elif text not in self.addresses:
@@ -191,9 +207,11 @@ class Peer:
                 )
         if not contacts:
             return
+        # Its user named them, so their words about states count more than those of strangers.
         self.bootstrap |= contacts.keys()
         texts = [text for texts in contacts.values() for text in texts]
         dial = partial(self._transport.dial, timeout=_DIAL_SECONDS)
+        # One is enough: it names the others, and an address in a long list may be out of date.
         await BootstrapDials(texts, dial, BOOTSTRAP_SECONDS).until_one_answers()
         async with told_while_waiting(logger, lambda seconds: _looks_up(contacts, seconds)):
             known = await self.records.join(
@@ -206,28 +224,52 @@ class Peer:
 
     async def aclose(self) -> None:
         """Withdraw this peer's records. It ends within a second, also when cancelled."""
+        # First: an averager that is opened during the withdrawal would publish anew.
         self._closed = True
+        # Shielded, since it runs when the program is cancelled, too. Records that stay make others wait for this peer.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
             await self.records.withdraw_all()
 
     def _remember_members(self, members: frozenset[str]) -> None:
         for peer_id in members - {self.id}:
+            # A companion keeps its place when strangers fill the limits of connections.
             self._transport.remember_peer(peer_id, companion=True)
 
     async def _serve_match(self, stream: Stream) -> None:
+        # A stranger that opens a stream and says nothing holds it for so long only.
         with trio.move_on_after(_FIRST_MESSAGE_SECONDS) as scope:
-            data = await receive_message(stream)
+            data = await receive_message(stream, max_bytes=MAX_FIRST_BYTES)
         if scope.cancelled_caught or data is None:
             return
-        message = decode(data)
-        if not isinstance(message, Ask | Nudge):
-            raise RemoteProtocolError(f"a join stream began with {type(message).__name__}")
-        matchmaker = self.registry.find(message.me.record.key)
-        if matchmaker is not None:
+        # Reading and verifying takes processor time, so each sender and its network have a budget.
+        await self.context.messages.admit(stream)
+        with self.context.messages.charged(stream):
+            first = read_first(data)
+            # A stranger may send this. What costs nothing is asked first: is the record its own, and of a run of ours?
+            if first.record.publisher != stream.remote:
+                raise RemoteProtocolError(f"{stream.remote} sent a record that is not its own")
+            matchmaker = self.registry.find(first.record.key)
+            message = None if matchmaker is None else first.verified()
+        if matchmaker is not None and message is not None:
             await matchmaker.serve(stream, message)
-        elif isinstance(message, Ask):
+        elif first.kind is JoinRequest:
+            # Only a request to join waits for an answer. "Over" keeps its sender from asking this attempt again.
             await send_message(stream, encode(Declined("has no averager of this run and schema", over=True)))
             await stream.aclose()
+
+
+def check_openness(config: AveragingConfig, way_out: str) -> None:
+    """Raise ConfigError if strangers could take part in a run that its user has not called open.
+
+    Args:
+        way_out: the address by which other machines reach the run's peer, or it them; empty if it stays on this one.
+    """
+    if way_out and config.access is None and not config.open_run:
+        raise ConfigError(
+            f"the run {config.run_id!r} has neither access nor open_run=True, so its peer stays on this machine, and"
+            f" {way_out} leads out of it",
+            remedy=MAKE_A_RUN,
+        )
 
 
 def _looks_up(bootstrap: Collection[str], seconds: float) -> str:
@@ -247,6 +289,7 @@ async def peer_over(
     run_in_thread: RunInThread | None = None,
     processor_wait: ProcessorWait | None = None,
     on_milestone: OnMilestone = ignore,
+    way_out: str = "",
 ) -> AsyncIterator[Peer]:
     """Open a peer over any transport. :func:`open_peer` does this over libp2p.
 
@@ -256,8 +299,11 @@ async def peer_over(
             something runs on the loop, gives one that runs them there.
         processor_wait: returns the seconds for which this thread has waited for a processor; a simulation gives 0.
         on_milestone: is told how far the peer is in each of its rounds.
+        way_out: the address by which other machines reach the peer, or it them, as the subject of a sentence. Averagers
+            then need a certificate, or ``open_run=True``. Empty: it stays on this machine, as in a simulation.
     """
     workers = Workers()
+    # Around the nursery: its tasks use the threads until their end.
     with bare_exceptions(), closing(workers):
         async with trio.open_nursery() as nursery:
             peer = Peer(
@@ -268,11 +314,13 @@ async def peer_over(
                 run_in_thread=run_in_thread or workers.run,
                 processor_wait=processor_wait or wait_of_this_thread(),
                 on_milestone=on_milestone,
+                way_out=way_out,
             )
             try:
                 await peer.start(bootstrap)
                 yield peer
             finally:
+                # While the tasks still run: withdrawing needs the record node and the transport.
                 await peer.aclose()
                 nursery.cancel_scope.cancel()
 
@@ -280,7 +328,7 @@ async def peer_over(
 @asynccontextmanager
 async def open_peer(
     *,
-    listen: Sequence[str] = DEFAULT_LISTEN,
+    listen: Sequence[str] = LOOPBACK,
     bootstrap: Sequence[str] = (),
     identity: str | os.PathLike[str] | None = None,
     announce: Sequence[str] = (),
@@ -289,8 +337,12 @@ async def open_peer(
 ) -> AsyncIterator[Peer]:
     """Open a peer that lives as long as the block.
 
+    A peer stays on this machine if all addresses of ``listen``, ``bootstrap`` and ``announce`` are loopback addresses.
+    It then dials no other machine and asks no router. Its averagers need neither a certificate nor ``open_run=True``.
+
     Args:
-        listen: addresses such as ``/ip4/0.0.0.0/tcp/4001``; port 0 takes any free one.
+        listen: addresses such as ``/ip4/0.0.0.0/tcp/4001``; port 0 takes any free one. An empty list makes a peer that
+            others reach through relays.
         bootstrap: addresses of peers that are in the network, each ending in ``/p2p/<peer id>``; without any, this
             peer begins a new network.
         identity: the key file, made when missing; ``None`` takes a new identity that is not kept.
@@ -308,15 +360,14 @@ async def open_peer(
     # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
     from p2pavg.net.libp2p.transport import open_libp2p_transport
 
-    check_is_list("listen", listen)
-    check_is_list("bootstrap", bootstrap)
+    out = way_out(listen, bootstrap, announce)
     options = checked_options(announce, port_mapping=port_mapping, relay_mbps=relay_mbps)
-    seed = load_or_make_seed(identity)
-    for text in bootstrap:
-        parse_peer_address(text)
-    with bare_exceptions():
+    # Nothing leads out of this machine, so no router is asked, and no other peer is used to learn how it is reached.
+    if not out:
+        options = replace(options, port_mapping=False, reachable=False, only_here=True)
+    with identity_of_this_process(identity) as seed, bare_exceptions():
         async with (
             open_libp2p_transport(seed=seed, listen=listen, options=options) as transport,
-            peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap) as peer,
+            peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap, way_out=out) as peer,
         ):
             yield peer

@@ -1,4 +1,4 @@
-"""The matchmakers of one peer: averagers and auxiliaries register theirs, and the peer finds here which one answers."""
+"""The matchmakers and the known revocations of one peer, which its averagers and auxiliaries share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections import Counter
 from p2pavg.base.errors import BusyError
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.peer.statuses import StatusOwners
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.records.revocations import Revocations
 
 
 class Registry:
-    """The matchmakers of one peer, by the ready key under which each answers."""
+    """The matchmakers of one peer, by the ready key under which each answers, and its revocations, by authority."""
 
     def __init__(self) -> None:
         self._matchmakers: dict[bytes, Matchmaker] = {}
         self._averagers: Counter[str] = Counter()  # in each run
+        self._revocations: dict[tuple[bytes, bytes], Revocations] = {}
         self.statuses = StatusOwners()
         """The averagers that publish this peer's status."""
 
@@ -22,6 +25,14 @@ class Registry:
     def runs(self) -> int:
         """Number of runs in which this peer has an averager."""
         return len(self._averagers)
+
+    def revocations(self, access: RunAccess) -> Revocations:
+        """Return the revocations of an authority. They are kept when its last user at this peer has ended."""
+        # By the secret too: peers that have changed it do not meet those with the old one.
+        pair = (access.authority, access.secret)
+        if pair not in self._revocations:
+            self._revocations[pair] = Revocations(access.authority)
+        return self._revocations[pair]
 
     def find(self, key: bytes) -> Matchmaker | None:
         """Return the matchmaker that answers under a ready key, if there is one."""

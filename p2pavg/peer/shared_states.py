@@ -58,6 +58,7 @@ def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Sche
             key=key,
             codec=codec,
             elements=schema.elements,
+            robust=aggregation.robust is not None,
             cut_shares=cut_shares,
             trusts=trusts,
         )

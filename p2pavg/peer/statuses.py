@@ -18,18 +18,18 @@ from p2pavg.telemetry.keeper import StatusKeeper
 from p2pavg.telemetry.members import RunPeer, run_peer
 from p2pavg.telemetry.status import PeerStatus, encode_status, read_status
 
-PUBLISH_SECONDS = 2.0
+PUBLISH_STATUS_SECONDS = 2.0
 """Shortest pause between two statuses of one peer, in runs of up to 8 peers."""
 SECONDS_PER_PEER = 0.25
 """For each peer of larger runs: so all statuses together take no more of a link."""
-REFRESH_SECONDS = 60.0
+REFRESH_STATUS_SECONDS = 60.0
 """A status that nothing has changed is published again after this: its bandwidth and uptime may be new."""
-LOOK_SECONDS = 5.0
+STATUS_LOOK_SECONDS = 5.0
 """Between two looks for the statuses of others. The answers to this peer's own ones bring them as well."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class HeardStatus:
     """The last status of another peer."""
 
     status: PeerStatus
@@ -74,20 +74,20 @@ class HeardStatuses:
         self._board = board
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._heard: dict[str, Heard] = {}
+        self._heard: dict[str, HeardStatus] = {}
 
-    def read(self) -> dict[str, Heard]:
+    def read(self) -> dict[str, HeardStatus]:
         """Return the live statuses of the other peers by peer id; leave out malformed ones."""
         now = self._wall_clock()
         with self._lock:
-            found: dict[str, Heard] = {}
+            found: dict[str, HeardStatus] = {}
             for peer_id, entry in self._board.entries.items():
                 known = self._heard.get(peer_id)
                 if known is not None and known.sequence == entry.sequence:
                     found[peer_id] = known
                     continue
                 try:
-                    found[peer_id] = Heard(read_status(entry.value), entry.sequence, now)
+                    found[peer_id] = HeardStatus(read_status(entry.value), entry.sequence, now)
                 except RemoteProtocolError:
                     continue
             self._heard = found
@@ -132,7 +132,7 @@ class Statuses:
         self.wall_clock = wall_clock
         self._began = wall_clock()
         self._heards: HeardStatuses | None = None
-        self._look_seconds = LOOK_SECONDS
+        self._look_seconds = STATUS_LOOK_SECONDS
         self._present: dict[str, str] = {}
         self.is_first = trio.Event()
         """Set when this averager is the one that publishes."""
@@ -154,7 +154,7 @@ class Statuses:
             mbps=self._meter.known_mbps,
         )
 
-    def others(self) -> dict[str, Heard]:
+    def others(self) -> dict[str, HeardStatus]:
         """Return the live statuses of the other peers, by peer id."""
         owner = self._owners.owner(self._run_id) or self
         return {} if owner._heards is None else owner._heards.read()
@@ -189,14 +189,14 @@ class Statuses:
 
     async def _publish(self, board: Board) -> None:
         published: tuple[int, Reachability] | None = None
-        published_at = -REFRESH_SECONDS
+        published_at = -REFRESH_STATUS_SECONDS
         while True:
             now, state = trio.current_time(), (self._keeper.version, self._reachability())
-            if state != published or now >= published_at + REFRESH_SECONDS:
+            if state != published or now >= published_at + REFRESH_STATUS_SECONDS:
                 published, published_at = state, now
                 board.publish(encode_status(self.mine))
             self._tell()
-            await trio.sleep(max(PUBLISH_SECONDS, SECONDS_PER_PEER * len(self._present)))
+            await trio.sleep(max(PUBLISH_STATUS_SECONDS, SECONDS_PER_PEER * len(self._present)))
 
     def _tell(self) -> None:
         """Emit an event for each peer that has come or gone."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
-from p2pavg.group.places.meeting import Meeting, Stage, stages_at
+from p2pavg.group.places.meeting import SearchPlace, SearchStage, stages_at
 from p2pavg.group.topology import Gossip
 from p2pavg.runs.config import AveragingConfig
 
@@ -21,7 +21,7 @@ class StepPlan:
     observes: bool
     target: int | None
     contributors: int
-    stages: tuple[Stage, ...] | None = None
+    stages: tuple[SearchStage, ...] | None = None
     """Where the group is looked for; ``None``: where the run's topology says."""
 
 
@@ -31,7 +31,7 @@ def checked_plan(
     group_size: int | None,
     contributors: int,
     config: AveragingConfig,
-    meeting: Meeting | Sequence[Stage] | None = None,
+    meeting: SearchPlace | Sequence[SearchStage] | None = None,
 ) -> StepPlan:
     """Return the plan of a round.
 

@@ -8,7 +8,7 @@ from p2pavg.base.version import __version__
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
-from p2pavg.peer.statuses import LOOK_SECONDS, Statuses
+from p2pavg.peer.statuses import STATUS_LOOK_SECONDS, Statuses
 from p2pavg.round.reports import RoundReports
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role, read_certificate
@@ -16,7 +16,7 @@ from p2pavg.runs.records.boards import Boards
 from p2pavg.telemetry.hub import Events
 from p2pavg.telemetry.keeper import StatusKeeper
 from p2pavg.telemetry.round_log import log_round
-from p2pavg.telemetry.status import MAX_SECONDS, TOPIC, PeerStatus
+from p2pavg.telemetry.status import MAX_STATUS_SECONDS, TOPIC, PeerStatus
 
 
 class Telemetry:
@@ -48,7 +48,7 @@ class Telemetry:
         self.events.subscribe(keeper.take)
         self.events.subscribe(log_round)
         self.statuses = Statuses(
-            partial(boards.open, TOPIC, LOOK_SECONDS),
+            partial(boards.open, TOPIC, STATUS_LOOK_SECONDS),
             self.events,
             keeper,
             host.registry.statuses,
@@ -70,5 +70,5 @@ def _first_status(config: AveragingConfig, role: Role) -> PeerStatus:
         software=__version__,
         role=str(role),
         roles=tuple(sorted(certificate.roles)),
-        expires=min(certificate.expires, MAX_SECONDS),
+        expires=min(certificate.expires, MAX_STATUS_SECONDS),
     )

@@ -1,16 +1,24 @@
-"""The generations of a population, as one peer has seen them, and their picture. No I/O, no clock, no random source."""
+"""The generations of a population: their reports, those of some weights, and those that one peer has seen.
+
+No I/O, no clock, no random source.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from p2pavg.population.picture import Curve, Jump, draw
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.population.rules import is_of
 from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Choice, LogUniform, Value
-from p2pavg.population.words import MAX_SCORE, Standing, Word
+from p2pavg.population.space import MAX_HYPERPARAMETERS, Value, is_name, is_value
+from p2pavg.population.words import MAX_GENERATION, MAX_MEMBER_CHARS, MAX_STEPS, Standing, Word
+
+MAX_ANCESTORS = 1024
+"""Generations that a snapshot names; the oldest are left out."""
 
 MAX_PEERS = 256
 """Publishers that are remembered; those that have not been seen for longest are forgotten."""
@@ -18,6 +26,75 @@ MAX_GENERATIONS = 1024
 """Generations that are remembered of each publisher; the oldest are forgotten."""
 MAX_WORDS = 2**14
 """Words that are remembered in all, of 4 KB at most; the publisher with the most words loses its oldest one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationReport:
+    """The end of one generation of this member."""
+
+    generation: int
+    """Its number, from 1."""
+    score: float
+    """Of this member's weights, before it copied any."""
+    reason: str
+    """The cause of the decision, as a sentence."""
+    copied_from: str | None
+    """Peer id of the member whose weights and optimizer state this one has now; ``None`` if it kept its own."""
+    hyperparameters: Mapping[str, Value]
+    """Those of the next generation, which are in force already."""
+    counted: tuple[str, ...]
+    """Peer ids of the members whose words counted."""
+    refused: Mapping[str, str]
+    """The reason for which other words did not count, by peer id."""
+    failures: Mapping[str, str]
+    """The reason for which weights could not be copied, or were taken back, by peer id."""
+    seconds: float
+    """Time that ``step`` took: for waiting and copying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """One generation in the history of some weights."""
+
+    member: str
+    """Name of the member that trained it."""
+    generation: int
+    """Of that member."""
+    steps: int
+    """Steps of training in the weights at its end."""
+    score: float
+    hyperparameters: Mapping[str, Value]
+
+
+def pack_ancestors(ancestors: Sequence[Ancestor]) -> list[Any]:
+    """Return generations as plain values."""
+    return [
+        [each.member, each.generation, each.steps, each.score, dict(each.hyperparameters)]
+        for each in ancestors[-MAX_ANCESTORS:]
+    ]
+
+
+def read_ancestors(values: object) -> tuple[Ancestor, ...]:
+    """Read the generations that another peer's snapshot names.
+
+    Raises:
+        RemoteProtocolError: they are malformed.
+    """
+    if type(values) is not list or len(values) > MAX_ANCESTORS:
+        raise RemoteProtocolError("the state's generations are malformed, or too many")
+    return tuple(map(_ancestor, values))
+
+
+def _ancestor(value: object) -> Ancestor:
+    if type(value) is not list or list(map(type, value)) != [str, int, int, float, dict]:
+        raise RemoteProtocolError("the state has a generation that is malformed")
+    member, generation, steps, score, hyperparameters = value
+    good = 0 < len(member) <= MAX_MEMBER_CHARS and member.isascii() and member.isprintable()
+    good = good and 0 < generation <= MAX_GENERATION and 0 <= steps <= MAX_STEPS and math.isfinite(score)
+    good = good and 0 < len(hyperparameters) <= MAX_HYPERPARAMETERS
+    if not good or not all(is_name(name) and is_value(each) for name, each in hyperparameters.items()):
+        raise RemoteProtocolError("the state has a generation with values out of range")
+    return Ancestor(member, generation, steps, score, hyperparameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,47 +163,6 @@ class History:
         """The generation with the best score; ``None`` before the first one."""
         sign = 1.0 if self._settings.mode == "min" else -1.0
         return min(self.generations, key=lambda each: (sign * each.score, each.peer_id), default=None)
-
-    def svg(self, name: str) -> str:
-        """Return a picture of one hyperparameter in all members, as the text of an SVG file.
-
-        Each line is a member: its hyperparameter over the generations. An arrow leads from the member that was copied
-        to the one that has copied it. The best member's line is thick. The same words give the same bytes.
-
-        Args:
-            name: of a hyperparameter, or ``"score"``.
-
-        Raises:
-            ValueError: there is no such hyperparameter, or its values are texts.
-        """
-        check_shown(name, self._settings)
-        range_ = self._settings.space.get(name)
-        curves: dict[str, Curve] = {}
-        best = self.best
-        for each in self.generations:
-            value = each.score if name == "score" else each.hyperparameters[name]
-            if name == "score" and abs(each.score) >= MAX_SCORE:
-                continue  # its training had diverged
-            curve = curves.setdefault(
-                each.peer_id, Curve(each.member, [], each.peer_id == getattr(best, "peer_id", ""))
-            )
-            curve.points.append((each.generation, float(value)))
-        known, jumps = self.known(), []
-        for peer, word in self.words():
-            made = word.decision
-            if made is not None and made.donor in known:
-                donor, its = known[made.donor]
-                jumps.append(Jump(donor, its.generation, peer, word.standing.generation))
-        return draw(name, curves, jumps, is_log=isinstance(range_, LogUniform))
-
-
-def check_shown(name: str, settings: PopulationSettings) -> None:
-    """Raise ValueError if a picture cannot show something of this name."""
-    range_ = settings.space.get(name)
-    if range_ is None and name != "score":
-        raise ValueError(f"name must be score or one of {', '.join(settings.space)}, got {name!r}")
-    if isinstance(range_, Choice) and any(isinstance(value, str) for value in range_.values):
-        raise ValueError(f"{name} has texts as values, which have no place on an axis")
 
 
 def _generation(peer_id: str, word: Word, known: Mapping[bytes, tuple[str, Standing]]) -> Generation:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,17 +12,12 @@ from torch.optim import Optimizer
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager
 from p2pavg.peer.shared_states import ShareSettings
-from p2pavg.population.copying import Pause
-from p2pavg.population.core import Core, Evaluate, Options
-from p2pavg.population.history import History
-from p2pavg.population.lineage import Ancestor
-from p2pavg.population.report import GenerationReport
+from p2pavg.population.core import Core, MemberOptions
+from p2pavg.population.history import Ancestor, GenerationReport, History
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import Value
 from p2pavg.population.weights import Apply, Weights
 from p2pavg.population.words import TOPIC
-
-T = TypeVar("T")
 
 LOG_BYTES = 1  # a population averages nothing, so it has no log of averages
 
@@ -82,24 +75,17 @@ class Population:
         download_mbps: float | None = None,
     ) -> None:
         check_averager(averager)
-        options = Options(
+        options = MemberOptions(
             member=member, wait=wait, members=members, verify=verify, copy_timeout=copy_timeout, start=start
         )
         weights = Weights(model, optimizer, apply, list(settings.space))
-        averager.declare([torch.zeros(1)])  # states need to know a vector, and a population averages none
+        # States need to know a vector, and a population averages none.
+        averager.declare([torch.zeros(1, dtype=torch.float32, device="cpu")])
         shares = ShareSettings(log_bytes=LOG_BYTES, upload_mbps=upload_mbps, download_mbps=download_mbps)
         self._settings = settings
-        self._sharing = averager.share_states(shares)
+        sharing = averager.share_states(shares)
         self._board = averager.board(TOPIC)
-        self._core = Core(
-            self._board,
-            self._sharing,
-            weights,
-            settings,
-            options,
-            peer_id=averager.peer_id,
-            clock=time.monotonic,
-        )
+        self._core = Core(self._board, sharing, weights, settings, options, peer_id=averager.peer_id)
 
     @property
     def is_due(self) -> bool:
@@ -131,7 +117,7 @@ class Population:
 
     @property
     def history(self) -> History:
-        """The words of all members that this peer has seen; :meth:`History.svg` draws them."""
+        """The words of all members that this peer has seen."""
         self._core.look()
         return self._core.history
 
@@ -159,7 +145,7 @@ class Population:
             )
         measured = float(score() if callable(score) else score)
         self._core.life.since += 1
-        return self._drive(self._core.finish(measured, can_evaluate=callable(score)), score)
+        return self._core.finish(measured, score if callable(score) else None)
 
     def take_best(self, score: Score | None = None) -> str | None:
         """Take the weights of the member that has the best score now: the result of the whole training.
@@ -177,32 +163,8 @@ class Population:
             ValueError: this member has not finished a generation.
             ClosedError: the averager is closed.
         """
-        return self._drive(self._core.take_best(can_evaluate=callable(score)), score)
+        return self._core.take_best(score if callable(score) else None)
 
     def leave(self) -> None:
         """Withdraw this member's word: it counts in no later decision of others."""
         self._board.withdraw()
-
-    def _drive(self, flow: Generator[Pause | Evaluate, float | None, T], score: Score | None) -> T:
-        answer: float | None = None
-        try:
-            while True:
-                try:
-                    request = flow.send(answer)
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
-                answer = None
-                if isinstance(request, Evaluate):
-                    assert callable(score)
-                    answer = float(score())
-                else:
-                    self._pause(request)
-        finally:
-            flow.close()
-
-    def _pause(self, pause: Pause) -> None:
-        if pause.transfer is not None:
-            pause.transfer.wait(pause.seconds)
-        else:
-            self._board.wait(pause.version, pause.seconds)

@@ -24,9 +24,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from p2pavg.base.encoding import pack
-from p2pavg.population.draws import Draws
 from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Value
+from p2pavg.population.space import Draws, Value
 from p2pavg.population.words import MAX_BASIS, MAX_SCORE, Decision, Standing, Word, in_order
 
 _DRAWS = "p2pavg/population/decision/1"
@@ -95,7 +94,6 @@ def decide(
     settings: PopulationSettings,
     *,
     failed: Collection[bytes] = (),
-    seed: bytes = b"",
 ) -> Decision:
     """Return the decision of a member at the end of a generation.
 
@@ -104,10 +102,9 @@ def decide(
         mine: its word.
         others: the words that count, by peer id, at most 64.
         failed: digests of words whose weights this member could not copy.
-        seed: of the draws; from the words, if it is empty.
     """
     basis = tuple(sorted(word.digest for word in others.values()))
-    draws = Draws(seed or pack(_DRAWS, settings.digest, me, mine.digest, basis))
+    draws = Draws(pack(_DRAWS, settings.digest, me, mine.digest, basis))
     barred = set(failed)
     choose = _tournament if settings.exploit == "tournament" else _truncation
     donor, reason = choose(me, mine, others, settings, draws, barred)

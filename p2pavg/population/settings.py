@@ -10,11 +10,11 @@ from typing import Literal
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ConfigError
-from p2pavg.population.draws import Draws
 from p2pavg.population.space import (
     MAX_HYPERPARAMETERS,
     MAX_NAME_CHARS,
     Choice,
+    Draws,
     LogUniform,
     Range,
     Uniform,

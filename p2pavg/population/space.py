@@ -1,13 +1,15 @@
 """Ranges of hyperparameters: how values are drawn, and how they change when a member explores. No I/O, no clock.
 
-A draw is a number from 0 to 1 that the caller has made. So a value follows from the draw on every machine.
+Draws follow from a seed, and a value follows from its draw, the same on every machine. There is no random source.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from p2pavg.base.errors import ConfigError
 
@@ -22,6 +24,33 @@ MAX_MAGNITUDE = 1e15
 DIGITS = 6
 """Significant digits of a value that was drawn or multiplied. Logarithms differ in the last bit from machine to
 machine; the rounded value does not, so every peer computes the same one."""
+
+_BITS = 53  # a float's precision
+
+T = TypeVar("T")
+
+
+class Draws:
+    """A sequence of draws. Two objects with the same seed make the same draws.
+
+    Args:
+        seed: any bytes.
+    """
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = hashlib.sha256(seed).digest()
+        self._count = 0
+
+    def fraction(self) -> float:
+        """Return a number from 0 to below 1."""
+        drawn = hashlib.sha256(self._seed + self._count.to_bytes(8, "big")).digest()
+        self._count += 1
+        number = int.from_bytes(drawn[:8], "big") >> (64 - _BITS)
+        return number / float(1 << _BITS)
+
+    def choose(self, items: Sequence[T]) -> T:
+        """Return one of some items, which must not be empty."""
+        return items[int(self.fraction() * len(items))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
-from p2pavg.optim.state_check import checked_optimizer
-from p2pavg.population.lineage import Ancestor, pack_ancestors, read_ancestors
+from p2pavg.optim.base.naming import plain_buffers, plain_parameters
+from p2pavg.optim.catching_up.state_check import checked_optimizer, saved_by, settings_of
+from p2pavg.population.history import Ancestor, pack_ancestors, read_ancestors
 from p2pavg.population.space import Value
 from p2pavg.state.checking import check
 from p2pavg.state.layout import Spec
-from p2pavg.state.nested import flatten, unflatten
+from p2pavg.state.nested import copied, flatten, unflatten
 from p2pavg.state.snapshot import Content
 
 KIND = "population"
@@ -47,20 +48,15 @@ class Weights:
         optimizer: its state goes with them.
         apply: sets hyperparameters; ``None`` sets the options of these names in all parameter groups of the optimizer.
         names: the hyperparameters.
-        buffers: names of the buffers that are copied; ``None`` for all.
 
     Raises:
         ConfigError: the optimizer lacks an option of such a name, and ``apply`` is not given.
+        StateError: the optimizer has an option or a state that cannot be saved.
         TypeError: an argument is of another type.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        apply: Apply | None,
-        names: Sequence[str],
-        buffers: Collection[str] | None = None,
+        self, model: nn.Module, optimizer: Optimizer, apply: Apply | None, names: Sequence[str]
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -76,7 +72,8 @@ class Weights:
         self._model = model
         self._optimizer = optimizer
         self._apply = apply
-        self._buffers = buffers
+        self._settings = settings_of(optimizer)
+        flatten(saved_by(optimizer), OPTIMIZER)  # what cannot be saved is refused now, not after a generation
 
     def apply(self, hyperparameters: Mapping[str, Value]) -> None:
         """Set the hyperparameters for the training that follows."""
@@ -88,7 +85,7 @@ class Weights:
 
     def content(self, ancestors: Sequence[Ancestor]) -> Content:
         """Return the present state. Its tensors are the model's own: copy them before the next step."""
-        tensors, values = flatten(self._optimizer.state_dict(), OPTIMIZER)
+        tensors, values = flatten(saved_by(self._optimizer), OPTIMIZER)
         told: dict[str, Any] = {"kind": KIND, OPTIMIZER: values, "ancestors": pack_ancestors(ancestors)}
         return Content(tensors={**self._named(), **tensors}, values=told)
 
@@ -116,8 +113,9 @@ class Weights:
         values = content.values[OPTIMIZER]
         if not isinstance(values, dict):
             raise StateError("the state has no optimizer")
-        # Copies: torch's optimizers keep the tensors that they load, and those of a snapshot go with its bytes.
-        state = checked_optimizer(self._optimizer, unflatten(content.tensors, values, copy=True))
+        # This member's settings stay: those that the population explores come with the donor's signed word, not here.
+        its = unflatten(content.tensors, values, OPTIMIZER, copy=False)
+        state = checked_optimizer(self._optimizer, its, self._settings, keeps_settings=True)
         try:
             ancestors = read_ancestors(content.values["ancestors"])
         except RemoteProtocolError as error:
@@ -127,19 +125,17 @@ class Weights:
 
     def restore(self, content: Content) -> None:
         """Take a state that this member has made itself: it is not checked."""
-        self._take(content, unflatten(content.tensors, content.values[OPTIMIZER], copy=True))
+        self._take(content, unflatten(content.tensors, content.values[OPTIMIZER], OPTIMIZER, copy=False))
 
     @torch.no_grad()
     def _take(self, content: Content, state: dict[str, Any]) -> None:
         for name, tensor in self._named().items():
             tensor.copy_(content.tensors[name])
-        self._optimizer.load_state_dict(state)
+        # Copies: torch's optimizers keep the tensors that they load, and those of a snapshot go with its bytes.
+        self._optimizer.load_state_dict(copied(state))
 
     def _named(self) -> dict[str, torch.Tensor]:
-        parameters = {f"parameter/{name}": tensor.detach() for name, tensor in self._model.named_parameters()}
-        chosen = self._buffers
-        return parameters | {
-            f"buffer/{name}": tensor
-            for name, tensor in self._model.named_buffers()
-            if chosen is None or name in chosen
+        parameters, buffers = plain_parameters(self._model), plain_buffers(self._model)
+        return {f"parameter/{name}": tensor.detach() for name, tensor in parameters.items()} | {
+            f"buffer/{name}": tensor for name, tensor in buffers.items()
         }

@@ -29,7 +29,7 @@ DIGEST_BYTES = 32
 SHORT_BYTES = 16  # of a word's digest in a basis
 MAX_WORD_BYTES = 3500  # of a record's 4096: the rest is for its signature and key
 
-STANDING_TYPES = (bytes, str, int, int, float, tuple, bytes, bytes, bytes, int)
+_STANDING_TYPES = (bytes, str, int, int, float, tuple, bytes, bytes, bytes, int)
 """Types of the fields of a standing, as they are packed."""
 
 _VERSION = 1
@@ -80,12 +80,12 @@ class Standing:
             raise RemoteProtocolError("a member's word with a score out of range")
         if not 0 < self.size <= MAX_SNAPSHOT_BYTES:
             raise RemoteProtocolError("a member's word with a snapshot out of range")
-        check_hyperparameters(self.hyperparameters)
+        _check_hyperparameters(self.hyperparameters)
 
     @property
     def digest(self) -> bytes:
         """16 bytes that name this word in decisions."""
-        return hashlib.sha256(pack(_STANDING, *standing_fields(self))).digest()[:SHORT_BYTES]
+        return hashlib.sha256(pack(_STANDING, *_standing_fields(self))).digest()[:SHORT_BYTES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Decision:
             raise RemoteProtocolError("a decision that failed at words on which it does not rest")
         if self.donor and (self.donor not in self.basis or self.donor in self.failed):
             raise RemoteProtocolError("a decision for a word on which it does not rest")
-        check_hyperparameters(self.hyperparameters)
+        _check_hyperparameters(self.hyperparameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,15 +147,15 @@ def encode_word(word: Word) -> bytes:
     """Return the bytes that a member publishes, at most :data:`MAX_WORD_BYTES`."""
     made = word.decision
     decision = () if made is None else (made.donor, made.hyperparameters, made.basis, made.failed)
-    return pack(_VERSION, *standing_fields(word.standing), decision)
+    return pack(_VERSION, *_standing_fields(word.standing), decision)
 
 
 def read_word(value: bytes) -> Word:
     """Read a record; raise RemoteProtocolError for anything that :func:`encode_word` does not make."""
-    version, *fields, made = unpack(value, int, *STANDING_TYPES, tuple)
+    version, *fields, made = unpack(value, int, *_STANDING_TYPES, tuple)
     if version != _VERSION:
         raise RemoteProtocolError(f"a member's word of version {version}")
-    return Word(standing=standing_of(fields), decision=_decision(made))
+    return Word(standing=_standing_of(fields), decision=_decision(made))
 
 
 def read_words(said: Mapping[str, bytes]) -> tuple[dict[str, Word], dict[str, str]]:
@@ -169,8 +169,8 @@ def read_words(said: Mapping[str, bytes]) -> tuple[dict[str, Word], dict[str, st
     return found, refused
 
 
-def standing_fields(standing: Standing) -> tuple[Any, ...]:
-    """Return a standing as plain values, of :data:`STANDING_TYPES`."""
+def _standing_fields(standing: Standing) -> tuple[Any, ...]:
+    """Return a standing as plain values, of :data:`_STANDING_TYPES`."""
     return (
         standing.settings,
         standing.member,
@@ -185,8 +185,8 @@ def standing_fields(standing: Standing) -> tuple[Any, ...]:
     )
 
 
-def standing_of(fields: Sequence[Any]) -> Standing:
-    """Return the standing of plain values of :data:`STANDING_TYPES`; raise RemoteProtocolError for others."""
+def _standing_of(fields: Sequence[Any]) -> Standing:
+    """Return the standing of plain values of :data:`_STANDING_TYPES`; raise RemoteProtocolError for others."""
     settings, member, generation, steps, score, hyperparameters, lineage, parent, root, size = fields
     return Standing(
         settings=settings,
@@ -194,7 +194,7 @@ def standing_of(fields: Sequence[Any]) -> Standing:
         generation=generation,
         steps=steps,
         score=score,
-        hyperparameters=pairs_of(hyperparameters),
+        hyperparameters=_pairs_of(hyperparameters),
         lineage=lineage,
         parent=parent,
         root=root,
@@ -208,13 +208,13 @@ def _decision(fields: tuple[Any, ...]) -> Decision | None:
     donor, hyperparameters, basis, failed = checked(fields, (bytes, tuple, tuple, tuple))
     return Decision(
         donor=donor,
-        hyperparameters=pairs_of(hyperparameters),
+        hyperparameters=_pairs_of(hyperparameters),
         basis=checked(basis, (bytes,) * len(basis)),
         failed=checked(failed, (bytes,) * len(failed)),
     )
 
 
-def pairs_of(fields: tuple[Any, ...]) -> Hyperparameters:
+def _pairs_of(fields: tuple[Any, ...]) -> Hyperparameters:
     """Return hyperparameters of plain values; raise RemoteProtocolError for others."""
     pairs = []
     for each in fields[: MAX_HYPERPARAMETERS + 1]:
@@ -224,7 +224,7 @@ def pairs_of(fields: tuple[Any, ...]) -> Hyperparameters:
     return tuple(pairs)
 
 
-def check_hyperparameters(pairs: Hyperparameters) -> None:
+def _check_hyperparameters(pairs: Hyperparameters) -> None:
     """Raise RemoteProtocolError if the hyperparameters of a word are none, too many, or out of range or order."""
     if not 0 < len(pairs) <= MAX_HYPERPARAMETERS:
         raise RemoteProtocolError("a member's word with too many hyperparameters, or none")

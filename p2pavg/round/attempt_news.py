@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.consensus.member import Phase
+from p2pavg.consensus.member import RoundPhase
 from p2pavg.group.milestones import OnMilestone
 from p2pavg.round.voting import Voting
 
@@ -50,7 +50,7 @@ class AttemptNews:
             # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
             # minutes must not follow from what a leader told the two.
             self._voting.losses.note(position, reason)
-        if hostile or (current and member.phase is Phase.EXCHANGING):
+        if hostile or (current and member.phase is RoundPhase.EXCHANGING):
             # The leader of a later attempt may have told the two members different things.
             self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
 

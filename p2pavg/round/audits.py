@@ -1,6 +1,6 @@
 """The audits of one exchange: this member asks the reducers that it was drawn for, and answers its own auditors.
 
-:mod:`p2pavg.audit` decides who asks what, and what follows from an answer. This file carries it out.
+:mod:`p2pavg.verification.audit` decides who asks what, and what follows from an answer. This file carries it out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.consensus.statements import Statement, result_digest
-from p2pavg.consensus.votes import Commit
+from p2pavg.consensus.votes import ResultCommit
 from p2pavg.group.audits import Audits
 from p2pavg.group.roster import Roster
+from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.verification.audit.keeping import KeptShare
@@ -35,8 +36,8 @@ from p2pavg.verification.audit.task import AuditTask, Lie, shares_of, tasks_of
 
 logger = logging.getLogger(__name__)
 
-KEEP_SECONDS = 30.0  # for which a reducer shows the inputs of a round that has ended
-OPEN_SECONDS = 10.0
+KEEP_INPUTS_SECONDS = 30.0  # for which a reducer shows the inputs of a round that has ended
+OPEN_AUDIT_SECONDS = 10.0
 AUDIT_SECONDS = 30.0  # for the answer of one reducer; its inputs are gone after that
 REQUEST_SECONDS = 10.0
 
@@ -72,9 +73,10 @@ class RoundAudits:
         self._audits = context.aggregation.audits
         self._kept: KeptShare | None = None
         self._settled = trio.Event()  # set when it is decided what this member answers
-        self._scope = trio.CancelScope()
+        self._answering = trio.CancelScope()
         self._tasks: list[AuditTask] = []
         if self._audits is not None:
+            # From the beginning: with audits before the end, auditors ask while the round runs.
             context.lobby.audited[roster.group_id] = self._serve
 
     # ------------------------------------------------------------------ before the end of a round
@@ -82,6 +84,7 @@ class RoundAudits:
     def begun(self, attempt: Attempt) -> None:
         """Answer the auditors of an attempt that begins, in a group that audits before the end."""
         if self._audits is not None and self._audits.before:
+            # Without a digest, since no result is committed yet: each auditor names the one that it holds.
             self._keep(attempt, self._audits, None)
             self._settled.set()
 
@@ -104,12 +107,13 @@ class RoundAudits:
             nursery.start_soon(self._verify, self._tasks_of(attempt, audits, digests), hold)
 
     async def _verify(self, tasks: Sequence[AuditTask], hold: Callable[[], None]) -> None:
+        # Otherwise this member does not say that it holds the result, and the reducer is left out of the next attempt.
         if not any(await self._findings(tasks)):
             hold()
 
     # ------------------------------------------------------------------ after the end
 
-    def ended(self, attempt: Attempt, committed: Commit | None, digests: Sequence[bytes]) -> None:
+    def ended(self, attempt: Attempt, committed: ResultCommit | None, digests: Sequence[bytes]) -> None:
         """Prepare the audits of a round that has ended: copy what they need of its last attempt.
 
         Args:
@@ -119,14 +123,17 @@ class RoundAudits:
         audits = self._audits
         self._kept = None
         self._settled.set()
+        # The values are those of the last attempt, so nothing of another one can be shown or checked.
         if audits is None or audits.before or committed is None or committed.attempt != attempt.number:
             return
         if digests:
             self._tasks = self._tasks_of(attempt, audits, digests)
         if attempt.ledger.parts[self._me] and attempt.ledger.own_is_averaged:
+            # Only what is drawn is kept: the contributions to a share take about as much memory as the vector.
             kept = self._keep(attempt, audits, committed.digest or None)
             ids = [member.peer_id for member in self._roster.members]
             tickets = {ids[position]: signature for position, signature in committed.signatures}
+            # Its own share is audited by others.
             tickets.pop(self._me, None)
             drawn = kept.drawn(tickets)
             # An auxiliary may have heard of no signature; then each member may have been drawn.
@@ -136,20 +143,29 @@ class RoundAudits:
 
     async def run(self) -> None:
         """Audit, and answer auditors for as long as the inputs are kept. Call it after :meth:`ended`."""
+        tasks, self._tasks = self._tasks, []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._answer)
+            # Outside of the scope of the answers: each audit has its own time and comes to a finding, whatever ends
+            # the answers. A reducer that is silent for that time would otherwise never be found silent.
+            await self._findings(tasks)
+            # They hold copies of the audited parts, and the answers may go on for longer.
+            tasks.clear()
+
+    async def _answer(self) -> None:
+        """Answer auditors until the time is over: slower members may ask late."""
         try:
-            with self._scope, trio.move_on_after(KEEP_SECONDS):
-                tasks, self._tasks = self._tasks, []
-                await self._findings(tasks)
+            with self._answering, trio.move_on_after(KEEP_INPUTS_SECONDS):
                 if self._kept is not None:
                     await trio.sleep_forever()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Audit nothing and answer no auditor any more."""
-        self._scope.cancel()
+        """Answer no auditor any more. The audits that this member makes go on until each has its finding."""
+        self._answering.cancel()
         self._context.lobby.audited.pop(self._roster.group_id, None)
-        self._kept, self._tasks = None, []
+        self._kept = None
         self._settled.set()
 
     # ------------------------------------------------------------------ asking
@@ -176,10 +192,19 @@ class RoundAudits:
 
     async def _audit(self, task: AuditTask, findings: list[Finding]) -> None:
         finding: Finding = f"it answered no audit within {AUDIT_SECONDS:g} s"
+
+        def blame(_peer_id: str, error: Exception) -> None:
+            nonlocal finding
+            finding = f"its answer to an audit raised {type(error).__name__}"
+
+        # Whatever the answer makes this peer do: it is the reducer's, and must not end this peer's program.
+        blames = guarded(task.reducer.peer_id, blame, what="the answer to an audit", expected=_BROKEN)
         with trio.move_on_after(AUDIT_SECONDS):
             try:
-                manifest, inputs = await self._ask(task)
-                finding = await self._context.run_in_thread(task.judge, manifest, inputs)
+                with blames:
+                    manifest, inputs = await self._ask(task)
+                    # It reduces parts again, which would hold up the event loop.
+                    finding = await self._context.run_in_thread(task.judge, manifest, inputs)
             except _BROKEN as error:
                 finding = f"its answer to an audit proves nothing: {error}"
         findings.append(finding)
@@ -194,7 +219,8 @@ class RoundAudits:
             task.reducer.peer_id,
             PROTOCOL,
             addresses=task.reducer.addresses,
-            timeout=OPEN_SECONDS,
+            timeout=OPEN_AUDIT_SECONDS,
+            # Neither may be able to dial the other: then the connection of the round is used.
             wait_inbound=True,
         )
         try:
@@ -212,6 +238,7 @@ class RoundAudits:
 
     async def _receive(self, stream: Stream, count: int) -> memoryview:
         buffer = self._context.buffers.bytes(count)
+        # Audits obey the same limits as parts: a user's limit is for all of them together.
         await trio.sleep(self._context.download.delay(count))
         await receive_exactly_into(stream, buffer)
         return buffer
@@ -227,6 +254,7 @@ class RoundAudits:
         """Answer one member. A member may ask a little before this one has heard how the round ended."""
         with trio.move_on_after(REQUEST_SECONDS) as scope:
             message = await receive_message(stream, max_bytes=REQUEST_BYTES)
+            # What this member answers is decided with the commit, of which the auditor may have heard first.
             await self._settled.wait()
         if scope.cancelled_caught or message is None:
             return
@@ -235,7 +263,7 @@ class RoundAudits:
         if kept is None or why:
             logger.info("an audit by %s is not answered: %s", stream.remote, why)
             return
-        with trio.move_on_after(KEEP_SECONDS):
+        with trio.move_on_after(KEEP_INPUTS_SECONDS):
             manifest, inputs = await self._context.run_in_thread(kept.answer, request)
             pieces = [manifest, *(each for buffers in inputs for each in buffers)]
             a_byte = self._seconds_a_byte(sum(map(len, pieces)))

@@ -6,8 +6,8 @@ next round of the two: :mod:`p2pavg.allreduce.movers.resting`.
 
 In a round without trouble, the leader of the first ballot hears from all members, and tells all of them its end. The
 others have nothing to say to each other. So in a short round (:mod:`p2pavg.round.quiet`), two of them open their stream
-only when one of them has, or after :data:`~p2pavg.round.quiet.QUIET_SECONDS`: from then on, its pings show that a
-member lives. A member that has something to say, and is not the one that opens, asks the other one how the round
+only when one of them has, or after :data:`~p2pavg.round.quiet.QUIET_FOLLOWERS_SECONDS`: from then on, its pings show
+that a member lives. A member that has something to say, and is not the one that opens, asks the other one how the round
 stands. This question makes the other one open it. A commit is not worth a stream: it is passed on where there is one. A
 member that does not hear of it, since the leader died or lies, opens its streams and asks, and is answered how the
 round ended.
@@ -33,26 +33,36 @@ from p2pavg.base.errors import (
     StreamBrokenError,
     UnreachableError,
 )
-from p2pavg.base.threads.processor import ProcessorWait, Waits, never_waits
-from p2pavg.consensus.failure_detector import PING_SECONDS, Pace
-from p2pavg.consensus.votes import MAX_VOTE_BYTES, Commit, Ping, Rest, Vote, decode_vote, encode_vote
+from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
+from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences
+from p2pavg.consensus.votes import (
+    MAX_VOTE_BYTES,
+    MemberPing,
+    Rest,
+    ResultCommit,
+    Vote,
+    decode_vote,
+    encode_vote,
+)
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.round.quiet import QUIET_SECONDS
+from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
 
 logger = logging.getLogger(__name__)
 
 LEADER = 0  # position of the first ballot's leader
-OPEN_SECONDS = 10.0
-ASK_SECONDS = 2.0  # for an answer to the question how a round ended
+OPEN_VOTES_SECONDS = 10.0
+ASK_OUTCOME_SECONDS = 2.0  # for an answer to the question how a round ended
 FLUSH_SECONDS = 2.0  # for the last votes, after the end
-ASK_AGAIN_SECONDS = 1.0  # whose stream is missing, and who may have begun the round later than this member
+ASK_STREAM_AGAIN_SECONDS = (
+    1.0  # whose stream is missing, and who may have begun the round later than this member
+)
 MISSING_SECONDS = 0.5  # then a member that has sent nothing is asked whether it knows the group
 MAX_UNSENT = 64  # votes to a member that reads none; an honest round takes a few each
 
 
-class Hears(Protocol):
+class VoteListener(Protocol):
     """Listener of the votes: it is told what the members say, and which of them are lost."""
 
     def heard(self, position: int, vote: Vote) -> None:
@@ -73,10 +83,10 @@ class Hears(Protocol):
         """A member is to be asked: it may not know that the group stands, or have ended the round."""
 
 
-class _Line:
+class _PeerStream:
     """This member's side of the stream to one other."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: ArrivalPace) -> None:
         self.pace = pace
         self.unsent: deque[Vote] = deque()
         self.unanswered: list[Vote] = []
@@ -97,7 +107,7 @@ class _Line:
         self.changed = trio.Event()
 
 
-class Control:
+class VoteStreams:
     """This member's streams to all others.
 
     Args:
@@ -105,6 +115,7 @@ class Control:
         short: whether followers open their streams to each other only when they need them.
         part_bytes: of the largest part.
         max_silence: seconds that a member may be silent at most, however slow its link.
+        silences: of the members in earlier rounds; those of this one are added.
         processor_wait: of the event loop's thread.
     """
 
@@ -116,19 +127,21 @@ class Control:
         group: ExpectedGroup,
         resting: RestingStreams,
         short: bool,
-        hears: Hears,
+        hears: VoteListener,
         part_bytes: int,
         max_silence: float,
+        silences: Silences | None = None,
         processor_wait: ProcessorWait = never_waits,
     ) -> None:
         self._transport = transport
         self._resting = resting
-        self._quiet_seconds = QUIET_SECONDS if short else 0.0
+        self._quiet_seconds = QUIET_FOLLOWERS_SECONDS if short else 0.0
         self._roster = roster
         self._group = group
         self._hears = hears
         self._processor_wait = processor_wait
         self._max_silence = max_silence
+        self._silences = Silences() if silences is None else silences
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
         self._me = self._positions[transport.peer_id]
         self.scope = trio.CancelScope()
@@ -137,12 +150,15 @@ class Control:
         group.on_asked = self.asked
         self._nursery: trio.Nursery | None = None
         now = trio.current_time()
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _PeerStream] = {}
         for position, member in enumerate(roster.members):
             # A link carries the parts of all other members too.
             prior = part_bytes * 8 * len(roster.members) / (member.assumed_bandwidth * 1e6)
             if position != self._me:
-                self._lines[position] = _Line(Pace(now, part_bytes, max_silence, prior))
+                patience = self._silences.patience(member.peer_id, now)
+                self._lines[position] = _PeerStream(
+                    ArrivalPace(now, part_bytes, max_silence, prior, patience)
+                )
 
     async def run(self) -> None:
         """Carry votes until :attr:`scope` is cancelled, or until :meth:`end` has sent the last ones."""
@@ -155,6 +171,8 @@ class Control:
                     for position, line in self._lines.items():
                         if not self._quiet_seconds or LEADER in (position, self._me):
                             self._have_opened(position)
+                        # A vote may have been told before this task ran: `tell` had no nursery then, and
+                        # opened nothing.
                         elif _is_needed(line):
                             self._need(position)
                     await self._all_done.wait()
@@ -165,10 +183,12 @@ class Control:
     def tell(self, position: int, vote: Vote) -> None:
         """Have a vote sent. Never blocks."""
         line = self._lines[position]
+        # A member that reads nothing would otherwise make this one hold votes without end.
         if len(line.unsent) >= MAX_UNSENT:
             self._hears.lost(position, "it no longer takes votes")
             return
         line.unsent.append(vote)
+        # In a short round, this vote may be the first one that is worth a stream.
         if self._nursery is not None and _is_needed(line):
             self._need(position)
         line.wake()
@@ -177,6 +197,8 @@ class Control:
         """Have the stream to a member opened before its time: by this side, or by the other one, which is asked."""
         if position < self._me:
             self._have_opened(position)
+        # Only one side of a pair opens, so that the two never have two streams. If it is the other side, the
+        # question makes it open. In a long round it opens at the begin, and needs no question.
         elif self._quiet_seconds and not self._lines[position].taken:
             self._ask(position)
 
@@ -187,9 +209,11 @@ class Control:
 
     def _have_opened(self, position: int) -> None:
         """Open the stream to a member, unless the member is to open it."""
+        # Later members open their own. Without a nursery, the round has not begun to vote, or has ended.
         if position >= self._me or self._nursery is None:
             return
         line = self._lines[position]
+        # The watch, a question and a vote can all want the stream. Only the first of them opens it.
         if not (line.taken or line.is_done):
             line.taken = True
             self._nursery.start_soon(self._open, position)
@@ -197,6 +221,7 @@ class Control:
     def _ask(self, position: int, *, again_after: float = math.inf) -> None:
         """Have a member asked how the round stands for it, once, or again after a while; it opens its stream then."""
         line, now = self._lines[position], trio.current_time()
+        # `asked` begins at minus infinity: an infinite pause lets the first question pass, and no second one.
         if now - line.asked >= again_after and not line.is_done:
             line.asked = now
             self._hears.missing(position)
@@ -207,18 +232,23 @@ class Control:
         self._finish(line)
         line.scope.cancel()
 
-    def _finish(self, line: _Line) -> None:
+    def _finish(self, line: _PeerStream) -> None:
         line.is_done = True
         if all(each.is_done for each in self._lines.values()):
             self._all_done.set()
 
     def end(self) -> None:
         """Send what was to be said, and close; bounded in time, from the first call on."""
-        for line in self._lines.values():
+        for position, line in self._lines.items():
+            # A second call must not put off the deadline: a member that goes on voting would delay the end of
+            # this one.
             if line.ending:
                 continue
             line.ending = True
+            # A member that was silent and came back gets more patience in the next rounds.
+            self._note_silence(position, line.pace.longest)
             line.scope.deadline = trio.current_time() + FLUSH_SECONDS
+            # There is no stream to empty. A member that has not heard of the end asks for it.
             if not line.taken:
                 self._finish(line)
             line.wake()
@@ -235,15 +265,22 @@ class Control:
         """Another member has given this one up. Each has waited for it since another moment."""
         line = self._lines[position]
         line.pace.doubt()
+        # At once: for the shorter timeout, the silence so far may already be too long.
         self._lose_if_overdue(position, line)
 
-    def _lose_if_overdue(self, position: int, line: _Line) -> bool:
+    def _lose_if_overdue(self, position: int, line: _PeerStream) -> bool:
         now = trio.current_time()
         reason = None if line.is_done else line.pace.overdue(now)
         if reason is not None:
             # A member that sends votes and no parts may wait for a leader that lies.
-            self._hears.lost(position, reason, silent=True, reachable=not line.pace.is_silent(now))
+            is_silent = line.pace.is_silent(now)
+            if is_silent:
+                self._note_silence(position, line.pace.silence_of_lost(now))
+            self._hears.lost(position, reason, silent=True, reachable=not is_silent)
         return reason is not None
+
+    def _note_silence(self, position: int, seconds: float) -> None:
+        self._silences.note(self._roster.members[position].peer_id, trio.current_time(), seconds)
 
     async def ask(self, position: int) -> Vote | None:
         """Ask a member how the round ended for it. Return ``None`` when it does not answer.
@@ -252,11 +289,13 @@ class Control:
             RefusedError: no process listens any more where it did.
         """
         member = self._roster.members[position]
-        with trio.move_on_after(ASK_SECONDS):
+        with trio.move_on_after(ASK_OUTCOME_SECONDS):
             try:
                 stream = await self._transport.open_stream(
-                    member.peer_id, PROTOCOL, addresses=member.addresses, timeout=ASK_SECONDS
+                    member.peer_id, PROTOCOL, addresses=member.addresses, timeout=ASK_OUTCOME_SECONDS
                 )
+            # A refusal says that the process has ended, which lets the agreement count the member as gone. It
+            # is a kind of unreachable, so it is caught first.
             except RefusedError:
                 raise
             except UnreachableError as error:
@@ -286,6 +325,7 @@ class Control:
 
     async def _open_and_talk(self, position: int) -> None:
         member = self._roster.members[position]
+        # A stream of an earlier round saves the negotiation. The other side may have closed it meanwhile.
         rested = await self._resting.take(member.peer_id)
         if rested is not None and await self._used_again(position, rested):
             return
@@ -311,8 +351,10 @@ class Control:
             member.peer_id,
             PROTOCOL,
             addresses=member.addresses,
-            timeout=OPEN_SECONDS,
+            timeout=OPEN_VOTES_SECONDS,
         )
+        # In a short round, this peer dials first without waiting: a refusal then loses a dead member at once.
+        # Any other failure may mean that the member is behind a router, and has to connect itself.
         if self._quiet_seconds:
             try:
                 return await open_stream()
@@ -332,6 +374,8 @@ class Control:
             await self._begin(position, stream, is_new=False)
         except (StreamBrokenError, ClosedError) as error:
             logger.debug("a resting stream to %s has ended: %s", stream.remote, error)
+            # In front of what was told since. The order of one member's votes matters: what it shows comes
+            # before its promise.
             line.unsent.extendleft(reversed(line.unanswered))
             return False
         return True
@@ -340,6 +384,7 @@ class Control:
         """Name the group on a stream, vote on it, and let it rest."""
         try:
             await send_message(stream, encode_header(LaneHeader(self._group.group_id, Lane.CONTROL)))
+        # The other side would keep a stream without a header until its timeout.
         except BaseException:
             await stream.reset()
             raise
@@ -360,6 +405,7 @@ class Control:
 
     async def _talk_inbound(self, position: int, inbound: InboundLane) -> None:
         try:
+            # The scope ends the stream of a member that is lost, and bounds the time for the last votes.
             with self._lines[position].scope:
                 stream = cast(Stream, inbound.stream)  # direct lanes carry no votes
                 inbound.clean = await self._talk(position, stream)
@@ -380,15 +426,20 @@ class Control:
         broken = ""
         try:
             async with trio.open_nursery() as nursery:
+                # The directions end apart: after its own last word, this member reads on until the other
+                # side's last word.
                 nursery.start_soon(self._listen, position, stream, nursery.cancel_scope)
                 await self._speak(line, stream)
                 has_spoken = True
             may_rest = has_spoken and line.rested
         except* (StreamBrokenError, ClosedError) as errors:
             broken = str(errors.exceptions[0])
+        # Unlike a broken stream, impossible votes are their sender's doing: this loss is hostile.
         except* RemoteProtocolError as errors:
             self._hears.lost(position, f"it broke the protocol: {errors.exceptions[0]}", hostile=True)
         finally:
+            # On a resting stream, an end before the first vote says only that the other side had closed it.
+            # The line goes on with a new stream, so it is not finished here.
             has_ended = bool(broken) and not line.heard
             if not has_ended:
                 self._finish(line)
@@ -401,19 +452,21 @@ class Control:
             self._hears.lost(position, broken)
         return may_rest
 
-    async def _speak(self, line: _Line, stream: Stream) -> None:
+    async def _speak(self, line: _PeerStream, stream: Stream) -> None:
         while True:
             if line.unsent or line.ending:
+                # Read before the write waits: votes that are told meanwhile take another turn, and the last
+                # word comes after them.
                 has_ended = line.ending
                 await send_messages(stream, [*_taken(line), *([encode_vote(Rest())] if has_ended else [])])
                 if has_ended:
                     return
                 continue
             changed = line.changed
-            with trio.move_on_after(PING_SECONDS) as scope:
+            with trio.move_on_after(MEMBER_PING_SECONDS) as scope:
                 await changed.wait()
             if scope.cancelled_caught:
-                await send_message(stream, encode_vote(Ping()))
+                await send_message(stream, encode_vote(MemberPing()))
 
     async def _listen(self, position: int, stream: Stream, scope: trio.CancelScope) -> None:
         line = self._lines[position]
@@ -425,11 +478,14 @@ class Control:
                 line.rested = True
                 self._hears.lost(position, "it has ended the round")  # which matters only if this one has not
                 return
-            if not isinstance(vote, Ping):
+            # The agreement bounds the votes of a member, and pings come as long as the round lasts.
+            if not isinstance(vote, MemberPing):
                 self._hears.heard(position, vote)
+        # A resting stream that the other side had closed is no reason to lose the member.
         if not line.heard:
             raise StreamBrokenError("it had closed the stream")
         self._hears.lost(position, "it closed its stream")
+        # Without this, the other task would go on sending pings to a member that has ended.
         scope.cancel()
 
     # ------------------------------------------------------------------ silence
@@ -437,16 +493,17 @@ class Control:
     async def _watch(self) -> None:
         """Give up members that are silent for too long, and open the streams that were not needed before."""
         began = trio.current_time()
-        waits = Waits(self._processor_wait, began)
+        waits = ThreadWaits(self._processor_wait, began)
         may_wait = self._max_silence  # in all; there has to be time for another attempt
         while True:
             before = trio.current_time()
-            await trio.sleep(PING_SECONDS)
+            await trio.sleep(MEMBER_PING_SECONDS)
             now = trio.current_time()
             # On a busy machine, the loop is often a little late with everything, and the other members may share it.
             waited = min(waits.since_last_look(now), may_wait)
             may_wait -= waited
-            held_up = max(now - before - PING_SECONDS, waited, 0.0)
+            held_up = max(now - before - MEMBER_PING_SECONDS, waited, 0.0)
+            # The first questions are put off too: this member could not read what came meanwhile.
             began += held_up
             for position, line in self._lines.items():
                 # What came while this process itself stood still is read now.
@@ -454,24 +511,32 @@ class Control:
                 if self._lose_if_overdue(position, line):
                     continue
                 seconds = trio.current_time() - began
+                # From here on, pings show that each follower lives, as in a long round.
                 if seconds >= self._quiet_seconds:
                     self._have_opened(position)
+                # The leader may have died before it told that member that the group stands, and the answer
+                # says so.
                 if not line.pace.heard and seconds >= MISSING_SECONDS:
                     self._ask(position)
                 # By now a living member has opened its stream, unless it has ended the round, or began later.
-                if self._quiet_seconds and seconds >= self._quiet_seconds + PING_SECONDS and not line.taken:
-                    self._ask(position, again_after=ASK_AGAIN_SECONDS)
+                if (
+                    self._quiet_seconds
+                    and seconds >= self._quiet_seconds + MEMBER_PING_SECONDS
+                    and not line.taken
+                ):
+                    self._ask(position, again_after=ASK_STREAM_AGAIN_SECONDS)
 
 
-def _is_needed(line: _Line) -> bool:
+def _is_needed(line: _PeerStream) -> bool:
     """Return whether something is to be said that is worth a stream."""
-    return any(not isinstance(vote, Commit) for vote in line.unsent)
+    return any(not isinstance(vote, ResultCommit) for vote in line.unsent)
 
 
-def _taken(line: _Line) -> list[bytes]:
+def _taken(line: _PeerStream) -> list[bytes]:
     """Take the votes that are to be sent, encoded."""
     votes = list(line.unsent)
     line.unsent.clear()
+    # On a resting stream, the other side may have closed it: then these votes are sent again.
     if not line.heard:
         line.unanswered += votes
     return [encode_vote(vote) for vote in votes]

@@ -21,21 +21,22 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
-from p2pavg.allreduce.movers.reuse import START, Mark
-from p2pavg.allreduce.reduction import Verdict
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
+from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
-from p2pavg.consensus.member import Phase, new_member
-from p2pavg.consensus.votes import Came, Commit, Unknown
+from p2pavg.consensus.failure_detector import Silences
+from p2pavg.consensus.member import RoundPhase, new_member
+from p2pavg.consensus.votes import ReceivedUpTo, ResultCommit, Unknown
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.group.topology import Hierarchical, Star
 from p2pavg.round.attempt_news import AttemptNews
 from p2pavg.round.audits import Finding, OnFinding, RoundAudits
-from p2pavg.round.control import Control
+from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import is_short
 from p2pavg.round.signing import Signing
 from p2pavg.round.slow_members import SlowMembers
@@ -54,16 +55,16 @@ def _ignore(reducer: str, finding: Finding) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ExchangeOutcome:
     """The end of an exchange. ``verdict`` is ``None`` when ``averaged`` is the average of ``roster``'s contributors."""
 
-    verdict: Verdict | None
+    verdict: RoundFault | None
     used: bool | None
     """True if the other members' result contains this member's contribution; ``None`` when that is not known yet."""
     averaged: torch.Tensor
     roster: Roster
     """The roster of the attempt that was committed: its members and their shares."""
-    lost: tuple[Verdict, ...]
+    lost: tuple[RoundFault, ...]
     """Members that were given up on the way, and why."""
     bytes_sent: int
     bytes_received: int
@@ -98,6 +99,7 @@ class Exchange:
             not changed. Only contributors have one.
         minimum: members that must hold a result, this one included.
         max_share: elements that this member reduces at most.
+        silences: of the members in earlier rounds; those of this one are added.
         accuse: is given evidence that a member lied, at any time until the exchange has told the others its outcome.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
         on_finding: is told of each audit that this member has made of another one's averages.
@@ -114,6 +116,7 @@ class Exchange:
         minimum: int,
         timeout: float,
         max_share: float = math.inf,
+        silences: Silences | None = None,
         found_out: Callable[[bool], None] | None = None,
         accuse: Callable[[bytes], None] = lambda _evidence: None,
         on_finding: OnFinding = _ignore,
@@ -132,29 +135,36 @@ class Exchange:
             size=len(roster.members),
             holders=frozenset(self._positions[member.peer_id] for member in roster.holders),
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
+            # What one member alone holds is no average of a group.
             minimum=max(minimum, 2),
         )
-        self._voting = Voting(roster, member, self, Signing(context.signer, roster, accuse))
-        self._voting.control = Control(
+        self._voting = Voting(
+            roster, member, self, Signing(context.signer, roster, context.aggregation.text, accuse)
+        )
+        self._voting.control = VoteStreams(
             transport=context.transport,
             roster=roster,
             group=group,
             resting=context.lobby.resting,
+            # The bytes on the wire decide: a sparse codec makes a round of a long vector short too.
             short=is_short(context.codec.encoded_nbytes(sum(roster.shares))),
             hears=self._voting,
             part_bytes=context.codec.encoded_nbytes(
+                # Of the largest part: the patience with a silent member follows from the time that it takes.
                 min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))
             ),
             max_silence=timeout / 3,  # there has to be time for another attempt
+            silences=silences,
             processor_wait=context.processor_wait,
         )
         self._attempt: Attempt | None = None
-        self._ended: Outcome | None = None  # until it is taken
+        self._ended: ExchangeOutcome | None = None  # until it is taken
         self._held_at = 0.0
         self._traffic = Traffic(context.meter)
         self._news = AttemptNews(
             self._voting,
             self._positions,
+            # Lanes of an attempt that was left end with errors, which say nothing about their members any more.
             is_current=lambda attempt: attempt is self._attempt,
             completed=self._completed,
             reached=self.reached,
@@ -168,34 +178,42 @@ class Exchange:
         """
         try:
             async with trio.open_nursery() as nursery:
+                # The votes outlive the attempts: after the outcome, the streams still carry this member's last words.
                 nursery.start_soon(self._voting.control.run)
                 async with trio.open_nursery() as inner:
                     self._voting.nursery = inner
                     try:
                         await self._until_the_end()
                     finally:
+                        # Votes are heard until the streams end, and must start nothing more in this nursery.
                         self._voting.nursery = None
                     inner.cancel_scope.cancel()
                 # Not handed over by `started`: trio would keep it, and so the result's memory, until this call has
                 # ended. Audits may take half a minute.
                 self._ended = self._outcome()
+                # `take_outcome` may run as soon as `started` has been called, and clears `_ended`.
                 is_open = self._ended.used is None
+                # The audits take what they need of the attempt before it is let go.
                 self._begin_audits()
                 task_status.started()
                 self._let_go()
+                # Before the end of the group: a member whose stream comes late is told how the round ended.
                 self._remember()
+                # Lanes of parts are let go; streams of votes go on until their last word is out.
                 self._group.end()
                 nursery.start_soon(self._audits.run)
                 if is_open:
                     nursery.start_soon(self._find_out)
         finally:
+            # Also if the round is cancelled: members that ask are answered, and a contribution that is withheld is
+            # settled.
             self._remember()
             self._group.close()
             self._audits.close()
             if self._found_out is not None:
                 self._found_out(self._voting.is_taken_as_used())
 
-    def take_outcome(self) -> Outcome:
+    def take_outcome(self) -> ExchangeOutcome:
         """Return the outcome, once: nothing here refers to it afterwards."""
         assert self._ended is not None
         outcome, self._ended = self._ended, None
@@ -204,24 +222,29 @@ class Exchange:
     async def _find_out(self) -> None:
         """Find out later whether this member's contribution was used."""
         await self._voting.find_out()
+        # The answer for members that ask has changed: until now it said that this member gave up.
         self._remember()
         if self._found_out is not None:
             self._found_out(self._voting.is_taken_as_used())
             self._found_out = None
 
     async def _until_the_end(self) -> None:
+        # Attempt 0 is no ballot: every member begins it with the commit of the roster.
         self.begin_attempt(0, frozenset(range(len(self._roster.members))))
         self.reached(Milestone.FORMED)
         began = trio.current_time()
         with trio.move_on_at(began + self._timeout):
             assert self._voting.nursery is not None
+            # A member that would keep the group from ending is dropped while there is time for an attempt without it.
             self._voting.nursery.start_soon(self._slow_members().leave_behind, began)
             self._voting.nursery.start_soon(self._traffic.measure, lambda: self._attempt)
             await self._voting.ended.wait()
+        # The last piece of the measurement; what follows is waiting, and would make the link look slow.
         self._traffic.sample(self._attempt)
         self._traffic.end()
         if not self._voting.ended.is_set():
             self._voting.happen(GivenUp(self._overdue(), FailedCode.TIMED_OUT))
+        # Another member may have committed just now: its word turns an open outcome into a known one.
         await self._voting.settle()
         self._voting.control.end()
 
@@ -245,13 +268,15 @@ class Exchange:
         return "all parts are here; waiting for the other members to agree on the result"
 
     def end(self) -> None:
-        """Stop telling other members how the round ended. Call it only after the outcome."""
+        """Stop telling other members how the round ended, and answering audits. Call it only after the outcome."""
         self._voting.control.scope.cancel()
         self._audits.close()
 
     def _let_go(self) -> None:
         """Release everything that has the size of a vector."""
+        # The audits keep this object alive for another half minute, after the caller has the outcome.
         self._vector = None
+        # The outcome has told it; only an open one is told later.
         if self._voting.is_used() is not None:
             self._found_out = None
         if self._attempt is not None:
@@ -262,6 +287,7 @@ class Exchange:
 
     def _completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         """Note that the whole result of an attempt is here."""
+        # With audits before the end, this member says that it holds the result only when they have found no lie.
         self._audits.when_verified(
             attempt, digests, self._voting.nursery, partial(self._hold, attempt, digests)
         )
@@ -271,36 +297,43 @@ class Exchange:
         if attempt is not self._attempt:  # a newer one has begun while this one was audited
             return
         self._held_at = trio.current_time()
+        # Positions in the group's roster, which stay the same from attempt to attempt: a signature names members by
+        # them.
         members = frozenset(self._positions[member.peer_id] for member in attempt.roster.members)
         signature = self._voting.signing.sign(attempt.number, members, digests)
-        self._voting.happen(Completed(attempt.number, digests, signature))
+        self._voting.happen(Completed(attempt.number, digests, signature, attempt.values.outputs()))
 
     def _begin_audits(self) -> None:
         """Prepare the audits of the result, before anything of it is let go."""
         assert self._attempt is not None
         member = self._voting.member
-        committed = member.committed if member.phase is Phase.COMMITTED else None
+        committed = member.committed if member.phase is RoundPhase.COMMITTED else None
+        # A round that failed has no average to audit.
         digests = () if committed is None else self._attempt.values.digests()
         self._audits.ended(self._attempt, committed, digests)
 
     # ------------------------------------------------------------------ moves that the agreement decides
 
     def begin_attempt(self, number: int, members: frozenset[int]) -> None:
-        """See :class:`~p2pavg.round.voting.Moves`."""
+        """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         context = self._context
         try:
+            # Each member computes the roster of the attempt by itself, so a leader cannot choose the shares.
             roster = self._roster.among(number, members, context.cut_shares, context.codec.granularity)
         except RemoteProtocolError as error:
             reason = f"the members that are left cannot form a group: {error}"
             self._voting.happen(GivenUp(reason, FailedCode.PEERS_LOST))
             return
+        # Fewer members leave larger shares. That of attempt 0 was checked before the roster was accepted.
         if number and roster.shares[roster.position(context.transport.peer_id)] > self._max_share:
             reason = "its share would be larger than the largest that it takes"
             self._voting.happen(GivenUp(reason, FailedCode.PEERS_LOST))
             return
         leftover = None
+        # An attempt is never repaired. The next one takes over the contributions that have come, and nothing else.
         if self._attempt is not None:
             self._traffic.add(self._attempt)
+            # Its lanes may still run: cancelling asks them to end. `_run_attempt` lets it go when they have.
             self._attempt.scope.cancel()
             leftover = self._attempt.leave(self._told_by(self._attempt.number))
             logger.info(
@@ -320,43 +353,47 @@ class Exchange:
             position=self._positions.__getitem__,
             leftover=leftover,
         )
+        # Elected again for each attempt: the reducer of a star may be one of the members that were lost.
         self._voting.reduces_all = _is_star(context) and bool(self._attempt.plan.own_parts)
+        # Before the attempt runs: a fast member's auditor may ask at once.
         self._audits.begun(self._attempt)
         assert self._voting.nursery is not None
         self._voting.nursery.start_soon(self._run_attempt, self._attempt)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         await attempt.run()
+        # Only now: until its threads have ended, they read and write the memory of the vectors.
         if attempt is not self._attempt:  # a newer one took its place
             attempt.let_go()
 
-    def _told_by(self, attempt: int) -> dict[str, Mark]:
+    def _told_by(self, attempt: int) -> dict[str, ResumeMark]:
         """Return how far this member's contribution has come in an attempt, by the reducers that have told it."""
         return {
-            self._roster.members[position].peer_id: Mark(came.parts, came.nbytes)
+            self._roster.members[position].peer_id: ResumeMark(came.parts, came.nbytes)
             for position, came in self._voting.came.items()
+            # A word about an older attempt is void: its parts may be other elements, and may not be kept any more.
             if came.attempt == attempt
         }
 
-    def came_from(self, position: int) -> Came | None:
-        """See :class:`~p2pavg.round.voting.Moves`."""
+    def came_from(self, position: int) -> ReceivedUpTo | None:
+        """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         if self._attempt is None:
             return None
         mark = self._attempt.mark(self._roster.members[position].peer_id)
-        return None if mark == START else Came(self._attempt.number, *mark)
+        return None if mark == START else ReceivedUpTo(self._attempt.number, *mark)
 
     def pass_on(self, reducers: frozenset[int], to: frozenset[int]) -> None:
-        """See :class:`~p2pavg.round.voting.Moves`."""
+        """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         assert self._attempt is not None
         self._attempt.pass_on(_peer_ids(self._roster, reducers), _peer_ids(self._roster, to))
 
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
-        """See :class:`~p2pavg.round.voting.Moves`."""
+        """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         if self._attempt is not None:
             self._attempt.take_from(self._roster.members[source].peer_id, _peer_ids(self._roster, reducers))
 
     def committed(self) -> None:
-        """See :class:`~p2pavg.round.voting.Moves`."""
+        """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         self._remember()
 
     # ------------------------------------------------------------------ the outcome
@@ -365,21 +402,25 @@ class Exchange:
         """Return why the time was over, and note the member that is to blame."""
         assert self._attempt is not None
         member, losses = self._voting.member, self._voting.losses
-        if self._attempt.ledger.complete or member.phase is not Phase.EXCHANGING:
-            waits = member.phase in (Phase.HOLDING, Phase.PROMISED)
+        # All parts came, so the agreement was late, and no member owes anything.
+        if self._attempt.ledger.complete or member.phase is not RoundPhase.EXCHANGING:
+            waits = member.phase in (RoundPhase.HOLDING, RoundPhase.PROMISED)
+            # A loss may have held the leader up. So it is blamed only if this member has lost no other one.
             if waits and member.leader != member.me and not losses:
                 losses.note_idle_leader(member.leader, self._timeout)
             return f"the group agreed on no result within {self._timeout:g} s"
+        # Parts are missing: the verdict names the member that owes them.
         verdict = self._attempt.ledger.overdue(self._timeout)
         losses.note_overdue(verdict)
         return verdict.reason
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> ExchangeOutcome:
         assert self._attempt is not None
+        # The attempt is let go right after this, so its bytes are counted now.
         self._traffic.add(self._attempt)
         member, losses = self._voting.member, self._voting.losses
-        committed = member.committed if member.phase is Phase.COMMITTED else None
-        return Outcome(
+        committed = member.committed if member.phase is RoundPhase.COMMITTED else None
+        return ExchangeOutcome(
             verdict=None if committed is not None else losses.failure(member.reason, member.code),
             used=self._voting.is_used(),
             averaged=self._attempt.averaged,
@@ -402,6 +443,7 @@ class Exchange:
     def _remember(self) -> None:
         """Keep the answer for members that ask later."""
         vote, peers = self._voting.last_word(), set(self._positions)
+        # For a peer outside the group, the group does not exist.
         self._context.lobby.remember(
             self._roster.group_id, lambda peer_id: vote if peer_id in peers else Unknown()
         )
@@ -415,7 +457,7 @@ def _peer_ids(roster: Roster, positions: frozenset[int]) -> list[str]:
     return [roster.members[position].peer_id for position in sorted(positions)]
 
 
-def _certificate(roster: Roster, committed: Commit | None) -> bytes:
+def _certificate(roster: Roster, committed: ResultCommit | None) -> bytes:
     """Return the proof of a commit; empty if none of its signers is known, as an auxiliary may end."""
     if committed is None or not committed.signatures:
         return b""

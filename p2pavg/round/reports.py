@@ -10,7 +10,7 @@ import trio
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.result import Failed, Success
 from p2pavg.group.candidate import Candidate
-from p2pavg.round.exchange import Outcome
+from p2pavg.round.exchange import ExchangeOutcome
 from p2pavg.round.timing import Timing
 from p2pavg.telemetry.events import RoundEnded, RoundKind, Way
 from p2pavg.telemetry.hub import Events
@@ -45,7 +45,7 @@ class RoundReports:
         """Report a round that found no group."""
         self._emit(result=RoundKind.NO_PEERS, reason=reason, code=code.value, duration=duration)
 
-    def failed(self, failed: Failed, outcome: Outcome, timing: Timing) -> None:
+    def failed(self, failed: Failed, outcome: ExchangeOutcome, timing: Timing) -> None:
         """Report a round whose group came to no result here."""
         now, roster = trio.current_time(), outcome.roster
         self._emit(
@@ -62,7 +62,7 @@ class RoundReports:
             exchange_duration=now - timing.exchange_began,
         )
 
-    def helped(self, outcome: Outcome, timing: Timing) -> None:
+    def helped(self, outcome: ExchangeOutcome, timing: Timing) -> None:
         """Report a round in which this peer was an auxiliary."""
         now, roster, verdict = trio.current_time(), outcome.roster, outcome.verdict
         self._emit(
@@ -81,7 +81,7 @@ class RoundReports:
             samples=roster.total_weight if verdict is None else 0.0,
         )
 
-    def succeeded(self, success: Success, outcome: Outcome) -> None:
+    def succeeded(self, success: Success, outcome: ExchangeOutcome) -> None:
         """Report a round that was committed."""
         self._emit(
             **self._exchanged(outcome, trio.current_time()),
@@ -99,7 +99,7 @@ class RoundReports:
             metrics=success.metrics,
         )
 
-    def _exchanged(self, outcome: Outcome, now: float) -> dict[str, Any]:
+    def _exchanged(self, outcome: ExchangeOutcome, now: float) -> dict[str, Any]:
         """Return the fields of the event that are the same for every round with a group."""
         return {
             "members": _ids(outcome.roster.members),
@@ -116,22 +116,22 @@ class RoundReports:
             RoundEnded(time=self._wall_clock(), run_id=self._run_id, excluded=excluded, **fields)
         )
 
-    def _ways(self, outcome: Outcome) -> Mapping[str, str]:
+    def _ways(self, outcome: ExchangeOutcome) -> Mapping[str, str]:
         others = (member.peer_id for member in outcome.roster.members if member.peer_id != self._peer_id)
         return {peer_id: str(_way(outcome, peer_id)) for peer_id in others}
 
 
-def _agreement(outcome: Outcome, now: float) -> float:
+def _agreement(outcome: ExchangeOutcome, now: float) -> float:
     return 0.0 if outcome.held_at is None else now - outcome.held_at
 
 
-def _way(outcome: Outcome, peer_id: str) -> Way:
+def _way(outcome: ExchangeOutcome, peer_id: str) -> Way:
     if peer_id in outcome.relayed:
         return Way.RELAYED
     return Way.STREAM if peer_id in outcome.streamed else Way.LANE
 
 
-def _lost(outcome: Outcome) -> dict[str, str]:
+def _lost(outcome: ExchangeOutcome) -> dict[str, str]:
     return {verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None}
 
 

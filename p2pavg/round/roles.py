@@ -29,7 +29,7 @@ from p2pavg.group.norms import norm_factors
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest
 from p2pavg.group.topology import Star
-from p2pavg.round.exchange import Outcome
+from p2pavg.round.exchange import ExchangeOutcome
 from p2pavg.round.reports import RoundReports
 from p2pavg.round.timing import Timing
 from p2pavg.runs.config import AveragingConfig
@@ -45,7 +45,7 @@ OnAverage = Callable[[LoggedAverage], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class RoundOffer:
     """This peer's signed words about itself, for one round."""
 
     weight: float = 0.0
@@ -55,17 +55,17 @@ class Offer:
     norm: float = 0.0
 
 
-class Role(abc.ABC, Generic[ResultT]):
+class RoundRole(abc.ABC, Generic[ResultT]):
     """This peer's part in one round."""
 
     auxiliary: ClassVar[bool]
     state: bytes = b""
     """Name of the state that the vector belongs to; empty if it has none."""
 
-    async def offer(self) -> Offer:
+    async def offer(self) -> RoundOffer:
         """Return what this peer signs of itself."""
         await trio.lowlevel.checkpoint()
-        return Offer()
+        return RoundOffer()
 
     @abc.abstractmethod
     def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:
@@ -80,14 +80,14 @@ class Role(abc.ABC, Generic[ResultT]):
         """Return the result of a round without a group."""
 
     @abc.abstractmethod
-    async def end(self, outcome: Outcome, timing: Timing) -> ResultT:
+    async def end(self, outcome: ExchangeOutcome, timing: Timing) -> ResultT:
         """Return the result of a round that had a group."""
 
     def give_back(self) -> None:
         """Let go of what the round did not use. Called once, also when the round is cancelled."""
 
 
-class Contributor(Role[RoundResult]):
+class Contributor(RoundRole[RoundResult]):
     """A peer with a contribution, or an observer, which has none.
 
     Args:
@@ -129,12 +129,13 @@ class Contributor(Role[RoundResult]):
         self._withheld = False
         self._too_slow = ""
 
-    async def offer(self) -> Offer:
-        """See :class:`Role`."""
+    async def offer(self) -> RoundOffer:
+        """See :class:`RoundRole`."""
         contribution, norm = self._contribution, 0.0
         if contribution is not None and self._config.max_norm is not None:
+            # The norm reads the whole vector, so a thread computes it, and only for a run that bounds norms.
             norm = await self._context.run_in_thread(vector_norm, contribution.mean)
-        return Offer(
+        return RoundOffer(
             weight=0.0 if contribution is None else self._weight(contribution),
             state=self.state,
             tags=self._config.tags,
@@ -159,7 +160,9 @@ class Contributor(Role[RoundResult]):
         return min(contribution.weight, most)
 
     def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:
-        """See :class:`Role`."""
+        """See :class:`RoundRole`."""
+        # The participation rule may have drawn this peer as an observer, although it has something to
+        # contribute.
         if self._context.transport.peer_id in roster.observers:
             self.give_back()  # it is for a later round
         self._too_slow = too_slow_for(roster, self._context, self._config.exchange_timeout)
@@ -167,16 +170,17 @@ class Contributor(Role[RoundResult]):
             logger.warning("%s", self._too_slow)
         if self._contribution is None:
             return None, None
+        # The function holds the contribution itself: when it is called, this object may have let go of it.
         return self._contribution.mean, partial(self._found_out, self._contribution)
 
     def alone(self, reason: str, code: NoPeersCode) -> RoundResult:
-        """See :class:`Role`."""
+        """See :class:`RoundRole`."""
         if self._reports is not None:
             self._reports.alone(reason, trio.current_time() - self._began, code)
         return NoPeers(reason=reason, code=code)
 
-    async def end(self, outcome: Outcome, timing: Timing) -> RoundResult:
-        """See :class:`Role`."""
+    async def end(self, outcome: ExchangeOutcome, timing: Timing) -> RoundResult:
+        """See :class:`RoundRole`."""
         contribution = self._contribution
         if outcome.verdict is not None:
             if contribution is not None:
@@ -186,6 +190,7 @@ class Contributor(Role[RoundResult]):
                 reason=f"{reason}; {self._too_slow}" if self._too_slow else reason,
                 code=outcome.verdict.code,
                 peer=outcome.verdict.peer_id,
+                # The others may have committed a result, and there is nothing of an observer in it.
                 contribution_used=outcome.used if contribution is not None else False,
             )
             if self._reports is not None:
@@ -193,25 +198,28 @@ class Contributor(Role[RoundResult]):
             return failed
         # If a member was lost before it signed, a peer that was not there may find too few signatures.
         others_can_check = outcome.signers >= MIN_TRUSTED_SIGNERS
+        # The log comes first. From the return of the result on, the caller may change its tensors.
         if self._on_average is not None and outcome.encoded is not None and others_can_check:
             self._on_average(await self._logged(outcome, outcome.encoded))
         averaged = await self._unflatten(outcome.averaged)
         if contribution is not None:
+            # Used up. `give_back`, which is called at the end of each round, finds nothing any more.
             self._accumulation.release(contribution)
             self._contribution = None
         clipped = norm_factors(outcome.roster, self._config.max_norm)
-        success = _success(averaged, outcome, self._context.transport.peer_id, timing, tuple(clipped))
+        success = _success(averaged, outcome, self._context, timing, tuple(clipped))
         if self._reports is not None:
             self._reports.succeeded(success, outcome)
         return success
 
-    async def _logged(self, outcome: Outcome, encoded: EncodedAverage) -> LoggedAverage:
+    async def _logged(self, outcome: ExchangeOutcome, encoded: EncodedAverage) -> LoggedAverage:
+        # Such a codec encodes into the vector's own bytes, which the averaged tensors may share.
         if self._context.codec.is_identity:  # the caller may change the averaged tensors
             encoded = await self._context.run_in_thread(_copy_of, encoded)
         return LoggedAverage(self.state, outcome.group_id, outcome.certificate, encoded)
 
     def give_back(self) -> None:
-        """See :class:`Role`."""
+        """See :class:`RoundRole`."""
         if self._contribution is not None:
             self._accumulation.give_back(self._contribution)
             self._contribution = None
@@ -219,6 +227,8 @@ class Contributor(Role[RoundResult]):
     def _keep_unless_used(self, contribution: Contribution, used: bool | None) -> None:
         if used:
             self._accumulation.release(contribution)
+        # Cut off in the last moment: given back, it might count twice. It waits aside until the outcome is
+        # known.
         if used is None:
             self._accumulation.withhold(contribution)
             self._withheld = True
@@ -227,6 +237,8 @@ class Contributor(Role[RoundResult]):
 
     def _found_out(self, contribution: Contribution, used: bool) -> None:
         """Settle a contribution that was withheld, because this peer was cut off from its round."""
+        # The exchange may call this at its end in any case. Then there is nothing to settle, unless it was
+        # withheld.
         if self._withheld:
             self._withheld = False
             self._accumulation.found_out(contribution, used=used)
@@ -238,7 +250,7 @@ class Contributor(Role[RoundResult]):
         return await self._context.run_in_thread(self._schema.unflatten, averaged)
 
 
-class Auxiliary(Role[None]):
+class Auxiliary(RoundRole[None]):
     """A peer without a vector, which reduces a share of other peers' vectors."""
 
     auxiliary = True
@@ -247,20 +259,20 @@ class Auxiliary(Role[None]):
         self,
         peer_id: str,
         reports: RoundReports | None = None,
-        ended: Callable[[Outcome], None] = lambda _outcome: None,
+        ended: Callable[[ExchangeOutcome], None] = lambda _outcome: None,
     ) -> None:
         self._peer_id = peer_id
         self._reports = reports
         self._ended = ended
 
     def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:  # noqa: ARG002
-        """See :class:`Role`."""
+        """See :class:`RoundRole`."""
         return None, None
 
     def alone(self, reason: str, code: NoPeersCode) -> None:
         """Do nothing: an auxiliary looks again."""
 
-    async def end(self, outcome: Outcome, timing: Timing) -> None:
+    async def end(self, outcome: ExchangeOutcome, timing: Timing) -> None:
         """Tell the outcome to the auxiliary's owner and to the peer's subscribers, of which one is the log."""
         self._ended(outcome)
         if self._reports is not None:
@@ -285,12 +297,15 @@ def too_slow_for(roster: Roster, context: RunContext, timeout: float) -> str:
     """
     links = [replace(link_of(member), bandwidth=member.assumed_bandwidth) for member in roster.members]
     elements = sum(roster.shares)
+    # In a star, one member has the whole vector, however slow its link. Otherwise the shares are those that
+    # take least time.
     fractions = None
     if isinstance(context.aggregation.topology, Star) and elements:
         fractions = tuple(Fraction(share, elements) for share in roster.shares)
     needed = bound_seconds(context.codec.encoded_nbytes(elements), links, fractions)
     if needed <= timeout:
         return ""
+    # The user needs to know which link to look at: the slowest member's, or the relays that all share.
     slowest = min(roster.members, key=lambda member: member.assumed_bandwidth)
     why = f"the least is {slowest.assumed_bandwidth:g} Mbit/s, of {slowest.peer_id}"
     if relays_are_slowest(links, fractions):
@@ -302,11 +317,12 @@ def too_slow_for(roster: Roster, context: RunContext, timeout: float) -> str:
 
 
 def _success(
-    averaged: Tensors, outcome: Outcome, peer_id: str, timing: Timing, clipped: tuple[str, ...]
+    averaged: Tensors, outcome: ExchangeOutcome, context: RunContext, timing: Timing, clipped: tuple[str, ...]
 ) -> Success:
     """Describe a round that was committed."""
-    roster, now = outcome.roster, trio.current_time()
+    roster, now, peer_id = outcome.roster, trio.current_time(), context.transport.peer_id
     position = roster.position(peer_id)
+    # What this member would have moved as fp32: contributors send, and holders receive.
     links = [(member in roster.contributors, member in roster.holders) for member in roster.members]
     plain = fp32_bytes(roster.shares, position, links) if outcome.plain_bytes is None else outcome.plain_bytes
     ranges = roster.ranges[position]
@@ -324,7 +340,7 @@ def _success(
         group_id=outcome.group_id.hex(),
         share=ranges[0] if ranges else (0, 0),
         taken_over=ranges[1:],
-        metrics=roster.metrics,
+        metrics=roster.metrics_by(robust=context.aggregation.robust is not None),
         observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
         auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
         paths={other: "stream" if other in outcome.streamed else "lane" for other in others},

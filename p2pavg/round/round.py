@@ -1,7 +1,7 @@
 """One round: a group is found, parts are exchanged, and the result waits to be collected.
 
-A contributor's round and an auxiliary's are the same. What differs is the :class:`~p2pavg.round.roles.Role`: what this
-peer brings to the round, and what it makes of the outcome.
+A contributor's round and an auxiliary's are the same. What differs is the :class:`~p2pavg.round.roles.RoundRole`: what
+this peer brings to the round, and what it makes of the outcome.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import trio
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress
-from p2pavg.group.places.meeting import EVERYWHERE, Stage
+from p2pavg.group.places.meeting import EVERYWHERE, SearchStage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.round.exchange import Exchange
-from p2pavg.round.roles import Offer, Role
+from p2pavg.round.roles import RoundOffer, RoundRole
 from p2pavg.round.rounds import Rounds
 from p2pavg.round.timing import Timing
 
 logger = logging.getLogger(__name__)
 
-WARN_SECONDS = 10.0  # longer than peers that are there need to find each other
+WARN_NO_GROUP_SECONDS = 10.0  # longer than peers that are there need to find each other
 MAX_WARN_SECONDS = 600.0  # between two warnings, each pause twice as long as the one before
 
 ResultT = TypeVar("ResultT")
@@ -45,10 +45,10 @@ class Round(Generic[ResultT]):
     def __init__(
         self,
         rounds: Rounds,
-        role: Role[ResultT],
+        role: RoundRole[ResultT],
         target: int | None = None,
         contributors: int = 0,
-        stages: Sequence[Stage] = (Stage(EVERYWHERE),),
+        stages: Sequence[SearchStage] = (SearchStage(EVERYWHERE),),
         expected: Collection[str] = (),
     ) -> None:
         self.role = role
@@ -115,6 +115,7 @@ class Round(Generic[ResultT]):
 
     def cancel_matchmaking(self, reason: str) -> bool:
         """End the round if it has no group yet, and return whether it had none. ``reason`` becomes its result's."""
+        # From an accepted roster on, other members count on this peer.
         if self._group is not None or self._roster is not None or self.result is not None:
             return False
         self._why_cancelled = reason
@@ -142,6 +143,8 @@ class Round(Generic[ResultT]):
         finally:
             if self._group is not None:
                 self._group.close()
+            # However the round ended: a contribution that a `Success` has used up is no longer there to be
+            # given back.
             self.role.give_back()
             self._changed.set()  # also for callers that wait for a round that was cancelled
         self.result = result
@@ -157,18 +160,22 @@ class Round(Generic[ResultT]):
                     if isinstance(found, Roster):
                         break
                 nursery.cancel_scope.cancel()
+        # The caller has a reason, and the search that was cut off has none.
         if self._looking.cancelled_caught:
             return GaveUp(self._why_cancelled, NoPeersCode.CANCELLED)
         if isinstance(found, GaveUp):
+            # The search only knows that no peer came. The peer itself knows whether it reaches the network at
+            # all.
             alone = await self._rounds.why_alone()
             code = alone.code if found.code is NoPeersCode.NO_PEER_READY else found.code
             return GaveUp("; ".join(filter(None, [found.reason, alone.reason])), code)
         return found
 
-    async def _find_at(self, stage: Stage, offer: Offer) -> Roster | GaveUp:
+    async def _find_at(self, stage: SearchStage, offer: RoundOffer) -> Roster | GaveUp:
         """Look in one place until there is a group, no other peer is ready, or the stage is over."""
         found: Roster | GaveUp = GaveUp("")
         self._is_late = False
+        # A scope of its own, so that the end of one stage is not the end of the round.
         with trio.CancelScope() as self._at_place:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_stage, stage.seconds)
@@ -183,6 +190,7 @@ class Round(Generic[ResultT]):
                     contributors=self._contributors,
                     expected=self._expected,
                     meeting=stage.meeting,
+                    # A caller is told that no group has formed only when there is no further place to look.
                     on_report=self._on_report if stage is self._stages[-1] else _tell_no_caller,
                     on_expect=self._on_expect,
                 )
@@ -200,7 +208,7 @@ class Round(Generic[ResultT]):
         """Warn of what is waited for, after 10 s and then ever more rarely. A warning is seen without any setup."""
         if self.role.auxiliary:
             return  # it may wait for its run for days
-        pause = WARN_SECONDS
+        pause = WARN_NO_GROUP_SECONDS
         while True:
             await trio.sleep(pause)
             reasons = [self._rounds.matchmaker.waits_for(), (await self._rounds.why_alone()).reason]
@@ -214,6 +222,7 @@ class Round(Generic[ResultT]):
 
     async def _exchange(self, roster: Roster) -> ResultT:
         assert self._group is not None
+        # First: lanes of the members may be coming already, and members go before strangers.
         self._group.consists_of(member.peer_id for member in roster.members)
         self._roster = roster
         settings = self._rounds.settings
@@ -226,6 +235,7 @@ class Round(Generic[ResultT]):
             minimum=settings.minimum,
             timeout=settings.exchange_timeout,
             max_share=settings.max_share,
+            silences=self._rounds.silences,
             found_out=found_out,
             accuse=self._rounds.accuse,
             on_finding=self._rounds.audited,
@@ -233,6 +243,8 @@ class Round(Generic[ResultT]):
         self._running = exchange
         self._group = None  # the exchange closes it now, when the others have heard how it ended
         began = trio.current_time()
+        # In the peer's own nursery: a caller that takes its result must not cut off what the others still
+        # need.
         outcome = await self._rounds.hold(exchange)
         return await self.role.end(outcome, Timing(self._started, began))
 
@@ -241,10 +253,12 @@ class Round(Generic[ResultT]):
         self._changed.set()
 
     def _on_expect(self, group_id: bytes | None) -> None:
+        # Another roster takes the place of this one, or none does: streams of the former group are let go.
         if self._group is not None:
             self._group.close()
         lobby, begun = self._rounds.context.lobby, self._rounds.matchmaker.exchange_begun
         self._group = None if group_id is None else lobby.expect(group_id, begun)
+        # The stage waited for this group only, and it has not come about.
         if self._is_late and group_id is None:
             self._at_place.cancel()
         if self._why_leaving:

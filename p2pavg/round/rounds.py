@@ -12,12 +12,13 @@ from typing import NamedTuple
 import trio
 
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.reduction import Verdict
+from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.base.codes import NoPeersCode
+from p2pavg.consensus.failure_detector import Silences
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.round.audits import Finding
-from p2pavg.round.exchange import Exchange, Outcome
+from p2pavg.round.exchange import Exchange, ExchangeOutcome
 from p2pavg.verification.audit.evidence import MAX_EVIDENCE_BYTES
 from p2pavg.verification.audit.task import Lie
 
@@ -95,12 +96,14 @@ class Rounds:
         self.why_alone = why_alone
         self.accuse = accuse
         self.leave = leave
+        self.silences = Silences()
+        """Silences of other members in the rounds so far."""
         self._tails = tails
         self._telling: deque[Exchange] = deque()
         self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall
         self._unanswered: dict[str, int] = {}  # audits in a row that each peer has not answered
 
-    async def hold(self, exchange: Exchange) -> Outcome:
+    async def hold(self, exchange: Exchange) -> ExchangeOutcome:
         """Run an exchange, and learn from its outcome. It goes on telling the others after this has returned."""
         await self._tails.start(exchange.run)
         outcome = exchange.take_outcome()
@@ -137,7 +140,7 @@ class Rounds:
                 seconds = min(UNANSWERED_SECONDS * 2.0 ** min(strikes, 10), BAN_SECONDS)
                 self.matchmaker.ban(peer_id, f"{strikes} audits without an answer: {finding}", seconds)
 
-    def _prefer(self, roster: Roster, lost: Iterable[Verdict]) -> None:
+    def _prefer(self, roster: Roster, lost: Iterable[RoundFault]) -> None:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""
         gone = {verdict.peer_id for verdict in lost}
         finished = [member for member in roster.members if member.peer_id not in gone]
@@ -145,7 +148,7 @@ class Rounds:
             self._stalls.pop(member.peer_id, None)
         self.matchmaker.finished_with(finished)
 
-    def _avoid(self, verdict: Verdict) -> None:
+    def _avoid(self, verdict: RoundFault) -> None:
         """Ban a member that this peer itself saw break the protocol, or stall round after round."""
         if verdict.peer_id is None:
             return

@@ -9,7 +9,7 @@ import trio
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.events import GivenUp
-from p2pavg.consensus.member import Phase
+from p2pavg.consensus.member import RoundPhase
 from p2pavg.round.voting import Voting
 
 # Left for another attempt, however short the first was: finding out takes round trips.
@@ -66,14 +66,14 @@ class SlowMembers:
             before = self._attempt()
             self._leave_a_contributor()
         await trio.sleep_until(began + self._timeout / 2)
-        if self._voting.leads(Phase.EXCHANGING):
+        if self._voting.leads(RoundPhase.EXCHANGING):
             if before is not None and self._attempt() is not before:
                 return  # a contributor was left behind a moment ago
             if self._is_star:
                 self._leave_the_reducer()
             else:
                 self._leave_the_slowest()
-        elif self._voting.leads(Phase.HOLDING):
+        elif self._voting.leads(RoundPhase.HOLDING):
             if self._voting.reduces_all and 2 * len(self._lacking()) > self._voting.member.size - 1:
                 self._give_up()
                 return
@@ -84,7 +84,7 @@ class SlowMembers:
         if (
             attempt is None
             or not (self._voting.reduces_all or self._has_sites)
-            or self._voting.member.phase is not Phase.EXCHANGING
+            or self._voting.member.phase is not RoundPhase.EXCHANGING
         ):
             return
         slow = attempt.ledger.holds_up()
@@ -124,7 +124,7 @@ class SlowMembers:
         held_at = self._held_at()
         spare = max(1.5 * (held_at - began), min(LAST_ATTEMPT_SECONDS, self._timeout / 4))
         await trio.sleep_until(began + self._timeout - spare)
-        if self._voting.leads(Phase.HOLDING) and self._held_at() - began < self._timeout / 2:
+        if self._voting.leads(RoundPhase.HOLDING) and self._held_at() - began < self._timeout / 2:
             for position in self._lacking():
                 # Silent, because a member that never says that it holds the result costs each round its time.
                 self._voting.lost(position, _LATE, silent=True, reachable=True)

@@ -1,7 +1,7 @@
 """Carries out the agreement of one member: hears votes, decides by :mod:`p2pavg.consensus.agreement`, and tells votes.
 
 Everything that happens to the member in a round goes through :meth:`Voting.happen`: a vote, a loss, a completed result.
-What has to be done about the parts is told to the :class:`Moves`.
+What has to be done about the parts is told to the :class:`ExchangeActions`.
 """
 
 from __future__ import annotations
@@ -22,45 +22,57 @@ from p2pavg.consensus.events import (
     Event,
     Exclude,
     GivenUp,
-    Heard,
     Lost,
     PassOn,
-    Run,
+    Readmit,
+    RunAttempt,
     Tell,
+    VoteHeard,
 )
-from p2pavg.consensus.member import FINAL, Member, Phase
+from p2pavg.consensus.member import FINAL, MemberState, RoundPhase
 from p2pavg.consensus.proof import asks_further
-from p2pavg.consensus.votes import Begin, Came, Commit, Gather, Left, Promise, Trouble, Unknown, Vote
+from p2pavg.consensus.votes import (
+    Begin,
+    Gather,
+    Left,
+    Promise,
+    ReceivedUpTo,
+    ResultCommit,
+    SignedOutput,
+    Trouble,
+    Unknown,
+    Vote,
+)
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.net.blame import guarded
-from p2pavg.round.control import Control
+from p2pavg.round.control import VoteStreams
 from p2pavg.round.losses import Losses
 from p2pavg.round.signing import Signing
 
-ASK_AGAIN_SECONDS = 1.0
+ASK_OUTCOME_AGAIN_SECONDS = 1.0
 PROMISE_SECONDS = 2.0  # for the promise of a member that is left out
-SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
+SETTLE_VOTES_SECONDS = 0.5  # for the others' last word, when this member has failed
 FIND_OUT_SECONDS = 600.0  # a member that was cut off asks for so long how the round ended, ever less often
 MAX_ASK_AGAIN_SECONDS = 15.0
 
 _MILESTONES = {
-    Phase.HOLDING: Milestone.HOLDING,
-    Phase.COMMITTED: Milestone.COMMITTED,
-    Phase.FAILED: Milestone.FAILED,
+    RoundPhase.HOLDING: Milestone.HOLDING,
+    RoundPhase.COMMITTED: Milestone.COMMITTED,
+    RoundPhase.FAILED: Milestone.FAILED,
 }
 
 
 def max_votes(size: int) -> int:
     """Return how many votes a member of a group of so many may send in a round.
 
-    Each of the others may be lost once. That costs at most two ballots, of five votes each, and the leader says why
+    Each of the others may be lost once. That costs at most two ballots, of six votes each, and the leader says why
     each of those that were lost before is left out. A member that goes on voting could keep a round from its end.
     """
-    return 64 + size * (size + 10)
+    return 64 + size * (size + 12)
 
 
-class Moves(Protocol):
+class ExchangeActions(Protocol):
     """The exchange, which moves the parts as the agreement decides."""
 
     def begin_attempt(self, number: int, members: frozenset[int]) -> None:
@@ -72,7 +84,7 @@ class Moves(Protocol):
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
         """Expect the averages of lost reducers from another member."""
 
-    def came_from(self, position: int) -> Came | None:
+    def came_from(self, position: int) -> ReceivedUpTo | None:
         """Return how far a member's contribution has come; ``None`` if nothing of it is kept."""
 
     def committed(self) -> None:
@@ -91,9 +103,9 @@ class Voting:
         control: the streams of votes. The voting is what they report to, so they are set by the owner.
     """
 
-    control: Control
+    control: VoteStreams
 
-    def __init__(self, roster: Roster, member: Member, moves: Moves, signing: Signing) -> None:
+    def __init__(self, roster: Roster, member: MemberState, moves: ExchangeActions, signing: Signing) -> None:
         self.member = member
         self.signing = signing
         self.losses = Losses(roster)
@@ -105,16 +117,18 @@ class Voting:
         """Nursery of questions to other members; ``None`` before the round and after its end."""
         self._roster = roster
         self._moves = moves
-        self.came: dict[int, Came] = {}
+        self.came: dict[int, ReceivedUpTo] = {}
         """What each other member said last of this member's contribution to its share."""
         self._heard_more = trio.Event()  # set when something was heard after the end
         self._votes: Counter[int] = Counter()  # sent by each member
+        self._convicted: set[int] = set()  # by evidence
 
     # ------------------------------------------------------------------ what happens
 
     def happen(self, event: Event) -> None:
         """Advance the member, and carry out what follows."""
-        if self.member.phase in FINAL and not isinstance(event, Heard):
+        # Votes count even after the end. They may tell a member that has failed how the round ended for the others.
+        if self.member.phase in FINAL and not isinstance(event, VoteHeard):
             return
         if self.member.phase not in FINAL and self.nursery is None:
             return  # cancelled
@@ -125,30 +139,38 @@ class Voting:
         for position in sorted(self.member.lost - before.lost):
             self.control.drop(position)
             if self.nursery is not None and self.member.phase not in FINAL:
+                # It may have committed before it was cut off, so it is asked how the round ended.
                 self.nursery.start_soon(self._ask_until_gone, position)
-        for position in sorted(self.member.blamed - before.blamed):
-            if self.nursery is not None and self.member.phase not in FINAL:
-                self.nursery.start_soon(self._lose_unless_it_promises, position)
+        if self.nursery is not None and self.member.phase is RoundPhase.GATHERING:
+            # Each question has its own time: one that promised an earlier ballot may withhold the next promise.
+            is_asked = before.phase is RoundPhase.GATHERING and before.promised == self.member.promised
+            for position in sorted(self.member.blamed - (before.blamed if is_asked else frozenset())):
+                self.nursery.start_soon(self._lose_unless_it_promises, position, self.member.promised)
         if self.member.phase is not before.phase and self.member.phase in _MILESTONES:
             self._moves.reached(_MILESTONES[self.member.phase])
         if self.member.phase in FINAL:
-            if self.member.phase is Phase.COMMITTED:
+            if self.member.phase is RoundPhase.COMMITTED:
                 self._moves.committed()
                 self.control.end()  # nothing is left to say: so the last word goes out together with the commit
             self.ended.set()
             self._heard_more.set()
             self._heard_more = trio.Event()
 
-    def _note_losses(self, event: Event, before: Member, actions: Sequence[Action]) -> None:
+    def _note_losses(self, event: Event, before: MemberState, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Drop | Exclude):
+            if isinstance(action, Drop):
                 # Not as hostile: a ban of ten minutes must not follow from what other members say.
                 self.losses.note(action.peer, action.reason)
+            elif isinstance(action, Exclude):
+                # It told this member something false itself, and cost the round an attempt. That may be damage.
+                self.losses.note(action.peer, action.reason, silent=True)
+            elif isinstance(action, Readmit):
+                self.losses.forget(action.peer)
         if self.member.begun.ballot != before.begun.ballot:
             self._look_for_source(event, actions)
         for position in sorted(self.member.lost - before.lost):
             if position not in self.losses:
-                left = isinstance(event, Heard) and isinstance(event.vote, Left) and event.vote.reason
+                left = isinstance(event, VoteHeard) and isinstance(event.vote, Left) and event.vote.reason
                 self.losses.note(
                     position, f"it gave the round up: {left}" if left else "it gave the round up"
                 )
@@ -163,7 +185,7 @@ class Voting:
                     if isinstance(vote, Gather | Promise):
                         self._tell_what_came(position)
                     self.control.tell(position, vote)
-                case Run(number, members):
+                case RunAttempt(number, members):
                     self._moves.begin_attempt(number, members)
                 case PassOn(_, reducers, to):
                     self._moves.pass_on(reducers, to)
@@ -176,7 +198,7 @@ class Voting:
 
     def _look_for_source(self, event: Event, actions: Sequence[Action]) -> None:
         """Take the missing part of an older attempt's result from its source, if the new ballot is about one."""
-        votes = [event.vote if isinstance(event, Heard) else None]
+        votes = [event.vote if isinstance(event, VoteHeard) else None]
         votes += [action.vote for action in actions if isinstance(action, Tell)]
         for vote in votes:
             if isinstance(vote, Begin) and self.member.me in vote.lacking:
@@ -200,14 +222,18 @@ class Voting:
             accused = hostile or (reachable and self.reduces_all)
             self.happen(Lost(position, accused, reason, reachable))
 
-    async def _lose_unless_it_promises(self, position: int) -> None:
-        """Lose a member that this one has blamed, if it does not answer this one as its leader."""
+    async def _lose_unless_it_promises(self, position: int, ballot: int) -> None:
+        """Lose a member that this one has blamed, if it has promised neither this ballot nor a later one."""
         await trio.sleep(PROMISE_SECONDS)
-        promised = {promiser for promiser, _ in self.member.pending.promises}
-        if self.member.phase is Phase.GATHERING and position not in promised:
+        member = self.member
+        if member.phase is not RoundPhase.GATHERING or position not in member.blamed:
+            return
+        # A member that calls the question out of date is asked with a newer ballot. That gives it no more time.
+        has_promised = any(other == position and promised >= ballot for other, promised, _ in member.heard)
+        if member.begun.ballot < ballot and not has_promised:
             self.lost(position, f"it did not answer for {PROMISE_SECONDS:g} s", silent=True)
 
-    def leads(self, phase: Phase) -> bool:
+    def leads(self, phase: RoundPhase) -> bool:
         """Return whether this member leads the ballot, in this phase."""
         member = self.member
         return member.phase is phase and ballot_leader(member.begun.ballot, member.size) == member.me
@@ -216,6 +242,7 @@ class Voting:
 
     def heard(self, position: int, vote: Vote) -> None:
         """Count and take a member's vote."""
+        # Counted before anything is checked: a signature that is verified in vain costs time too.
         self._votes[position] += 1
         if self._votes[position] > max_votes(self.member.size):
             self.lost(position, "it sends more votes than a round needs", hostile=True)
@@ -226,18 +253,25 @@ class Voting:
         """Take a member's word. An exception on the way costs that member, not the averager."""
         with guarded(self._roster.members[position].peer_id, self._fault, what="a vote"):
             wrong = self.signing.wrong_with(self.member, position, vote)
-            for liar in self.signing.evidence.keys() - self.member.lost:
-                self.lost(liar, "it signed two results of one attempt", hostile=True)
+            # The vote may prove the lie of another member than the one that sent it,
+            # such as a reducer that signed two averages.
+            for liar in self.signing.evidence.keys() - self._convicted:
+                self._convicted.add(liar)
+                if self.member.phase not in FINAL:
+                    self.losses.convict(liar, self.signing.lies[liar])
+                    self.lost(liar, self.signing.lies[liar], hostile=True)
             if wrong:
                 self.lost(position, wrong, hostile=True)
             if wrong or position in self.signing.evidence:
                 return
-            if isinstance(vote, Came):
+            if isinstance(vote, ReceivedUpTo):
                 self.came[position] = vote
                 return
+            if isinstance(vote, SignedOutput) and vote.reducer not in self.signing.evidence:
+                return  # the reducer has signed one average only
             if position not in self.member.lost:
                 self._take_hint(position, vote)
-            self.happen(Heard(position, vote))
+            self.happen(VoteHeard(position, vote))
 
     def _fault(self, peer_id: str, error: Exception) -> None:
         position = self._roster.position(peer_id)
@@ -278,9 +312,9 @@ class Voting:
             return
         if isinstance(answer, Unknown):
             self.losses.note(position, "it does not know this round")
-        if isinstance(answer, Commit | Left | Unknown):
+        if isinstance(answer, ResultCommit | Left | Unknown):
             self._hear(position, answer)
-        if isinstance(answer, Commit):  # if it is no proof for this member, another one has to give it
+        if isinstance(answer, ResultCommit):  # if it is no proof for this member, another one has to give it
             self.lost(position, "it has ended the round")
 
     async def _ask_until_gone(self, position: int) -> None:
@@ -292,20 +326,20 @@ class Voting:
                 except RefusedError:
                     self.happen(Dead(position))
                     return
-                news = isinstance(answer, Commit | Unknown) or position not in self.member.gone
-                if news and isinstance(answer, Commit | Left | Unknown):
+                news = isinstance(answer, ResultCommit | Unknown) or position not in self.member.gone
+                if news and isinstance(answer, ResultCommit | Left | Unknown):
                     self._hear(position, answer)
-            await trio.sleep(ASK_AGAIN_SECONDS)
+            await trio.sleep(ASK_OUTCOME_AGAIN_SECONDS)
 
     async def settle(self) -> None:
         """Wait a moment for the others' last word, while it may still change this member's outcome."""
-        with trio.move_on_after(SETTLE_SECONDS):
+        with trio.move_on_after(SETTLE_VOTES_SECONDS):
             while self.member.undecided:
                 await self._heard_more.wait()
 
     async def find_out(self) -> None:
         """Ask the members that may know how the round ended, until one answers or no member is left to ask."""
-        pause = ASK_AGAIN_SECONDS
+        pause = ASK_OUTCOME_AGAIN_SECONDS
         with trio.move_on_after(FIND_OUT_SECONDS):
             while self.is_used() is None:
                 await trio.sleep(pause)
@@ -314,8 +348,9 @@ class Voting:
                     try:
                         answer = await self.control.ask(position)
                     except RefusedError:
+                        # The member's process has ended, so it knows no more of the round than one that was restarted.
                         answer = Unknown()
-                    if isinstance(answer, Commit | Left | Unknown):
+                    if isinstance(answer, ResultCommit | Left | Unknown):
                         self._hear(position, answer)
 
     # ------------------------------------------------------------------ the outcome
@@ -336,10 +371,11 @@ class Voting:
         used = self.is_used()
         return self.member.accepted is not None if used is None else used
 
-    def last_word(self) -> Commit | Left:
+    def last_word(self) -> ResultCommit | Left:
         """Return what this member answers to members that ask later how the round ended."""
         member = self.member
         if member.phase not in FINAL:  # cancelled
+            # Only what this member would say counts here. What it would do is left undone, since its round is over.
             member, _ = advance(member, GivenUp("it was stopped"))
         if member.committed is not None:
             return member.committed

@@ -1,0 +1,1 @@
+"""A run: its configuration, its members, and the records that they publish."""

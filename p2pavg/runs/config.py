@@ -35,6 +35,7 @@ from p2pavg.group.strategy import check_text, mark
 from p2pavg.group.topology import Gossip, Topology, resolve_topology, size_of_groups
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.files import read_access, read_run_file
+from p2pavg.runs.membership.peer_files import PeerFiles
 from p2pavg.telemetry.status import MAX_NAME_CHARS
 from p2pavg.telemetry.text import is_harmless
 from p2pavg_compression import Codec, resolve_codec
@@ -64,11 +65,16 @@ class AveragingConfig:
             refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
             ``None``: 1e15.
-        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        access: keys and certificate of a run that has an authority; ``None``: the run has none.
+        open_run: let a peer without ``access`` leave this machine. Any peer that knows the ``run_id`` can then read and
+            change the averages. Without it, such a peer listens on loopback addresses, dials no others, and asks no
+            router: the processes of one machine average with each other.
         robust: rule that combines the contributions instead of their weighted mean, so that a few peers that lie cannot
             move the result far: :class:`TrimmedMean`, :class:`Median` or :class:`CenteredClip`, or the same as text
-            (``"trimmed_mean:0.25"``, ``"median"``, ``"centered_clip:1.0:3"``). All peers of a run need the same rule:
-            peers with different rules never meet. ``None``: the weighted mean.
+            (``"centered_clip:1.0:3"``, ``"median"``, ``"trimmed_mean:0.25"``). Begin with centred clipping: the other
+            two make a steady bias of some peers worse than the mean does. A rule counts no weight above the median
+            weight of the group, with or without ``max_weight``. All peers of a run need the same rule: peers with
+            different rules never meet. ``None``: the weighted mean, which one peer moves as far as it likes.
         max_norm: a contribution that is longer (by the Euclidean norm of all of its values) than ``max_norm`` times the
             median of its group counts as if it were shortened to that length, 1 to 1e6. Each peer signs its norm, and
             :attr:`Success.clipped` names the peers that were shortened. All peers of a run need the same value.
@@ -86,6 +92,8 @@ class AveragingConfig:
             meet.
         name: name of this peer for people, such as ``"garage, 3090"``: at most 40 printable characters. The other peers
             of the run see it (:meth:`DecentralizedAverager.members`); nothing depends on it. Empty: none.
+        files: this peer's files in a run that has an authority, from :func:`p2pavg.join_run`: the peer of this
+            configuration has the identity, the port and the bootstrap addresses of its folder. ``None``: none.
         strategy: text of the strategy with which the peers of the run train (:mod:`p2pavg.strategies`); empty: none.
             Peers with different strategies never meet, and hear why. ``Strategy.config`` sets it.
 
@@ -106,12 +114,14 @@ class AveragingConfig:
     tags: tuple[str, ...] = ()
     max_weight: float | None = None
     access: RunAccess | None = None
+    open_run: bool = False
     robust: str | RobustRule | None = None
     max_norm: float | None = None
     audit: str | Audits = "after"
     topology: str | Topology = "butterfly"
     name: str = ""
     strategy: str = ""
+    files: PeerFiles | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -136,6 +146,12 @@ class AveragingConfig:
             check_number("max_weight", self.max_weight, MAX_WEIGHT)
         if self.access is not None and not isinstance(self.access, RunAccess):
             raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
+        if self.files is not None and self.access is None:
+            raise ConfigError("files must be None without access: they are those of a run with an authority")
+        if not isinstance(self.open_run, bool):
+            raise ConfigError(f"open_run must be True or False, got {self.open_run!r}")
+        if self.open_run and self.access is not None:
+            raise ConfigError("open_run must be False with access: a run with an authority has members")
         if self.participation is not None and not isinstance(self.participation, Participation):
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
         if self.strategy != "":
@@ -178,12 +194,13 @@ class AveragingConfig:
     def from_run(
         cls, run_file: str | os.PathLike[str], *, certificate: str | os.PathLike[str], **overrides: Any
     ) -> AveragingConfig:
-        """Return the configuration of a peer in a run that has an authority.
+        """Return the configuration of a peer in a run that has an authority, by its files.
+
+        :func:`p2pavg.join_run` finds the files, and also takes an invitation link.
 
         Args:
             run_file: the file that ``p2pavg run create`` has made.
-            certificate: the file of this peer's certificate, which ``p2pavg run invite`` or ``p2pavg run join`` has
-                made.
+            certificate: the file of this peer's certificate, which ``p2pavg run invite`` has made.
             overrides: settings of this peer that replace those of the run file, such as ``bandwidth``. ``run_id`` and
                 ``access`` are always those of the files.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
 from p2pavg.base.threads.processor import ProcessorWait
 from p2pavg.base.threads.workers import RunInThread
 from p2pavg.group.milestones import OnMilestone, ignore
+from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Transport
 from p2pavg_dht import Signer
 
@@ -29,3 +30,5 @@ class PeerContext:
     processor_wait: ProcessorWait
     """Of the event loop's thread. A simulation never waits."""
     on_milestone: OnMilestone = ignore
+    messages: FirstMessages = field(default_factory=FirstMessages)
+    """The processor time that other peers take by what they say on streams of this peer's runs."""

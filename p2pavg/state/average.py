@@ -17,13 +17,13 @@ from blake3 import blake3
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.reduction import parts_of_share
-from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.consensus.certificate import MAX_CERTIFICATE_BYTES, verified_commit
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec, CodecError
 
@@ -66,6 +66,7 @@ class Expected:
         key: ready key of the run, which names the run, the tensors and the rules of averaging.
         codec: of the run.
         elements: length of the vector.
+        robust: true if the run has a robust rule.
         cut_shares: cuts the vector among any members, as in a round.
         trusts: returns whether a member's signature counts.
     """
@@ -74,6 +75,7 @@ class Expected:
     key: bytes
     codec: Codec
     elements: int
+    robust: bool
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
     trusts: Callable[[Candidate], bool]
 
@@ -86,11 +88,13 @@ class ProvenAverage:
     """Of the attempt that was committed, with its shares."""
     group_id: bytes
     certificate: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[SharePart, ...]
     sizes: tuple[int, ...]
     """Bytes of each part."""
     digests: tuple[bytes, ...]
     """BLAKE3 digest of each part, 32 bytes."""
+    robust: bool
+    """True if a robust rule combined the contributions, and so their metrics too."""
 
     @property
     def state(self) -> bytes:
@@ -103,6 +107,8 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
 
     Raises:
         RemoteProtocolError: it is malformed, not genuine, or the manifest of another average than the expected one.
+        StateError: it is that of the expected group, whose tensors or rules are not this peer's. Its sender has done no
+            wrong: it was asked for this group.
     """
     if not _LENGTH.size < len(data) <= MAX_MANIFEST_BYTES:
         raise RemoteProtocolError(f"a manifest of {len(data)} bytes")
@@ -128,7 +134,7 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
     if _result_digest(digests, [len(of_share) for of_share in by_share]) != commit.digest:
         raise RemoteProtocolError("digests of other parts than the members signed")
     sizes = tuple(expected.codec.encoded_nbytes(part.elements) for part in parts)
-    return ProvenAverage(roster, expected.group_id, certificate, parts, sizes, digests)
+    return ProvenAverage(roster, expected.group_id, certificate, parts, sizes, digests, expected.robust)
 
 
 def _check_group(roster: Roster, expected: Expected) -> None:
@@ -136,9 +142,11 @@ def _check_group(roster: Roster, expected: Expected) -> None:
         raise RemoteProtocolError("the certificate of another group")
     leader = roster.members[0]
     if leader.record.key != expected.key:
-        raise RemoteProtocolError("the certificate of a group of another run, or with other tensors or rules")
+        raise StateError("the average is that of a group with other tensors or rules than this peer's")
     if leader.codec != expected.codec.name:
-        raise RemoteProtocolError(f"the certificate of a group with the codec {leader.codec}")
+        raise StateError(
+            f"the average is that of a group with the codec {leader.codec}, and this peer's is {expected.codec.name}"
+        )
 
 
 def _result_digest(digests: Sequence[bytes], counts: Iterable[int]) -> bytes:

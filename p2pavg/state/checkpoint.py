@@ -28,9 +28,9 @@ from typing import Any, BinaryIO
 import torch
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.base.files import PUBLIC, remove_drafts, replacing
+from p2pavg.base.files import PUBLIC, remove_drafts, replacing, what_to_do
 from p2pavg.state.layout import LENGTH_BYTES, Layout, read_header, write_header
-from p2pavg.state.snapshot import VALUES_KEY, Content, specs_of, tensors_in, values_in, values_text
+from p2pavg.state.snapshot import VALUES_KEY, Content, specs_of, tensors_in, values_of, values_text
 from p2pavg.state.tree import CHUNK_BYTES, ChunkDigester, root_of
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class CheckpointFolder:
             raise StateError(
                 f"cannot write the checkpoint {path}: {error.strerror}; the earlier checkpoints stay"
             ) from error
+        # The file of this update is new now, also if the one before was damaged.
         self._damaged.discard(path)
         self._prune(path)
         return path
@@ -122,6 +123,7 @@ class CheckpointFolder:
         Raises:
             StateError: the directory cannot be read.
         """
+        # The newest first, and only until one is good: to verify a file, all of it is read.
         for path in sorted(self._files(), key=_epoch_of, reverse=True):
             try:
                 verify(path)
@@ -170,6 +172,7 @@ def write_checkpoint(path: Path, epoch: int, common: Content, own: Content) -> N
         for piece in pieces_of(tensors, header, layout):
             opened.write(piece)
             digester.update(piece)
+        # The root is known only now. It goes where the header has zeros, which are what the digest has seen.
         opened.seek(_ROOT_BEGIN)
         opened.write(root_of(digester.finish(), digester.size).hex().encode("ascii"))
 
@@ -180,6 +183,7 @@ def pieces_of(
     """Yield the bytes of a file one after the other: the header, then each tensor, which is copied only if it must."""
     yield header
     for name in layout.specs:
+        # Each step returns the tensor itself if it is in order already, so most tensors are not copied.
         flat = tensors[name].detach().cpu().resolve_neg().contiguous().reshape(-1)
         if flat.numel():
             yield flat.view(torch.uint8).numpy().data
@@ -208,16 +212,20 @@ def read(path: Path, *, verified: bool = False) -> Checkpoint:
     """
     try:
         with path.open("rb") as opened:
+            # Before the file is mapped: only a read reports a damaged disk as an error.
             root = None if verified else _root_of_file(opened)
             return _read(_mapped(opened), root)
     except OSError as error:
-        raise StateError(f"cannot read the checkpoint {path}: {error.strerror}") from error
+        raise StateError(
+            f"cannot read the checkpoint {path}: {error.strerror}", remedy=what_to_do(error, path)
+        ) from error
     except StateError as error:
         raise StateError(f"{path} is damaged or no checkpoint: {error}") from None
 
 
 def _mapped(opened: BinaryIO) -> memoryview:
     size = os.fstat(opened.fileno()).st_size
+    # An empty file cannot be mapped, and a shorter one has no root.
     if size < _ROOT_END:
         raise StateError(f"it has only {size} bytes")
     # Private to this process: a write to a tensor must neither change the file nor kill the process.
@@ -227,14 +235,15 @@ def _mapped(opened: BinaryIO) -> memoryview:
 def _read(data: memoryview, root: bytes | None) -> Checkpoint:
     """Return the content of a file. Its root is computed before, or None to believe it."""
     layout = read_header(data)
-    if layout.metadata.keys() != {ROOT_KEY, VALUES_KEY} or data[LENGTH_BYTES:_ROOT_BEGIN] != _PREFIX:
+    # The digits must be at the place that was taken as zeros. Elsewhere they would be part of what they name.
+    if len(layout.metadata) != 2 or data[LENGTH_BYTES:_ROOT_BEGIN] != _PREFIX:
         raise StateError("its metadata are not those of a checkpoint")
     digits = layout.metadata[ROOT_KEY]
     if not re.fullmatch(f"[0-9a-f]{{{_ROOT_DIGITS}}}", digits):
         raise StateError("its root is not 64 hexadecimal digits")
     if root not in (None, bytes.fromhex(digits)):
         raise StateError("its bytes have changed since it was written")
-    values = values_in(layout.metadata[VALUES_KEY])
+    values = values_of(layout.metadata)
     if {name: type(value) for name, value in values.items()} != _VALUES or values["epoch"] < 0:
         raise StateError("its values are not those of a checkpoint")
     tensors = tensors_in(data, layout)
@@ -244,6 +253,7 @@ def _read(data: memoryview, root: bytes | None) -> Checkpoint:
         }
         for prefix in (COMMON, OWN)
     }
+    # A tensor without a place would be ignored without a word.
     if sum(map(len, contents.values())) != len(tensors):
         raise StateError(f"a tensor is neither under {COMMON!r} nor under {OWN!r}")
     return Checkpoint(

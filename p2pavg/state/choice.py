@@ -26,10 +26,10 @@ ALIGN_SECONDS = 4.0
 """A donor hears that a snapshot is wanted within this time. All donors take the next snapshot after an update whose
 number is a multiple of as many updates as fit into this time, rounded up to a power of two: so most take the same."""
 MAX_ALIGN = 16  # a quarter of the averages that one record names
-SETTLE_SECONDS = 8.0
+SETTLE_OFFERS_SECONDS = 8.0
 """A joiner takes a snapshot that at most half of its voters offer only after it has waited for this long, unless it is
 half of them and most peers of the run offer the same one."""
-PATIENCE_SECONDS = 60.0
+FEW_OFFERS_SECONDS = 60.0
 """While less than half of its voters offer any snapshot, it waits for this long: a donor takes one after its batch, and
 the first one that offers one would decide alone."""
 MAX_DONORS = 32
@@ -140,7 +140,7 @@ def choose_snapshot(
         counts.items(), key=lambda found: (found[1], offering[found[0]], found[0].epoch, found[0].root)
     )
     half_and_most = 2 * count == len(deciding) and 2 * offering[offer] > len(news)
-    patience = SETTLE_SECONDS if 2 * counts.total() >= len(deciding) else PATIENCE_SECONDS
+    patience = SETTLE_OFFERS_SECONDS if 2 * counts.total() >= len(deciding) else FEW_OFFERS_SECONDS
     all_offer = counts.total() == len(deciding)  # no other voter is to come
     if 2 * count <= len(deciding) and waited < patience and not (all_offer or half_and_most):
         reason = f"{count} of {len(deciding)} peers offer the snapshot of update {offer.epoch}"

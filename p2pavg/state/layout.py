@@ -53,10 +53,12 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
+# The quantifiers are possessive, so a match never goes back: a hostile header costs time in proportion to its length.
 _PLAIN = rb'[^"\\\x00-\x1f]*+'
 _TEXT = rb'"(%(p)s(?:\\.%(p)s)*+)"' % {b"p": _PLAIN}
 _METADATA = re.compile(rb'\{"__metadata__":\{')
 _ENTRY = re.compile(_TEXT + rb":" + _TEXT)
+# 19 digits are enough for every size that is allowed, and keep the conversion of each number cheap.
 _NUMBERS = rb"(?:0|[1-9][0-9]{0,18}+)"
 _TENSOR = re.compile(
     _TEXT + rb':\{"dtype":"([A-Z0-9_]{1,16})",'
@@ -122,6 +124,7 @@ def write_header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tupl
     for name, spec in specs.items():
         _check_name(name)
         _check_spec(name, spec)
+    # The largest elements first, so each tensor is aligned without a gap before it.
     ordered = dict(sorted(specs.items(), key=lambda item: (_RANKS[item[1].dtype], item[0].encode())))
     fields = []
     if metadata:
@@ -135,6 +138,7 @@ def write_header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tupl
             f'{_quoted(name)}:{{"dtype":"{_NAMES[spec.dtype]}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
         )
     header = f"{{{','.join(fields)}}}".encode()
+    # Blanks and no zero bytes: the padding is a part of the JSON text.
     header += b" " * (-len(header) % ALIGNMENT)
     if len(header) > MAX_HEADER_BYTES:
         raise StateError(f"the state's header has {len(header)} bytes, {MAX_HEADER_BYTES} is the most")
@@ -151,17 +155,19 @@ def read_header(data: Buffer, *, max_tensors: int = MAX_TENSORS) -> Layout:
     view = memoryview(data)
     length = int.from_bytes(view[:LENGTH_BYTES], "little")
     begin = LENGTH_BYTES + length
+    # The length is the stranger's claim: it is compared with the file before anything of that size is copied.
     if view.nbytes < LENGTH_BYTES or begin > view.nbytes:
         raise StateError(f"it ends within its header: it has {view.nbytes} bytes")
     if length > MAX_HEADER_BYTES or length % ALIGNMENT:
         raise StateError(f"its header has {length} bytes, which is too long or not a multiple of {ALIGNMENT}")
-    layout = _Reader(bytes(view[LENGTH_BYTES:begin]), max_tensors).layout(begin)
+    layout = _HeaderReader(bytes(view[LENGTH_BYTES:begin]), max_tensors).layout(begin)
+    # No byte may follow the last tensor: a file has one form, and so one digest.
     if layout.size != view.nbytes:
         raise StateError(f"it has {view.nbytes} bytes, and its header describes {layout.size}")
     return layout
 
 
-class _Reader:
+class _HeaderReader:
     """Reads one header from its begin to its end."""
 
     def __init__(self, header: bytes, max_tensors: int) -> None:
@@ -180,9 +186,11 @@ class _Reader:
             more = self._comma()
         else:
             self._expect(b"{")
+            # A file without tensors and without metadata is an empty object.
             more = self._header[self._position : self._position + 1] != b"}"
         end = 0
         while more:
+            # Before the next one is read: a caller that knows the number of its tensors wastes nothing on more.
             if len(specs) == self._max_tensors:
                 raise StateError(f"it has more than {self._max_tensors} tensors")
             end = self._read_tensor(specs, end)
@@ -196,6 +204,7 @@ class _Reader:
         while True:
             found = self._match(_ENTRY)
             key = _unquoted(found[1])
+            # JSON readers differ in which of two equal keys counts, so one file could mean two things.
             if key in metadata or len(metadata) == 16:
                 raise StateError("its metadata have a key twice, or more than 16 keys")
             metadata[key] = _unquoted(found[2])
@@ -218,6 +227,7 @@ class _Reader:
         spec = Spec(dtype, tuple(map(int, found[3].split(b","))) if found[3] else ())
         _check_spec(name, spec)
         end = int(found[5])
+        # Tensors follow each other without gaps and overlaps, so no two names can share memory.
         if int(found[4]) != begin or end - begin != spec.nbytes or begin % dtype.itemsize:
             raise StateError(
                 f"the tensor {name!r} is not in its place, or its size does not follow from its shape"
@@ -272,6 +282,7 @@ def _quoted(text: str) -> str:
 def _unquoted(text: bytes) -> str:
     try:
         unquoted = json.loads(b'"' + text + b'"')
+        # JSON allows half of a surrogate pair, which is no text and fails only where it is shown or written.
         unquoted.encode()
     except (ValueError, UnicodeError):
         raise StateError("its header has text that is no Unicode") from None

@@ -10,7 +10,7 @@ from p2pavg.state.messages import DIGEST_BYTES, MAX_PIECE_BYTES, MAX_PIECES
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BlobManifest:
     """The pieces of a blob.
 
     Raises:

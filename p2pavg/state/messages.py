@@ -2,9 +2,9 @@
 
 A *blob* is a snapshot or one average of a run's log. Its *manifest* says of which *pieces* it consists.
 
-A *session* is one stream. The joiner begins it with a :class:`Hello`, and the donor answers with a welcome, which is a
-refusal or empty. Then the joiner sends requests, and the donor answers each one with frames: a header of 13 bytes, and
-as many bytes as the header says.
+A *session* is one stream. The joiner begins it with a :class:`SessionHello`, and the donor answers with a welcome,
+which is a refusal or empty. Then the joiner sends requests, and the donor answers each one with frames: a header of 13
+bytes, and as many bytes as the header says.
 
 * A request for a manifest is answered on the stream.
 * A request for consecutive pieces is answered piece by piece, in their order, and requests in the order in which they
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
+from p2pavg.base.peer_text import PeerText
 
 PROTOCOL = "/p2pavg/state/1"
 KEY_BYTES = 32
@@ -57,7 +58,7 @@ def state_key(run_id: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class SessionHello:
     """The first message of a session."""
 
     key: bytes
@@ -68,19 +69,19 @@ class Hello:
     """32 random bytes by which the joiner knows the session's direct lane; empty if it wants none."""
 
 
-def encode_hello(hello: Hello) -> bytes:
+def encode_hello(hello: SessionHello) -> bytes:
     """Return a hello as bytes."""
     return pack(_VERSION, hello.key, hello.certificate, hello.ticket)
 
 
-def read_hello(data: bytes) -> Hello:
+def read_hello(data: bytes) -> SessionHello:
     """Read a hello; raise RemoteProtocolError for anything that :func:`encode_hello` does not make."""
     version, key, certificate, ticket = unpack(data, int, bytes, bytes, bytes)
     if version != _VERSION or len(key) != KEY_BYTES:
         raise RemoteProtocolError("a hello of another version, or without a run")
     if len(certificate) > MAX_CERTIFICATE_BYTES or len(ticket) not in (0, TICKET_BYTES):
         raise RemoteProtocolError("a hello with a certificate or a ticket of another length")
-    return Hello(key, certificate, ticket)
+    return SessionHello(key, certificate, ticket)
 
 
 def encode_welcome(refusal: str) -> bytes:
@@ -92,7 +93,7 @@ def encode_welcome(refusal: str) -> bytes:
     return pack(_VERSION, refusal[:_MAX_REASON_CHARS])
 
 
-def read_welcome(data: bytes) -> str:
+def read_welcome(data: bytes) -> PeerText:
     """Return the reason for which a donor serves nothing; empty if it does.
 
     Raises:
@@ -101,7 +102,7 @@ def read_welcome(data: bytes) -> str:
     version, refusal = unpack(data, int, str)
     if version != _VERSION or len(refusal) > _MAX_REASON_CHARS or not refusal.isprintable():
         raise RemoteProtocolError("a welcome of another version, or with a reason that is no short text")
-    return str(refusal)
+    return PeerText(refusal)
 
 
 # ---------------------------------------------------------------------- requests
@@ -218,7 +219,7 @@ def encode_refusal(number: int, reason: str) -> bytes:
     return encode_frame(Frame(FrameKind.REFUSAL, number, 0, len(text))) + text
 
 
-def read_reason(text: bytes | bytearray) -> str:
+def read_reason(text: bytes | bytearray) -> PeerText:
     """Return the reason of a refusal; raise RemoteProtocolError if it is no short printable text."""
     try:
         reason = bytes(text).decode()
@@ -226,4 +227,4 @@ def read_reason(text: bytes | bytearray) -> str:
         raise RemoteProtocolError("a refusal that is no text") from None
     if len(reason) > _MAX_REASON_CHARS or not reason.isprintable():
         raise RemoteProtocolError("a refusal that is no short text")
-    return reason
+    return PeerText(reason)

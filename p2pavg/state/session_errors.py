@@ -1,4 +1,7 @@
-"""The errors with which a session ends: several of its tasks may raise at once, because one connection broke."""
+"""The errors with which a session ends: several of its tasks may raise at once, because one connection broke.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.transport import PeerId
 from p2pavg.runs.records.board import Board
-from p2pavg.state.average import MAX_MANIFEST_BYTES, LoggedAverage, ProvenAverage, decode, read_manifest
+from p2pavg.state.average import MAX_MANIFEST_BYTES, LoggedAverage, read_manifest
 from p2pavg.state.blobs import BlobKind
 from p2pavg.state.choice import voters
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
-from p2pavg.state.joiner.fetching import Fetch, Wanted
+from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.joiner.transfers import AverageTransfer, SharedRun, SnapshotTransfer, Transfer
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews, encode_news, read_all
 from p2pavg.state.tree import CHUNK_BYTES, chunk_count, chunk_digests, root_of
 from p2pavg_dht.contact import MAX_ADDRESS_LENGTH
@@ -54,9 +52,6 @@ class StateSharing:
         directory: folder for a download that survives this process; ``None``: downloads are kept in memory.
         nursery: lives as long as the averager.
     """
-
-    belongs_to_several = False
-    """True if several processes share the peer, which then takes their common snapshots and no others."""
 
     def __init__(
         self,
@@ -96,11 +91,6 @@ class StateSharing:
         return self._run.bootstrap
 
     @property
-    def gives_snapshots(self) -> bool:
-        """True if this process's optimizer is to take the snapshots that joiners ask for."""
-        return True
-
-    @property
     def version(self) -> int:
         """A number that grows whenever another peer's record changes."""
         return self._board.version
@@ -131,8 +121,11 @@ class StateSharing:
             wants: true if it asks for a snapshot.
             epoch: update of its parameters.
         """
+        # A log that ends at another update than this peer's would lead a joiner to other parameters.
         snapshot, log = self.shelf.snapshot, self.shelf.log if self.shelf.epoch == epoch else ()
+        # Readers refuse the whole record for one address that is too long.
         usable = (text for text in self._run.addresses() if len(text) <= MAX_ADDRESS_LENGTH)
+        # After this peer has loaded an earlier state, a later snapshot is of updates that it no longer has.
         offer = None if snapshot is None or snapshot.offer.epoch > epoch else snapshot.offer
         said = StateNews(
             wants=wants,
@@ -141,6 +134,7 @@ class StateSharing:
             log=log,
             addresses=tuple(usable)[:MAX_ADDRESSES],
         )
+        # A publication costs calls to the peers that store it, so an unchanged record is not sent.
         if said != self._said:
             self._said = said
             self._board.publish(encode_news(said))
@@ -150,6 +144,7 @@ class StateSharing:
     def committed(self, average: LoggedAverage) -> None:
         """Keep the average of one of this peer's rounds until the optimizer takes it; called in trio's thread."""
         self._logged[average.group_id] = average
+        # A round's average may never be taken, such as that of a call that was interrupted.
         while len(self._logged) > MAX_LOGGED:
             self._logged.popitem(last=False)
 
@@ -176,6 +171,7 @@ class StateSharing:
         """
 
         def prepare() -> None:
+            # Hashing a large state takes seconds, so it is not done in the training loop's thread.
             digests = chunk_digests(data)
             offer = SnapshotOffer(epoch=epoch, state=state, root=root_of(digests, len(data)), size=len(data))
             self.shelf.put(HeldSnapshot(offer, data, digests))
@@ -184,6 +180,7 @@ class StateSharing:
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Run a function in a thread of its own, one at a time; the averager's end waits for it."""
+        # Here and not in the task: the caller may look at `is_working` before the task begins.
         self._working.set()
         self._soon(self._work, work, otherwise=self._working.clear)
 
@@ -200,75 +197,51 @@ class StateSharing:
 
     def fetch_snapshot(self, offer: SnapshotOffer) -> SnapshotTransfer:
         """Begin to fetch a snapshot."""
-        return self._started(self.snapshot_transfer(offer))
-
-    def snapshot_transfer(
-        self, offer: SnapshotOffer, room: Callable[[Manifest], Sink] | None = None
-    ) -> SnapshotTransfer:
-        """Return the transfer of a snapshot, which the caller runs.
-
-        Args:
-            room: makes the place for its chunks; in memory, or in the directory if there is one, if not given.
-        """
         count = chunk_count(offer.size)
 
-        def read(data: bytes) -> Manifest:
+        def read(data: bytes) -> BlobManifest:
             digests = [data[start : start + 32] for start in range(0, len(data), 32)]
+            # The voters chose the root. So one donor that lies cannot make this peer fetch anything else.
             if len(data) != 32 * count or root_of(digests, offer.size) != offer.root:
                 raise RemoteProtocolError("the digests of another snapshot than it offers")
             last = offer.size - CHUNK_BYTES * (count - 1)
-            return Manifest(sizes=[CHUNK_BYTES] * (count - 1) + [last], digests=digests)
+            return BlobManifest(sizes=[CHUNK_BYTES] * (count - 1) + [last], digests=digests)
 
-        make = self._room if room is None else room
         wanted = Wanted(BlobKind.SNAPSHOT, offer.root, 32 * count, read)
         transfer = SnapshotTransfer(
-            lambda it: Fetch(self._sessions, wanted, make, on_progress=it.note), self._token
+            lambda it: BlobDownload(self._sessions, wanted, self._room, on_progress=it.note), self._token
         )
         transfer.offer = offer
-        return transfer
+        return self._started(transfer)
 
-    def _room(self, manifest: Manifest) -> Sink:
+    def _room(self, manifest: BlobManifest) -> Sink:
         if self._directory is None:
             return MemorySink(manifest.sizes)
         return FileSink(self._directory / DOWNLOAD_NAME, manifest.sizes, manifest.digests)
 
     def fetch_average(self, group_id: bytes) -> AverageTransfer:
         """Begin to fetch an average of the log."""
-        return self._started(self.average_transfer(group_id))
-
-    def average_transfer(self, group_id: bytes) -> AverageTransfer:
-        """Return the transfer of an average of the log, which the caller runs."""
         expected = self._run.expected(group_id)
 
-        def read(data: bytes) -> Manifest:
+        def read(data: bytes) -> BlobManifest:
+            # Its signatures are checked before a single piece is fetched.
             proof = read_manifest(data, expected)
             transfer.note_proof(proof)
-            return Manifest(sizes=proof.sizes, digests=proof.digests)
+            return BlobManifest(sizes=proof.sizes, digests=proof.digests)
 
         wanted = Wanted(BlobKind.AVERAGE, group_id, MAX_MANIFEST_BYTES, read)
         transfer = AverageTransfer(
-            lambda it: Fetch(
+            lambda it: BlobDownload(
                 self._sessions, wanted, lambda manifest: MemorySink(manifest.sizes), on_progress=it.note
             ),
             self._token,
         )
         transfer.belongs_to(self._run, expected)
-        return transfer
-
-    def decoded(self, average: LoggedAverage) -> tuple[ProvenAverage, torch.Tensor]:
-        """Return the content of the certificate of an average of the log, and the averaged vector.
-
-        Raises:
-            RemoteProtocolError: the average does not decode.
-        """
-        expected = self._run.expected(average.group_id)
-        proven = read_manifest(average.manifest(), expected)
-        vector = torch.empty(self._run.elements)
-        decode(proven, average.encoded.parts, expected.codec, vector)
-        return proven, vector
+        return self._started(transfer)
 
     def replayed(self, transfer: AverageTransfer, epoch: int) -> None:
         """Note that the optimizer has taken an update from the log: its average is offered, too."""
+        # A joiner that follows the log becomes a donor of it: the first donors need not serve all that come later.
         self.shelf.took(transfer.logged(), epoch)
 
     def _started(self, transfer: TransferT) -> TransferT:
@@ -290,6 +263,7 @@ class StateSharing:
         """Start a task in trio's thread, from any thread; call ``otherwise`` if the averager has closed."""
 
         def start() -> None:
+            # Looked at in trio's thread, where `close` sets it, so no task begins after it.
             if self._closed:
                 otherwise()
             else:
@@ -298,6 +272,7 @@ class StateSharing:
         try:
             self._token.run_sync_soon(start)
         except trio.RunFinishedError:
+            # The event loop has ended, and the caller must not wait for a task that never runs.
             otherwise()
 
     def look(self) -> None:
@@ -311,8 +286,3 @@ class StateSharing:
             ClosedError: the averager is closed.
         """
         self._board.wait(version, timeout)
-
-
-def now() -> float:
-    """Return the time that :attr:`Shelf.read_at` counts in."""
-    return time.monotonic()

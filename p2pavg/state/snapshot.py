@@ -21,8 +21,11 @@ from p2pavg.state.layout import MAX_TENSORS, Layout, Spec, read_header, write_he
 from p2pavg.state.values import MAX_VALUES_BYTES, pack_values, unpack_values
 from p2pavg_compression.buffers import read_only_bytes
 
-VALUES_KEY = "p2pavg-values-1"
+VALUES_KEY = "p2pavg-values-2"
 """The entry of the metadata with the plain values: base64 of their canonical bytes."""
+FORMER_VALUES_KEY = "p2pavg-values-1"
+"""The same entry in files of version 0.2, whose values refer to every tensor. They are read, and no more written.
+Version 0.2 would read the values of today as a state without tensors; the other name makes it refuse them."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ def read(buffer: Buffer, *, max_tensors: int = MAX_TENSORS) -> Content:
         StateError: the bytes are no snapshot; the message says why.
     """
     layout = read_header(buffer, max_tensors=max_tensors)
-    if layout.metadata.keys() != {VALUES_KEY}:
+    if len(layout.metadata) != 1:
         raise StateError(f"it is no snapshot: its metadata lack {VALUES_KEY!r}, or have more")
-    return Content(tensors_in(buffer, layout), values_in(layout.metadata[VALUES_KEY]))
+    return Content(tensors_in(buffer, layout), values_of(layout.metadata))
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
@@ -95,6 +98,18 @@ def values_text(values: Mapping[str, Any]) -> str:
         StateError: a value cannot be saved; the message has its path.
     """
     return base64.b64encode(pack_values(values)).decode("ascii")
+
+
+def values_of(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the plain values of a file, of this version or of 0.2, from its metadata.
+
+    Raises:
+        StateError: it has none, or they are not the canonical ones of any values.
+    """
+    for key in (VALUES_KEY, FORMER_VALUES_KEY):
+        if key in metadata:
+            return values_in(metadata[key])
+    raise StateError(f"it is no snapshot and no checkpoint: its metadata lack {VALUES_KEY!r}")
 
 
 def values_in(text: str) -> dict[str, Any]:
@@ -131,5 +146,5 @@ def tensors_in(buffer: Buffer, layout: Layout) -> dict[str, torch.Tensor]:
 
 def _typed(data: torch.Tensor, spec: Spec, begin: int) -> torch.Tensor:
     if not spec.elements:
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     return data[begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping
-from dataclasses import Field, fields, replace
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, fields, replace
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import nn
@@ -13,12 +15,28 @@ from torch.optim import Optimizer
 from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
 from p2pavg.group.strategy import VERSION, canonical, read_table, toml_lines
+from p2pavg.optim import Cells
 from p2pavg.optim.base.arguments import check_averager
+from p2pavg.population.space import Choice, LogUniform, Uniform
 from p2pavg.runs.config import AveragingConfig
 
 MAX_TOLD = 3  # fields in which two strategies differ
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments of :meth:`Strategy.optimizer`."""
+
+    model: nn.Module
+    averager: Averager | None
+    inner: Optimizer
+    options: dict[str, Any]
+    allow: Collection[str] = ()
+
+
+# The kinds are classes, and only the recipes are entries of a table: a user's type checker and editor know the fields
+# of a dataclass, and not the arguments of a signature that is read when the program runs. Which fields the optimizer
+# gets comes from its own signature (`_arguments`).
 class Strategy(abc.ABC):
     """A way to train with other peers, as a value. Its subclasses are frozen dataclasses."""
 
@@ -31,12 +49,9 @@ class Strategy(abc.ABC):
     @property
     def table(self) -> dict[str, Any]:
         """The strategy as plain values. Fields that are ``None`` or empty are left out."""
-        found: dict[str, Any] = {"version": VERSION, "kind": self.kind}
-        for each in fields(self):
-            value = self._plain(each.name)
-            if each.init and value is not None and value != {}:
-                found[each.name] = dict(value) if isinstance(value, Mapping) else value
-        return found
+        found = {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+        given = {name: value for name, value in found.items() if value is not None and value != {}}
+        return {"version": VERSION, "kind": self.kind, **given}
 
     @property
     def json(self) -> str:
@@ -83,31 +98,27 @@ class Strategy(abc.ABC):
             ConfigError: the averager's configuration differs from the strategy, or its function is not allowed, or not
                 there; the message says which field.
         """
-        if averager is None:
-            raise ConfigError(f"a {self.kind} strategy needs an averager")
-        check_averager(averager)
-        self._check_config(averager.config)
-        return self._build(model, averager, inner, allow=allow, **options)
+        self._check_averager(averager)
+        return self._make(Given(model, averager, inner, options, allow))
 
     @abc.abstractmethod
-    def _build(
-        self,
-        model: nn.Module,
-        averager: Averager,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),
-        **options: Any,
-    ) -> Any:
-        """Make the optimizer. The averager's configuration is the strategy's."""
-
-    def _plain(self, name: str) -> Any:
-        """Return a field as a plain value."""
-        return getattr(self, name)
+    def _make(self, given: Given) -> Any:
+        """Make the optimizer. The averager has been checked."""
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings of an averager that follow from the strategy."""
         return {}
+
+    def _arguments(self, make: Callable[..., object]) -> dict[str, Any]:
+        """Return the fields that are arguments of what is made, as its signature names them."""
+        arguments = signature(make).parameters
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name in arguments}
+
+    def _check_averager(self, averager: Averager | None) -> None:
+        if averager is None:
+            raise ConfigError(f"a {self.kind} strategy needs an averager")
+        check_averager(averager)
+        self._check_config(averager.config)
 
     def _check_config(self, config: AveragingConfig) -> None:
         if not config.strategy:
@@ -125,20 +136,35 @@ class Strategy(abc.ABC):
 
     def _check_same(self, config: AveragingConfig) -> None:
         if config.strategy != self.json:
-            told = "; ".join(differences(self.table, read_table(config.strategy)))
+            told = "; ".join(_differences(self.table, read_table(config.strategy)))
             raise ConfigError(f"the run {config.run_id!r} has another strategy: {told}")
 
 
-def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+def plain(value: object) -> Any:
+    """Return the value of a field as JSON and TOML have it."""
+    match value:
+        case Strategy():  # inside of another one, whose version is for both
+            return {name: each for name, each in value.table.items() if name != "version"}
+        case Cells():
+            found = {each.name: getattr(value, each.name) for each in fields(value)}
+            return {name: each for name, each in found.items() if each is not None}
+        case Choice():
+            return {"kind": "choice", "values": value.values}
+        case Uniform() | LogUniform():
+            kind = "uniform" if isinstance(value, Uniform) else "log_uniform"
+            return {"kind": kind, "low": float(value.low), "high": float(value.high)}
+        case Mapping():
+            return {name: plain(each) for name, each in value.items()}
+    return value
+
+
+def _differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each field in which another strategy's table differs from this one's, three at most."""
-    names = [name for name in sorted({*mine, *other}) if _listed(mine.get(name)) != _listed(other.get(name))]
-    if mine.get("kind") != other.get("kind"):
+    names = [name for name in sorted({*mine, *other}) if _text(mine.get(name)) != _text(other.get(name))]
+    if mine["kind"] != other["kind"]:
         names = ["kind"]
-    return tuple(f"{name} is {other.get(name)!r}, this one's {mine.get(name)!r}" for name in names[:MAX_TOLD])
+    return [f"{name} is {other.get(name)!r}, this one's {mine.get(name)!r}" for name in names[:MAX_TOLD]]
 
 
-def _listed(value: Any) -> Any:
-    """Return a value with lists in place of tuples, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {name: _listed(each) for name, each in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -9,108 +9,48 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.optim import Optimizer
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.peer_text import PeerText
 from p2pavg.blocking import Averager
 from p2pavg.group.participation import RandomFraction
 from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
-from p2pavg.optim import (
-    AveragedOptimizer,
-    CellOptimizer,
-    Cells,
-    LocalUpdates,
-    diloco,
-    fedadagrad,
-    fedadam,
-    fedavg,
-    fedprox,
-    fedyogi,
-    gossip,
-    noloco,
-    sparseloco,
-)
+from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates
 from p2pavg.optim.local.intervals import SyncEvery
 from p2pavg.optim.local.local_options import checked_options
-from p2pavg.strategies.base import Strategy
-from p2pavg.strategies.cell_table import checked_cells, table_of
+from p2pavg.strategies.base import Given, Strategy
 from p2pavg.strategies.checks import (
     MEAN,
     check_aggregation,
     check_count,
     check_number,
-    check_options,
+    check_one_of,
+    checked_cells,
     checked_topology,
 )
-
-OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "diloco": ("lr", "momentum"),
-        "sparseloco": ("lr",),
-        "fedavg": (),
-        "fedprox": ("mu",),
-        "fedadagrad": ("lr", "tau"),
-        "fedadam": ("lr", "tau"),
-        "fedyogi": ("lr", "tau"),
-        "gossip": ("group_size",),
-        "noloco": ("lr", "momentum", "pull", "group_size"),
-    }
-)
-"""The rules of :class:`Federated`, which are the recipes of :mod:`p2pavg.optim`, and the numbers that each takes."""
-
-RECIPES: Mapping[str, Callable[..., LocalUpdates]] = MappingProxyType(
-    {
-        "diloco": diloco,
-        "sparseloco": sparseloco,
-        "fedavg": fedavg,
-        "fedprox": fedprox,
-        "fedadagrad": fedadagrad,
-        "fedadam": fedadam,
-        "fedyogi": fedyogi,
-        "gossip": gossip,
-        "noloco": noloco,
-    }
-)
-
-MIXES = frozenset({"gossip", "noloco"})
-"""The rules of which each group has a few peers only."""
+from p2pavg.strategies.recipes import RECIPES
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Local(Strategy):
-    """Each peer trains by itself; nothing is averaged. Its optimizer is ``inner``."""
+    """Each peer trains by itself; nothing is averaged.
+
+    Its optimizer is ``inner``. The averager may be ``None``, and there are no options.
+    """
 
     kind: ClassVar[str] = "local"
 
-    def optimizer(
-        self,
-        model: nn.Module,
-        averager: Averager | None,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),
-        **options: Any,
-    ) -> Optimizer:
-        """Return ``inner``. The averager may be ``None``, and there are no options."""
+    def _check_averager(self, averager: Averager | None) -> None:
         if averager is not None:
             self._check_config(averager.config)
-        return self._build(model, averager, inner, allow=allow, **options)
 
-    def _build(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        averager: Averager | None,  # noqa: ARG002
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),  # noqa: ARG002
-        **options: Any,
-    ) -> Optimizer:
-        if options:
-            raise ConfigError(f"{next(iter(options))} is no option of a local strategy, which has none")
-        return inner
+    def _make(self, given: Given) -> Optimizer:
+        if given.options:
+            raise ConfigError(f"{next(iter(given.options))} is no option of a local strategy, which has none")
+        return given.inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +87,7 @@ class DataParallel(Strategy):
     def __post_init__(self) -> None:
         check_number("target_batch_size", self.target_batch_size)
         check_aggregation(self.aggregation)
+        # As text, since a strategy is compared and written as text, and a caller may have given an object.
         object.__setattr__(self, "topology", checked_topology(self.topology))
         if isinstance(resolve_topology(self.topology), Gossip):
             raise ConfigError(
@@ -171,37 +112,21 @@ class DataParallel(Strategy):
     def _settings(self) -> dict[str, Any]:
         return {"robust": self.robust, "topology": self.topology}
 
-    def _plain(self, name: str) -> Any:
-        if isinstance(self.cells, Cells) and name == "cells":
-            return table_of(self.cells)
-        return getattr(self, name)
-
-    def _build(
-        self,
-        model: nn.Module,
-        averager: Averager,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
-        **options: Any,
-    ) -> AveragedOptimizer | CellOptimizer:
-        if isinstance(self.cells, Cells):
+    def _make(self, given: Given) -> AveragedOptimizer | CellOptimizer:
+        inner, averager = given.inner, given.averager
+        assert averager is not None  # checked before
+        if isinstance(self.cells, Cells):  # its optimizer's signature does not name all: it passes options on
             return CellOptimizer(
                 inner,
                 averager,
                 cells=self.cells,
                 target_batch_size=self.target_batch_size,
                 max_grad_norm=self.max_grad_norm,
-                **{"state": model, **options},
+                # The caller's own options come last: a `state` of it takes the place of the model.
+                **{"state": given.model, **given.options},
             )
-        return AveragedOptimizer(
-            inner,
-            averager,
-            target_batch_size=self.target_batch_size,
-            max_grad_norm=self.max_grad_norm,
-            overlap=self.overlap,
-            **{"model": model, **options},
-        )
+        numbers = self._arguments(AveragedOptimizer)
+        return AveragedOptimizer(inner, averager, **numbers, **{"model": given.model, **given.options})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,22 +168,24 @@ class Federated(Strategy):
     topology: str | Topology = BUTTERFLY.text
 
     def __post_init__(self) -> None:
-        if self.rule not in OPTIONS:
-            raise ConfigError(f"rule must be one of {', '.join(OPTIONS)}, got {self.rule!r}")
+        check_one_of("rule", self.rule, RECIPES)
         self._check_steps()
         if self.rounds is not None:
             check_count("rounds", self.rounds)
         try:
+            # Made for its checks only. The one that is used is made with the averager's configuration.
             RandomFraction(self.selection, self.seed)
         except ConfigError as error:
             name = "seed" if "seed" in str(error) else "selection"
             raise ConfigError(f"{name}: {error}") from None
-        check_options(self.options, OPTIONS[self.rule], self.rule)
+        recipe = RECIPES[self.rule]
+        recipe.check(self.options)
         for name, only in (("selection", 1.0), ("fragments", 1), ("grace", None)):
-            if self.rule in MIXES and getattr(self, name) != only:
+            # Such a rule averages in small groups, where a draw, a fragment or a grace period would leave few
+            # peers or none.
+            if recipe.mixes and getattr(self, name) != only:
                 raise ConfigError(f"{name} must be {only} with {self.rule}, whose rounds have a few peers")
-        if self.rule == "fedprox" and "mu" not in self.options:
-            raise ConfigError("options.mu is missing: fedprox needs the strength of its pull")
+        # A copy that the caller cannot change afterwards: a strategy is a value.
         object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
         check_aggregation(self.aggregation)
         object.__setattr__(self, "topology", checked_topology(self.topology))
@@ -268,11 +195,12 @@ class Federated(Strategy):
         topology = resolve_topology(self.topology)
         if not isinstance(topology, Gossip):
             return
-        if self.rule not in MIXES:
+        if not RECIPES[self.rule].mixes:
             raise ConfigError(
                 f"topology cannot be {topology.text!r} with {self.rule}, whose outer step all peers take: the rules"
                 " 'gossip' and 'noloco' can have it"
             )
+        # The size of groups follows from the topology's degree, so the options may only repeat it.
         size = self.options.get("group_size", topology.group_size)
         if size != topology.group_size:
             raise ConfigError(
@@ -284,13 +212,9 @@ class Federated(Strategy):
         for name in ("fragments", "delay") + (() if isinstance(self.sync_every, str) else ("sync_every",)):
             check_count(name, getattr(self, name), least=0 if name == "delay" else 1)
         try:
-            checked_options(
-                sync_every=self.sync_every,
-                fragments=self.fragments,
-                delay=self.delay,
-                alpha=self.alpha,
-                proximal=0.0,
-            )
+            # The optimizer's own checks, now instead of when it is made: a run file with a mistake is refused
+            # by its first reader.
+            checked_options(**self._arguments(checked_options), proximal=0.0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if self.grace is not None:
@@ -309,18 +233,11 @@ class Federated(Strategy):
         drawn = RandomFraction(self.selection, self.seed) if self.selection < 1 else None
         return {"robust": self.robust, "participation": drawn, "topology": self.topology}
 
-    def _build(
-        self,
-        model: nn.Module,
-        averager: Averager,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
-        **options: Any,
-    ) -> LocalUpdates:
-        steps = ("sync_every", "fragments", "delay", "alpha", "grace")
-        numbers = {**{name: getattr(self, name) for name in steps}, **self.options}
-        return RECIPES[self.rule](inner, averager, **{"model": model, **options, **numbers})
+    def _make(self, given: Given) -> LocalUpdates:
+        numbers = {**self._arguments(LocalUpdates), **self.options}
+        # The strategy's numbers come last, since all peers of the run have to train with the same ones.
+        options = {"model": given.model, **given.options, **numbers}
+        return RECIPES[self.rule].make(given.inner, given.averager, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +245,8 @@ class Custom(Strategy):
     """A strategy of the caller's own: a function that makes the optimizer.
 
     The function is imported only if the caller has made this value in its own program, or has allowed the function by
-    its name: a run file, or any other text, may name a function, and never runs it.
+    its name: a run file, or any other text, may name a function, and never runs it. Copies of a strategy that was read
+    are not trusted either, whichever of their other fields were changed.
 
     Args:
         function: ``"module:function"``. It is called as ``function(model, averager, inner, **options)``, and returns
@@ -343,8 +261,6 @@ class Custom(Strategy):
 
     function: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    is_own: bool = field(default=True, init=False, compare=False, repr=False)
-    """False if it was read from a text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.function, str) or not _FUNCTION.fullmatch(self.function):
@@ -352,32 +268,29 @@ class Custom(Strategy):
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"options must be a table, got {type(self.options).__name__}")
         for name, value in self.options.items():
+            # Options become keyword arguments of the function, beside these three.
             if not isinstance(name, str) or not name.isidentifier() or name in ("model", "averager", "inner"):
                 raise ConfigError(f"options has the name {name!r}, which is none of an option")
             if not isinstance(value, str | int | float | bool):
                 raise ConfigError(f"options.{name} must be a number, text, true or false, got {value!r}")
         object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
 
-    def _build(
-        self,
-        model: nn.Module,
-        averager: Averager,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),
-        **options: Any,
-    ) -> Any:
-        return self._load(allow)(model, averager, inner, **{**options, **self.options})
+    def _make(self, given: Given) -> Any:
+        function = self._load(given.allow)
+        return function(given.model, given.averager, given.inner, **{**given.options, **self.options})
 
     def _load(self, allow: Collection[str]) -> Callable[..., Any]:
         """Import the function, if the caller wants it."""
-        if not self.is_own and self.function not in allow:
+        # The distrust is in the name itself, so that it goes along into every copy: a flag of this class would be set
+        # anew by dataclasses.replace.
+        if isinstance(self.function, PeerText) and self.function not in allow:
             raise ConfigError(
                 f"function: {self.function} stands in a text that this program has read, and is not run for that"
                 f" reason alone. To run it, give allow=({self.function!r},)"
             )
         module, _, name = self.function.partition(":")
         try:
+            # An import runs the module's code, so the distrust above comes first.
             function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"function: {self.function} cannot be imported: {error}") from None

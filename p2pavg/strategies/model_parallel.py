@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,8 +22,10 @@ from p2pavg.optim import (
     ReplicatedOptimizer,
     divided_optimizer,
 )
-from p2pavg.strategies.base import Strategy
-from p2pavg.strategies.kinds import MIXES, DataParallel, Federated
+from p2pavg.strategies.base import Given, Strategy
+from p2pavg.strategies.checks import check_count, check_one_of
+from p2pavg.strategies.kinds import DataParallel, Federated
+from p2pavg.strategies.recipes import RECIPES
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -43,7 +45,10 @@ class ModelParallel(Strategy):
     """Each peer divides the model among its ranks, and each part is averaged with the same part of the other peers.
 
     A peer has ``stages * copies * shards * tensor`` ranks. Its optimizer is that of ``training``, as
-    :func:`~p2pavg.optim.divided_optimizer` makes it.
+    :func:`~p2pavg.optim.divided_optimizer` makes it. Call ``optimizer`` on all ranks of the peer together, with
+    ``place=`` from :meth:`place`, and with an averager of ``place.config(strategy.config(config))``: ``None`` on the
+    ranks for which ``place.averages`` is false. It raises ``ValueError`` as :func:`~p2pavg.optim.divided_optimizer`
+    does, on all ranks.
 
     Args:
         training: how the peers train together: :class:`DataParallel` without ``overlap`` and ``cells``, or
@@ -71,11 +76,10 @@ class ModelParallel(Strategy):
 
     def __post_init__(self) -> None:
         for name in SIZES:
-            _check_size(name, getattr(self, name))
+            check_count(name, getattr(self, name), most=MAX_RANKS)
         if self.ranks > MAX_RANKS:
             raise ConfigError(f"stages * copies * shards * tensor is {self.ranks}, {MAX_RANKS} is the most")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        check_one_of("schedule", self.schedule, SCHEDULES)
         self._check_microbatches()
         self._check_training()
 
@@ -83,7 +87,7 @@ class ModelParallel(Strategy):
         if self.microbatches is None and self.stages > 1:
             raise ConfigError(f"microbatches is missing: give {self.stages} or more for {self.stages} stages")
         if self.microbatches is not None:
-            _check_size("microbatches", self.microbatches)
+            check_count("microbatches", self.microbatches, most=MAX_RANKS)
             if self.microbatches < self.stages:
                 raise ConfigError(
                     f"microbatches must be at least stages, {self.stages}, got {self.microbatches}: with fewer, stages"
@@ -96,7 +100,7 @@ class ModelParallel(Strategy):
             raise ConfigError(f"training must be DataParallel or Federated, got {type(training).__name__}")
         if isinstance(training, DataParallel):
             only: dict[str, Any] = {"overlap": False, "cells": None}
-        elif training.rule in MIXES:
+        elif RECIPES[training.rule].mixes:
             raise ConfigError(f"training.rule must not be {training.rule}: it is for peers of one process")
         else:
             only = {"delay": 0, "selection": 1.0} | ({"fragments": 1} if self.tensor > 1 else {})
@@ -164,51 +168,21 @@ class ModelParallel(Strategy):
         )
         return made
 
-    def optimizer(
-        self,
-        model: nn.Module,
-        averager: Averager | None,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),
-        place: PeerMesh | None = None,
-        **options: Any,
-    ) -> AveragedOptimizer | LocalUpdates | ReplicatedOptimizer:
-        """Return the optimizer of one rank; call it on all ranks of the peer together.
+    def _check_averager(self, averager: Averager | None) -> None:
+        """Check nothing here: :func:`divided_optimizer` raises the errors of one rank on all ranks of the peer."""
 
-        Args:
-            model: this rank's part of the model.
-            averager: averager with the configuration ``place.config(strategy.config(config))``; ``None`` on ranks for
-                which ``place.averages`` is false.
-            inner: a torch optimizer of this rank's parameters.
-            allow: of no use here.
-            place: from :meth:`place`.
-            options: further options of what is made, such as ``state``.
+    def _make(self, given: Given) -> AveragedOptimizer | LocalUpdates | ReplicatedOptimizer:
+        self._check_place(given.options.get("place"))
+        return divided_optimizer(
+            given.inner, given.averager, model=given.model, recipe=self._part, **given.options
+        )
 
-        Raises:
-            ConfigError: the averager's configuration differs from the strategy, or ``place`` is missing or another
-                strategy's.
-            ValueError: as :func:`~p2pavg.optim.divided_optimizer`; on all ranks.
-        """
-        self._check_place(place)
-        return self._build(model, averager, inner, allow=allow, place=place, **options)
-
-    def _build(
-        self,
-        model: nn.Module,
-        averager: Averager | None,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
-        **options: Any,
-    ) -> AveragedOptimizer | LocalUpdates | ReplicatedOptimizer:
-        def recipe(inner: Optimizer, averager: Averager, **given: Any) -> AveragedOptimizer | LocalUpdates:
-            self._check_config(averager.config)
-            found = self.training._build(given.pop("model"), averager, inner, **given)
-            assert not isinstance(found, CellOptimizer)  # `training` has no cells
-            return found
-
-        return divided_optimizer(inner, averager, model=model, recipe=recipe, **options)
+    def _part(self, inner: Optimizer, averager: Averager, **options: Any) -> AveragedOptimizer | LocalUpdates:
+        """Make the optimizer of one rank's part, as ``training`` says."""
+        self._check_config(averager.config)
+        made = self.training._make(Given(options.pop("model"), averager, inner, options))
+        assert not isinstance(made, CellOptimizer)  # `training` has no cells
+        return made
 
     def _check_place(self, place: PeerMesh | None) -> None:
         advice = "make it on all ranks with place = strategy.place(device_type)"
@@ -219,15 +193,5 @@ class ModelParallel(Strategy):
         if sizes != {dimension: getattr(self, name) for name, dimension in SIZES.items()}:
             raise ConfigError(f"place is of the mesh {division.shape}, which is not the strategy's: {advice}")
 
-    def _plain(self, name: str) -> Any:
-        if name == "training":
-            return {key: value for key, value in self.training.table.items() if key != "version"}
-        return getattr(self, name)
-
     def _settings(self) -> dict[str, Any]:
         return self.training._settings()
-
-
-def _check_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
-        raise ConfigError(f"{name} must be a whole number from 1 to {MAX_RANKS}, got {value!r}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.group.strategy import VERSION, canonical, read_table
+from p2pavg.base.peer_text import PeerText
+from p2pavg.group.strategy import canonical, read_table
 from p2pavg.population.space import Choice, LogUniform, Range, Uniform
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.run_file import RunFile
@@ -22,9 +23,13 @@ KINDS: Mapping[str, type[Strategy]] = MappingProxyType(
     {each.kind: each for each in (Local, DataParallel, Federated, PopulationBased, ModelParallel, Custom)}
 )
 """The kinds, by the name that they have in JSON and TOML."""
+RANGES: Mapping[str, type[Range]] = MappingProxyType(
+    {"uniform": Uniform, "log_uniform": LogUniform, "choice": Choice}
+)
+"""The ranges of a population's space, by the name that they have in JSON and TOML."""
+INSIDE = (DataParallel.kind, Federated.kind)
+"""The kinds of strategies that another one can have inside, as its ``training``."""
 MAX_TOML_CHARS = 8192
-
-_RANGES: dict[str, type[Uniform] | type[LogUniform]] = {"uniform": Uniform, "log_uniform": LogUniform}
 
 
 def read_json(text: str) -> Strategy:
@@ -69,67 +74,66 @@ def read_plain(table: Mapping[str, Any]) -> Strategy:
         ConfigError: a field is missing, unknown or out of range; the message names it.
     """
     canonical(table)
-    given = {name: value for name, value in table.items() if name not in ("version", "kind")}
+    return _read("strategy", {name: value for name, value in table.items() if name != "version"})
+
+
+def _read(where: str, table: Mapping[str, Any]) -> Strategy:
+    """Read a strategy of plain values. Errors begin with ``where`` and the name of the field."""
     kind = KINDS.get(table["kind"])
     if kind is None:
-        raise ConfigError(f"strategy.kind must be one of {', '.join(KINDS)}, got {table['kind']!r}")
-    known = {each.name: each for each in fields(kind) if each.init}
+        raise ConfigError(f"{where}.kind must be one of {', '.join(KINDS)}, got {table['kind']!r}")
+    given = {name: value for name, value in table.items() if name != "kind"}
+    known = {each.name: each for each in fields(kind)}
     if unknown := sorted(given.keys() - known.keys()):
-        raise ConfigError(
-            f"strategy.{unknown[0]} is unknown; {table['kind']} has {', '.join(known) or 'no fields'}"
-        )
-    required = [
-        name for name, each in known.items() if each.default is MISSING and each.default_factory is MISSING
-    ]
+        names = ", ".join(known) or "no fields"
+        raise ConfigError(f"{where}.{unknown[0]} is unknown; {kind.kind} has {names}")
+    required = [n for n, each in known.items() if each.default is each.default_factory is MISSING]
     if missing := [name for name in required if name not in given]:
-        raise ConfigError(f"strategy.{missing[0]} is missing")
-    if kind is PopulationBased:
-        given["space"] = _space(given["space"])
-    if kind is ModelParallel:
-        given["training"] = _training(given["training"], (DataParallel.kind, Federated.kind))
-    if kind is PopulationBased and "training" in given:
-        given["training"] = _training(given["training"], (DataParallel.kind,))
-    for name, value in given.items():
-        if isinstance(value, list):
-            given[name] = tuple(value)
+        raise ConfigError(f"{where}.{missing[0]} is missing")
+    values = {name: _value(name, given[name], f"{where}.{name}") for name in known if name in given}
     try:
-        found = kind(**given)
+        return kind(**values)
     except ConfigError as error:
-        raise ConfigError(f"strategy.{error}") from None
-    if isinstance(found, Custom):
-        object.__setattr__(found, "is_own", False)
-    return found
+        raise ConfigError(f"{where}.{error}") from None
 
 
-def _training(table: object, inside: Collection[str]) -> Strategy:
-    """Read the strategy inside of another one, which is of one of these kinds."""
-    if not isinstance(table, Mapping) or table.get("kind") not in inside:
-        raise ConfigError(f"strategy.training.kind must be one of {', '.join(inside)}")
+def _value(name: str, given: Any, where: str) -> Any:
+    """Return the value of a field from the plain one, which JSON or TOML has."""
+    if name == "training":
+        return _training(where, given)
+    if name == "space":
+        return _space(where, given)
+    if name == "function" and isinstance(given, str):
+        return PeerText(given)  # never run unless the caller allows it by name
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _training(where: str, table: object) -> Strategy:
+    if not isinstance(table, Mapping) or table.get("kind") not in INSIDE:
+        raise ConfigError(f"{where}.kind must be one of {', '.join(INSIDE)}")
     if "version" in table:
-        raise ConfigError("strategy.training.version is unknown: strategy.version is for both")
-    try:
-        return read_plain({**table, "version": VERSION})
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("strategy.", "strategy.training.", 1)) from None
+        raise ConfigError(f"{where}.version is unknown: strategy.version is for both")
+    return _read(where, table)
 
 
-def _space(space: object) -> dict[str, Range]:
+def _space(where: str, space: object) -> dict[str, Range]:
     if not isinstance(space, Mapping):
-        raise ConfigError("strategy.space must be a table of ranges")
-    return {name: _range(f"strategy.space.{name}", each) for name, each in space.items()}
+        raise ConfigError(f"{where} must be a table of ranges")
+    return {name: _range(f"{where}.{name}", each) for name, each in space.items()}
 
 
-def _range(name: str, given: object) -> Range:
-    kind = given.get("kind") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or kind not in (*_RANGES, "choice"):
-        raise ConfigError(f"{name}.kind must be one of {', '.join(_RANGES)}, choice")
-    wanted = {"kind", "values"} if kind == "choice" else {"kind", "low", "high"}
-    if given.keys() != wanted:
-        raise ConfigError(f"{name} must have {', '.join(sorted(wanted))}, and has {', '.join(sorted(given))}")
+def _range(where: str, given: object) -> Range:
+    table: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+    kind = table.pop("kind", None)
+    if not isinstance(kind, str) or kind not in RANGES:
+        raise ConfigError(f"{where}.kind must be one of {', '.join(RANGES)}")
+    wanted = {each.name for each in fields(RANGES[kind])}
+    if table.keys() != wanted:
+        names, found = (", ".join(sorted({"kind", *each})) for each in (wanted, table))
+        raise ConfigError(f"{where} must have {names}, and has {found}")
+    if isinstance(table.get("values"), list):
+        table["values"] = tuple(table["values"])
     try:
-        if kind == "choice":
-            values = given["values"]
-            return Choice(tuple(values) if isinstance(values, list | tuple) else values)
-        return _RANGES[kind](given["low"], given["high"])
+        return RANGES[kind](**table)
     except ConfigError as error:
-        raise ConfigError(f"{name}.{error}") from None
+        raise ConfigError(f"{where}.{error}") from None

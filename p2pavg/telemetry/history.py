@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class History:
+class SeriesHistory:
     """Keeps every n-th point of a series; n doubles whenever there are too many, so the points span the whole run.
 
     Args:

@@ -19,7 +19,7 @@ from p2pavg.telemetry.events import (
     UpdateTaken,
     Way,
 )
-from p2pavg.telemetry.history import History
+from p2pavg.telemetry.history import SeriesHistory
 from p2pavg.telemetry.status import (
     LINEAGE_BYTES,
     MARKS,
@@ -28,8 +28,8 @@ from p2pavg.telemetry.status import (
     MAX_NAMED,
     MAX_REASON_CHARS,
     MAX_ROUNDS,
-    MAX_SECONDS,
     MAX_SENTENCE_CHARS,
+    MAX_STATUS_SECONDS,
     Activity,
     PeerStatus,
     RoundClaim,
@@ -54,8 +54,9 @@ class StatusKeeper:
         self._status = begins
         self._version = 0
         self._rounds: deque[RoundClaim] = deque(maxlen=MAX_ROUNDS)
-        self._history = History(MAX_HISTORY)
+        self._history = SeriesHistory(MAX_HISTORY)
         self._marks: dict[int, tuple[int, bytes]] = {}
+        # One transfer for each direction, so that the status stays small.
         self._moved: dict[str, StateMoved] = {}
 
     @property
@@ -83,12 +84,15 @@ class StatusKeeper:
             mbps: measured Mbit/s that the peer can send and receive; 0 if that is not known.
         """
         with self._lock:
+            # A transfer that was given up tells no end.
             moving = {way: moved for way, moved in self._moved.items() if moved.time + TRANSFER_SECONDS > now}
             self._moved = moving
             return replace(
                 self._status,
-                uptime=_within(uptime, MAX_SECONDS),
+                uptime=_within(uptime, MAX_STATUS_SECONDS),
                 reach=reach[0],
+                # Other peers refuse a status with text or numbers out of range, and would not see this peer
+                # at all.
                 reach_sentence=harmless(reach[1], MAX_SENTENCE_CHARS),
                 upload_mbps=_within(mbps[0], MAX_MBPS),
                 download_mbps=_within(mbps[1], MAX_MBPS),
@@ -107,6 +111,7 @@ class StatusKeeper:
             return _progressed(event)
         if isinstance(event, StateMoved):
             self._moved[event.direction] = event
+            # No field changes, but the version does: `status` has the transfer in it.
             return {}
         return {"drift": harmless(event.sentence, MAX_SENTENCE_CHARS)} if isinstance(event, Drifted) else None
 
@@ -121,6 +126,7 @@ class StatusKeeper:
             "total_samples": _within(before.total_samples + event.own_samples, MAX_WEIGHT),
             "excluded": _keys(event.excluded, MAX_NAMED),
         }
+        # A round that failed shows no ways that hold: some lanes may never have been opened.
         if succeeded:
             changes |= {
                 "lanes": _partners(event.ways, Way.LANE),
@@ -133,7 +139,9 @@ class StatusKeeper:
 
     def _updated(self, event: UpdateTaken) -> dict[str, Any]:
         lineage = event.lineage[:LINEAGE_BYTES]
+        # The newest update of each distance. With them, others see from which update on two lineages differ.
         self._marks |= {every: (event.epoch, lineage) for every in MARKS if event.epoch % every == 0}
+        # A peer that has loaded an earlier state has taken no later update any more.
         earlier = {epoch: state for epoch, state in self._marks.values() if epoch <= event.epoch}
         return {
             "epoch": event.epoch,
@@ -146,8 +154,10 @@ class StatusKeeper:
 
     def _measured(self, epoch: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Note the metrics of an update. The history has the loss, or else the first metric."""
+        # NaN compares as false, so it is left out, too.
         found = [(name, value) for name, value in metrics.items() if abs(value) <= MAX_METRIC][:MAX_METRICS]
         names = [name for name, _ in found if name != SPEED]
+        # Chosen once: a curve of several metrics in turn would show nothing.
         name = self._status.history_of or next((n for n in names if "loss" in n), next(iter(names), ""))
         value = dict(found).get(name)
         if value is not None:
@@ -170,9 +180,9 @@ def _claim(event: RoundEnded) -> RoundClaim:
     return RoundClaim(
         group=bytes.fromhex(event.group_id)[:KEY_BYTES],
         result=event.result,
-        ended=_within(event.time, MAX_SECONDS),
-        duration=_within(event.duration, MAX_SECONDS),
-        exchange_duration=_within(event.exchange_duration, MAX_SECONDS),
+        ended=_within(event.time, MAX_STATUS_SECONDS),
+        duration=_within(event.duration, MAX_STATUS_SECONDS),
+        exchange_duration=_within(event.exchange_duration, MAX_STATUS_SECONDS),
         sent=_count(sum(event.sent.values()), MAX_BYTES),
         received=_count(sum(event.received.values()), MAX_BYTES),
         members=_count(len(event.members), MAX_MEMBERS),

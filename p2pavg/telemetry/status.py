@@ -32,7 +32,7 @@ MAX_NAMED = 8
 MAX_ROLES = 8
 MAX_EPOCH = 2**53
 MAX_BYTES = 2**53
-MAX_SECONDS = 1e11
+MAX_STATUS_SECONDS = 1e11
 """Of durations and of moments since 1970."""
 LINEAGE_BYTES = 8
 MARKS = (4, 16, 64, 256)
@@ -78,6 +78,7 @@ class RoundClaim:
     reason: str = ""
 
     def __post_init__(self) -> None:
+        # Monitors compare these bytes with those of other peers: two lengths would make two rounds of one.
         _require(len(self.group) in (0, KEY_BYTES), "a round with a group id of another length")
         _require(
             _seconds(self.ended, self.duration, self.exchange_duration), "a round with times out of range"
@@ -88,6 +89,7 @@ class RoundClaim:
             "a round with members out of range",
         )
         _require(_are_keys(self.lost, MAX_NAMED), "a round with lost members out of range")
+        # Shown in terminals, which obey control characters.
         _require(is_harmless(self.reason, MAX_REASON_CHARS), "a round with a reason that is not printable")
 
 
@@ -108,6 +110,7 @@ class TransferClaim:
     def __post_init__(self) -> None:
         _require(_counts(MAX_BYTES, self.done, self.total), "a transfer with bytes out of range")
         _require(_counts(MAX_MEMBERS, self.peers), "a transfer with peers out of range")
+        # NaN fails every comparison, so it is refused here and below without a check of its own.
         _require(0 <= self.bytes_per_second <= MAX_BYTES, "a transfer with a rate out of range")
 
 
@@ -197,6 +200,7 @@ class PeerStatus:
     def _check_training(self) -> None:
         _require(_counts(MAX_EPOCH, self.epoch), "an update out of range")
         _require(len(self.lineage) in (0, LINEAGE_BYTES), "a lineage of another length")
+        # Lengths first: what follows goes through all elements.
         _require(len(self.marks) <= len(MARKS), "too many marks")
         _require(_counts(MAX_EPOCH, *(epoch for epoch, _ in self.marks)), "a mark out of range")
         _require(all(len(state) == LINEAGE_BYTES for _, state in self.marks), "a mark of another length")
@@ -211,6 +215,7 @@ class PeerStatus:
         _require(not self.history_of or is_name(self.history_of), "a history without a name")
         epochs = [epoch for epoch, _ in self.history]
         _require(len(epochs) <= MAX_HISTORY and _counts(MAX_EPOCH, *epochs), "a history that is too long")
+        # The epochs are the axis of a curve, in which each has one value.
         _require(epochs == sorted(set(epochs)), "a history out of order")
         _require(all(_is_metric(value) for _, value in self.history), "a history out of range")
 
@@ -226,11 +231,13 @@ class PeerStatus:
 def encode_status(status: PeerStatus) -> bytes:
     """Return the bytes that a peer publishes on the board; leave out the oldest rounds and points if they are many."""
     while len(packed := _packed(status)) > MAX_STATUS_BYTES:
+        # The oldest rounds and points go first, since earlier statuses had them. The newest round stays.
         if len(status.rounds) > 1:
             status = replace(status, rounds=status.rounds[:-1])
         elif status.history:
             status = replace(status, history=status.history[len(status.history) // 2 + 1 :])
         else:
+            # Last: how a large group exchanged takes most of the room, and is told nowhere else.
             status = replace(status, lanes=(), streams=(), relayed=())
     return packed
 
@@ -240,15 +247,18 @@ def _packed(status: PeerStatus) -> bytes:
     for name, kind in _FIELDS.items():
         value = getattr(status, name)
         writer = _WRITERS.get(name)
+        # A float field may hold an int, which readers refuse.
         values.append(kind(value) if writer is None else writer(value))
     return pack(_VERSION, *values)
 
 
 def read_status(value: bytes) -> PeerStatus:
     """Read a status; raise RemoteProtocolError for anything that :func:`encode_status` does not make."""
+    # Before anything is decoded: any peer may publish.
     if len(value) > MAX_STATUS_BYTES:
         raise RemoteProtocolError(f"a status of {len(value)} bytes")
     version, *values = unpack(value, int, *_FIELDS.values())
+    # Fields have no names on the wire, so another version cannot be read in part.
     if version != _VERSION:
         raise RemoteProtocolError(f"a status of version {version}")
     found: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
@@ -264,6 +274,7 @@ def read_all(said: Mapping[str, bytes]) -> dict[str, PeerStatus]:
         try:
             read[peer_id] = read_status(value)
         except RemoteProtocolError:
+            # It costs its publisher a line, and not the reader the whole table.
             continue
     return read
 
@@ -271,6 +282,7 @@ def read_all(said: Mapping[str, bytes]) -> dict[str, PeerStatus]:
 # ------------------------------------------------------------------ fields
 
 _KINDS: dict[str, type] = {"str": str, "bytes": bytes, "int": int, "float": float, "Activity": str}
+# The order of the class is the order on the wire: a field that is added or moved makes another version.
 _FIELDS: dict[str, type] = {each.name: _KINDS.get(str(each.type), tuple) for each in fields(PeerStatus)}
 _KEY_FIELDS = ("lanes", "streams", "relayed", "excluded")
 _FIELDS.update(dict.fromkeys(_KEY_FIELDS, bytes))  # one after the other
@@ -324,6 +336,7 @@ def _read_transfer(packed: tuple[Any, ...]) -> TransferClaim:
 
 
 def _read_keys(joined: bytes) -> tuple[bytes, ...]:
+    # One text of bytes takes less room than a list, whose every element has a header.
     _require(len(joined) % KEY_BYTES == 0, "keys of another length")
     return tuple(joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES))
 
@@ -335,6 +348,7 @@ def _rows(
 
     def read(rows: tuple[Any, ...]) -> tuple[T, ...]:
         _require(len(rows) <= most, "a list that is too long")
+        # What is no tuple becomes an empty one, which has the wrong length and is refused like a row of wrong types.
         return tuple(make(checked(row if isinstance(row, tuple) else (), types)) for row in rows)
 
     return read
@@ -362,11 +376,13 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
 }
 _READERS: dict[str, Callable[[Any], Any]] = {
     "activity": lambda word: _one_of(Activity, word),
+    # Of more roles than that, the number of types differs from that of values, so they are refused.
     "roles": lambda roles: checked(roles, (str,) * min(len(roles), MAX_ROLES)),
     "marks": _rows(len(MARKS), (int, bytes), _pair),
     "metrics": _rows(MAX_METRICS, (str, float), _pair),
     "history": _rows(MAX_HISTORY, (int, float), _pair),
     "rounds": _rows(MAX_ROUNDS, _ROUND, _read_round),
+    # One in each direction.
     "transfers": _rows(2, (bool, int, int, float, int), _read_transfer),
     **dict.fromkeys(_KEY_FIELDS, _read_keys),
 }
@@ -378,7 +394,7 @@ def _require(holds: bool, wrong: str) -> None:
 
 
 def _seconds(*values: float) -> bool:
-    return all(0 <= value <= MAX_SECONDS for value in values)
+    return all(0 <= value <= MAX_STATUS_SECONDS for value in values)
 
 
 def _counts(most: int, *values: int) -> bool:

@@ -37,7 +37,7 @@ FILES = 3  # standard input, output and error
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """A function for a new process to run, and the place where it runs."""
 
     work: str
@@ -49,7 +49,7 @@ class Request:
     environment: dict[str, str]
 
 
-def serve(control: socket.socket) -> Request | None:
+def serve(control: socket.socket) -> ForkRequest | None:
     """Fork a process for each request. Return the request in the new process, and ``None`` here, at the end."""
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -72,12 +72,12 @@ def serve(control: socket.socket) -> Request | None:
 
 def _carry_out(
     message: dict[str, Any], control: socket.socket, selector: selectors.BaseSelector, files: list[int]
-) -> Request | None:
+) -> ForkRequest | None:
     """Do what a message asks for. Return its request in the new process, and ``None`` here."""
     if "reap" in message:
         os.waitpid(message["reap"], 0)
         return None
-    request = Request(**message["fork"])
+    request = ForkRequest(**message["fork"])
     pid = os.fork()
     if not pid:
         _become(request, control, selector, files)
@@ -108,7 +108,7 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _become(
-    request: Request, control: socket.socket, selector: selectors.BaseSelector, files: list[int]
+    request: ForkRequest, control: socket.socket, selector: selectors.BaseSelector, files: list[int]
 ) -> None:
     """Take on, in the new process, what a new interpreter would have been started with."""
     os.setpgid(0, 0)
@@ -140,7 +140,7 @@ def _main() -> None:
         _end_with(_run(request))
 
 
-def _run(request: Request) -> int:
+def _run(request: ForkRequest) -> int:
     """Run the function of a request to its end; return the exit code of the process, negative for a signal."""
     try:
         run_member(request.work, request.path)

@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
 _FORK_SECONDS = 180.0  # importing torch on a busy machine comes before the first fork
-_CLOSE_SECONDS = 10.0
+_CLOSE_FORK_SECONDS = 10.0
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
@@ -206,7 +206,7 @@ class ForkServer:
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(_CLOSE_SECONDS)
+            self._process.wait(_CLOSE_FORK_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

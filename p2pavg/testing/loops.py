@@ -59,6 +59,7 @@ class LoopThread(Generic[T]):
         self._answer: outcome.Outcome[Any] = outcome.Value(None)
         self._ended: outcome.Outcome[T] | None = None
         self._nursery: trio.Nursery | None = None
+        self._averagers: list[Averager] = []
 
     # ------------------------------------------------------------------ in trio
 
@@ -104,10 +105,17 @@ class LoopThread(Generic[T]):
     def _main(self) -> None:
         _here.thread = self
         self._turn.acquire()
-        self._ended = outcome.capture(self._work, self)
+        self._ended = outcome.capture(self._work_to_the_end)
         self._handed_over.release()
 
-    def call(self, function: Callable[[], Awaitable[R]]) -> R:
+    def _work_to_the_end(self) -> T:
+        """Run the loop, and end its averagers as the block of a blocking averager does."""
+        result = self._work(self)
+        for averager in self._averagers:
+            averager.end()
+        return result
+
+    def call(self, function: Callable[[], Awaitable[R]], **_: object) -> R:
         """Run ``await function()`` in trio; return its result."""
         if isinstance(self._answer, outcome.Error) and isinstance(self._answer.error, Ended):
             raise Ended  # the thread cleans up
@@ -119,13 +127,18 @@ class LoopThread(Generic[T]):
     def check(self) -> None:
         """Do nothing: an averager of the simulation does not end before its loop."""
 
+    def let_catch_up(self) -> None:
+        """Do nothing: on a virtual clock, no loop stands still."""
+
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass, as a computation would."""
         self.call(partial(trio.sleep, seconds))
 
     def averager(self, averager: DecentralizedAverager) -> Averager:
         """Return an averager whose calls block this loop."""
-        return Averager(cast("TrioThread[DecentralizedAverager]", self), averager)
+        made = Averager(cast("TrioThread[DecentralizedAverager]", self), averager)
+        self._averagers.append(made)
+        return made
 
 
 _here = threading.local()

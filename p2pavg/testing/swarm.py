@@ -33,7 +33,7 @@ from p2pavg.testing.swarm_faults import carrying_out
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 180.0  # importing torch on a busy machine
+START_SWARM_SECONDS = 180.0  # importing torch on a busy machine
 _LEAVE_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 
@@ -116,7 +116,7 @@ class SwarmProcess:
         """True if the process has not ended. A stopped process has not ended."""
         return self.process.poll() is None
 
-    def wait_joined(self, timeout: float = START_SECONDS) -> str:
+    def wait_joined(self, timeout: float = START_SWARM_SECONDS) -> str:
         """Wait until the process' averager is open and other peers can reach it. Return its address.
 
         Raises:

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.inputs import Coming
+from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.proofs import trailer_bytes
 from p2pavg.allreduce.turns import Turns
-from p2pavg.allreduce.values import Values, check_index
+from p2pavg.allreduce.values import AttemptData, check_index
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.group.milestones import Milestone
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Buffer, DirectLane
@@ -34,10 +34,10 @@ UNSENT_IN_TURNS_BYTES = 16 * 1024
 UNSENT_BYTES = 128 * 1024
 COMING_BYTES = 64 * 1024
 """Of a part that is being received, up to so many bytes may come for nothing if the attempt ends."""
-SOON_SECONDS = 0.2
+NEXT_PART_SECONDS = 0.2
 
 
-class Hears(Protocol):
+class LaneListener(Protocol):
     """Listener of a lane. Its methods are called in the lane's thread."""
 
     def owes(self, peer_id: str, yes: bool) -> None:
@@ -59,9 +59,9 @@ class DirectUse:
     def __init__(
         self,
         lane: DirectLane,
-        values: Values,
+        values: AttemptData,
         limit: RateLimit,
-        hears: Hears,
+        hears: LaneListener,
         turns: Turns | None = None,
         place: int = 0,
     ) -> None:
@@ -95,8 +95,10 @@ class DirectUse:
     def stop(self) -> None:
         """Make it end soon, in the midst of a part too, and then the lane with it. From any thread."""
         self._stopped.set()
+        # A lane whose bytes are all there stays whole: the other side may keep it for the next round.
         if not self.finished:
             self.lane.abort()
+        # Threads that wait for a part look whether they are to stop only when they are woken.
         with self._values.changed:
             self._values.changed.notify_all()
 
@@ -126,6 +128,8 @@ class DirectUse:
                     self._send_trailer(values.trailer(step.kind, self.lane.remote))
                 self._hears.reached(Milestone.CONTRIBUTION_SENT)
             else:
+                # Contributions of all lanes have priority over averages: every reducer waits for
+                # contributions.
                 self._phase = 1
                 if step.after is not None:
                     self._await_ready(step.after)
@@ -135,7 +139,7 @@ class DirectUse:
                 self._hears.reached(Milestone.AVERAGE_SENT)
         self.finished = True
 
-    def send_share(self, header: LaneHeader, reducer: str, parts: Sequence[Part]) -> None:
+    def send_share(self, header: LaneHeader, reducer: str, parts: Sequence[SharePart]) -> None:
         """Send another reducer's share as it came. Raises StreamBrokenError."""
         self._phase = 1
         self._begin(header)
@@ -149,7 +153,7 @@ class DirectUse:
         message = encode_header(header)
         self.lane.send(len(message).to_bytes(LENGTH_BYTES, "big") + message)
 
-    def _send_part(self, part: Part, payload: Buffer) -> None:
+    def _send_part(self, part: SharePart, payload: Buffer) -> None:
         self.lane.send(part_frame(part.index))
         for paced in self._paced(memoryview(payload)):
             self._pause(len(paced))
@@ -173,7 +177,7 @@ class DirectUse:
 
     # ------------------------------------------------------------------ in
 
-    def receive_parts(self, steps: Sequence[Step], begin: Mark = START) -> None:
+    def receive_parts(self, steps: Sequence[Step], begin: ResumeMark = START) -> None:
         """Receive what :meth:`send_parts` of the other end sends.
 
         Args:
@@ -193,7 +197,7 @@ class DirectUse:
                 self._values.receive_average(step.reducer, step.part, payload, trailer)
             self._hears.progressed()
 
-    def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:
+    def receive_share(self, reducer: str, parts: Sequence[SharePart]) -> None:
         """Receive the share of a reducer that is gone. Raises what :meth:`receive_parts` raises."""
         payloads: list[Buffer] = []
         for part in parts:
@@ -204,13 +208,14 @@ class DirectUse:
         self._values.receive_share(reducer, payloads, trailer)
         self._hears.progressed()
 
-    def _receive_contribution(self, step: Step, begin: Mark) -> None:
+    def _receive_contribution(self, step: Step, begin: ResumeMark) -> None:
         remote, values = self.lane.remote, self._values
         # Silence counts in seconds: the event loop need not hear of less.
-        if step.after is not None and not self._await_ready(step.after, SOON_SECONDS):
+        if step.after is not None and not self._await_ready(step.after, NEXT_PART_SECONDS):
             self._hears.owes(remote, False)
             self._await_ready(step.after)
             self._hears.owes(remote, True)
+        # It came in an earlier attempt, to the end. What comes again is read, and does not count twice.
         comes_again = values.has(remote, step.kind, step.part.index)
         payload, trailer = self._receive_part(step, values.carry.receive(remote, step.part, begin))
         complete = not comes_again and values.contributed(remote, step.part.index, payload, trailer)
@@ -227,7 +232,7 @@ class DirectUse:
         self.lane.receive_into(memoryview(index))
         return int.from_bytes(index, "big")
 
-    def _receive_part(self, step: Step, coming: Coming) -> tuple[Buffer, bytes]:
+    def _receive_part(self, step: Step, coming: IncomingPart) -> tuple[Buffer, bytes]:
         """Return a part, and the bytes that follow it if it is the last one of its kind."""
         payload = self._receive_payload(coming)
         trailer = self._receive_trailer(step.kind) if step.last else b""
@@ -243,18 +248,21 @@ class DirectUse:
         return bytes(trailer)
 
     def _acknowledge(self) -> None:
+        # Before the acknowledgement: from then on the sender may use the lane again, and `stop` must not
+        # abort it.
         self.finished = True
         self.lane.acknowledge()
 
-    def _memory_of(self, part: Part) -> Coming:
-        return Coming(part.index, self._values.buffer(part))
+    def _memory_of(self, part: SharePart) -> IncomingPart:
+        return IncomingPart(part.index, self._values.buffer(part))
 
-    def _receive_payload(self, coming: Coming) -> Buffer:
+    def _receive_payload(self, coming: IncomingPart) -> Buffer:
         rest = coming.rest
         for paced in self._paced(rest):
             self._pause(len(paced))
             for piece in _pieces(paced, COMING_BYTES):
                 self.lane.receive_into(piece)
+                # Noted piece by piece, so that a next attempt goes on in the middle of a part.
                 coming.add(len(piece))
         self.moved += FRAME_BYTES + len(rest)
         return coming.payload
@@ -282,6 +290,7 @@ class DirectUse:
         values = self._values
         with values.changed:
             values.changed.wait_for(lambda: values.is_ready(index) or self._stopped.is_set(), seconds)
+            # The part may be ready too. An attempt that is over has no use for it.
             if self._stopped.is_set():
                 raise StreamBrokenError("the attempt is over")
             return values.is_ready(index)

@@ -18,7 +18,7 @@ import trio
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
 from p2pavg.allreduce.movers.resting import REST_SECONDS, RestingStreams
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
-from p2pavg.consensus.votes import Ping, Unknown, Vote, encode_vote
+from p2pavg.consensus.votes import MemberPing, Unknown, Vote, encode_vote
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import DirectLane, Stream
 
@@ -64,7 +64,6 @@ class Lanes:
     def __init__(self) -> None:
         self._waiting: list[InboundLane] = []
         self._arrive, self._arriving = trio.open_memory_channel[InboundLane](math.inf)
-        self.closed = False
 
     def arrived(self, lane: InboundLane) -> None:
         """Never blocks: how many wait is bounded by the group."""
@@ -85,7 +84,6 @@ class Lanes:
         A lane with :attr:`InboundLane.taken` is let go by its task, which ends soon. Its sender may have read the
         acknowledgement already, and keeps the lane for the next attempt, which would find it broken.
         """
-        self.closed = True
         for lane in self._waiting:
             if not lane.taken:
                 lane.finished.set()
@@ -94,7 +92,9 @@ class Lanes:
 class ExpectedGroup:
     """The streams of one group. Close it, or they wait for ever."""
 
-    def __init__(self, lobby: Lobby, group_id: bytes, on_arrival: Callable[[bytes, str], None]) -> None:
+    def __init__(
+        self, lobby: StreamRouter, group_id: bytes, on_arrival: Callable[[bytes, str], None]
+    ) -> None:
         self.group_id = group_id
         self.members: frozenset[str] | None = None
         """Peer ids; ``None`` until they are known."""
@@ -119,6 +119,7 @@ class ExpectedGroup:
     def consists_of(self, members: Iterable[str]) -> None:
         """Note the peer ids of the group, once it has committed."""
         self.members = frozenset(members)
+        # Before the first lane is opened: members keep their places when strangers fill the limits of connections.
         self._lobby.on_members(self.members)
 
     def lanes(self, attempt: int) -> Lanes:
@@ -135,6 +136,7 @@ class ExpectedGroup:
 
     def end(self) -> None:
         """As :meth:`close`, but what is still to be said on control streams is said."""
+        # The same group may be expected anew, by another object.
         if self._lobby.groups.get(self.group_id) is self:
             del self._lobby.groups[self.group_id]
         for lanes in self._attempts.values():
@@ -142,10 +144,12 @@ class ExpectedGroup:
 
     async def arrived(self, stream: Stream | DirectLane, header: LaneHeader) -> bool:
         """Hand a stream over and keep it for as long as it is used; whether it was read to its end."""
+        # Its sender may not have heard of the newer attempt yet, so this is no fault.
         if header.lane is not Lane.CONTROL and header.attempt < self._newest:
             logger.debug("%s opened a lane of an attempt that is over", stream.remote)
             return False
         # Of a group of 32 a member opens two lanes, and passes on the shares of those that were lost.
+        # Lanes ahead of time wait with their buffers: without a limit, one member could have any number of them wait.
         if self._lanes_of[stream.remote] >= MAX_WAITING_LANES and header.attempt > self._newest:
             raise RemoteProtocolError("it opened more lanes ahead of time than a member needs")
         if self._lanes_of[stream.remote] >= 128:
@@ -156,8 +160,11 @@ class ExpectedGroup:
         self._lanes_of[stream.remote] += 1
         lane = InboundLane(stream, header)
         try:
+            # Before the next line, which may begin the exchange: it looks for lanes that wait.
             lanes.arrived(lane)
+            # A lane proves that the group has committed: the leader may have died before it told this member.
             self._on_arrival(self.group_id, stream.remote)
+            # The stream lives as long as the task that serves it, so it waits here while the attempt's tasks use it.
             await lane.finished.wait()
         finally:
             lanes.left(lane)
@@ -165,7 +172,7 @@ class ExpectedGroup:
         return lane.clean
 
 
-class Lobby:
+class StreamRouter:
     """Serves the exchange protocol of one peer."""
 
     def __init__(self) -> None:
@@ -208,6 +215,7 @@ class Lobby:
         header = await _header_within(HEADER_SECONDS, stream)
         if header is None:
             return
+        # Any peer may ask, also about a group that this one does not know: it may have been restarted.
         if header.lane is Lane.ASK:
             await self._answer(stream, header.group_id)
             return
@@ -219,6 +227,7 @@ class Lobby:
             raise RemoteProtocolError("pieces of states go over a direct lane or a stream of their own")
         may_rest = await self._serve_round(stream, header) and header.lane is Lane.CONTROL
         while may_rest and self._rests[stream.remote] < MAX_RESTING_INBOUND:
+            # Counted while it rests only: a stream in use is bounded by its group.
             self._rests[stream.remote] += 1
             try:
                 header = await _header_within(REST_SECONDS, stream)
@@ -248,13 +257,16 @@ class Lobby:
         if header.lane is Lane.STATE:
             await self._admit(lane, header.group_id)
             return
+        # Votes always go over libp2p's streams, one for each pair.
         if header.lane not in (Lane.PARTS, Lane.PASSED_ON):
             raise RemoteProtocolError("a direct lane that carries no parts")
         group = self.groups.get(header.group_id)
+        # As an error: the lane may hold parts that were not read, and must not be kept for another use.
         if group is None or not await group.arrived(lane, header):
             raise StreamBrokenError("the parts on the direct lane are no longer wanted")
 
     async def _admit(self, lane: DirectLane, ticket: bytes) -> None:
+        # A ticket that was overheard is of no use: the peer at the other end is authenticated, and must be its holder.
         holder, serve = self.tickets.get(ticket, ("", None))
         if serve is None or lane.remote != holder:
             raise StreamBrokenError("a direct lane with a ticket that this peer has not given its sender")
@@ -266,8 +278,10 @@ class Lobby:
         if group_id in self._ended:
             answer = self._ended[group_id](stream.remote)
         else:
-            answer = Unknown() if group is None else Ping()
+            # A round that goes on has no end to tell; the ping says that this member is in it.
+            answer = Unknown() if group is None else MemberPing()
         if group is not None:
+            # A member that asks waits for the stream of votes that this one is to open.
             group.on_asked(stream.remote)
         with trio.move_on_after(HEADER_SECONDS):
             await send_message(stream, encode_vote(answer))
@@ -284,6 +298,7 @@ async def _header_within(seconds: float, stream: Stream) -> LaneHeader | None:
 async def _receive_header(lane: DirectLane) -> bytes:
     """The message with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
     try:
+        # A lane may rest for long before a header begins. One that has begun must end soon.
         with trio.fail_after(HEADER_SECONDS):
             return await _read_header(lane)
     except trio.TooSlowError:

@@ -1,8 +1,8 @@
 """The small parts of an attempt over direct lanes: on the event loop, without a thread.
 
 Starting a thread and waking it takes longer than a few kilobytes do. So where a whole lane carries no more than that,
-its parts are moved here: the same bytes in the same order as in :mod:`p2pavg.allreduce.movers.lane_driver`, which the other
-end may use. What is ready goes in one write. Nothing here blocks, whatever the other end does.
+its parts are moved here: the same bytes in the same order as in :mod:`p2pavg.allreduce.movers.lane_driver`, which the
+other end may use. What is ready goes in one write. Nothing here blocks, whatever the other end does.
 
 Between processes on one machine this holds for far more bytes: no link carries them, so no turns are needed either.
 """
@@ -17,16 +17,16 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.inputs import Coming
+from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
-from p2pavg.allreduce.movers.lane_driver import COMING_BYTES, UNSENT_BYTES, DirectUse, Hears
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.lane_driver import COMING_BYTES, UNSENT_BYTES, DirectUse, LaneListener
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.proofs import trailer_bytes
 from p2pavg.allreduce.turns import Turns
-from p2pavg.allreduce.values import Values, check_index
+from p2pavg.allreduce.values import AttemptData, check_index
 from p2pavg.group.milestones import Milestone
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Buffer, DirectLane
@@ -42,7 +42,7 @@ robust rule it would take longer."""
 
 
 def is_small(
-    lane: DirectLane, parts: Iterable[Part], members: int, context: RunContext, limit: RateLimit
+    lane: DirectLane, parts: Iterable[SharePart], members: int, context: RunContext, limit: RateLimit
 ) -> bool:
     """Return whether the event loop may move these parts of one lane.
 
@@ -57,11 +57,11 @@ def is_small(
     return limit.unlimited and sum(part.elements for part in parts) <= most
 
 
-class HearsOnLoop(Hears, Protocol):
+class HearsOnLoop(LaneListener, Protocol):
     """Listener of a lane that is used on the event loop."""
 
     async def until_ready(self, index: int) -> None:
-        """Wait for what :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers so."""
+        """Wait for what :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` numbers so."""
 
 
 class LoopUse(DirectUse):
@@ -70,7 +70,7 @@ class LoopUse(DirectUse):
     def __init__(
         self,
         lane: DirectLane,
-        values: Values,
+        values: AttemptData,
         limit: RateLimit,
         hears: HearsOnLoop,
         turns: Turns | None = None,
@@ -97,7 +97,7 @@ class LoopUse(DirectUse):
         await self._write(ready, steps[sent:])
         self.finished = True
 
-    def _encoded(self, step: Step, begin: Mark) -> bytes:
+    def _encoded(self, step: Step, begin: ResumeMark) -> bytes:
         """Return a part with its frame, and the trailer if it is the last one of its kind."""
         values, remote = self._values, self.lane.remote
         payload: Buffer
@@ -123,7 +123,7 @@ class LoopUse(DirectUse):
             contributes = step.kind is Lane.CONTRIBUTIONS
             self._hears.reached(Milestone.CONTRIBUTION_SENT if contributes else Milestone.AVERAGE_SENT)
 
-    async def receive_small(self, steps: Sequence[Step], begin: Mark = START) -> None:
+    async def receive_small(self, steps: Sequence[Step], begin: ResumeMark = START) -> None:
         """Receive what :meth:`receive_parts` receives.
 
         Raises:
@@ -141,7 +141,7 @@ class LoopUse(DirectUse):
             if step.part.elements > SMALL_ELEMENTS:
                 await trio.lowlevel.checkpoint()  # other tasks have their turn
 
-    async def _take_contribution(self, step: Step, begin: Mark) -> None:
+    async def _take_contribution(self, step: Step, begin: ResumeMark) -> None:
         remote, values = self.lane.remote, self._values
         if step.after is not None and not values.is_ready(step.after):
             self._hears.owes(remote, False)
@@ -158,7 +158,7 @@ class LoopUse(DirectUse):
             except BadContributionError as error:
                 self._hears.blame(error.peer_id, error)
 
-    async def _take(self, step: Step, coming: Coming) -> tuple[Buffer, bytes]:
+    async def _take(self, step: Step, coming: IncomingPart) -> tuple[Buffer, bytes]:
         """Return a part, and the bytes that follow it if it is the last one of its kind."""
         rest = coming.rest
         after = trailer_bytes(self._values.proofs, step.kind) if step.last else 0

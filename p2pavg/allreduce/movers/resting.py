@@ -1,7 +1,8 @@
 """Streams of votes that rest between two rounds, for the next round of the same two members.
 
 To open a stream takes a negotiation, and to close one a frame each way; in a round of a small vector that is a third of
-all work. The side that opened a stream keeps it here. The other side goes on serving it: :mod:`p2pavg.allreduce.movers.lobby`.
+all work. The side that opened a stream keeps it here. The other side goes on serving it:
+:mod:`p2pavg.allreduce.movers.lobby`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ MAX_RESTING = 64  # streams; beyond that, the one that has rested longest is clo
 
 
 class RestingStreams:
-    """The streams that this peer opened and whose last round has ended on both sides."""
+    """The streams that this peer opened and whose last round has ended on both sides.
+
+    An old one is closed when another is taken or kept. Without a further round, the serving side resets it.
+    """
 
     def __init__(self) -> None:
         self._resting: OrderedDict[PeerId, tuple[Stream, float]] = OrderedDict()

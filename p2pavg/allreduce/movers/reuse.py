@@ -4,7 +4,7 @@ When a member is lost, the averages that count it are worthless, and the contrib
 keeps its range in the next attempt (:mod:`p2pavg.group.ranges`). So it keeps what has come for it, and averages it
 again without the lost member.
 
-* **Who decides.** A reducer tells each contributor how far its contribution has come (:class:`Mark`), before it
+* **Who decides.** A reducer tells each contributor how far its contribution has come (:class:`ResumeMark`), before it
   promises to go on. The contributor names in the header of its lane where it goes on: there, or earlier. The reducer
   refuses a place up to which nothing has come. So the two need not agree, and a lie about it costs the liar only.
 * **What is signed.** The contributor signs the digests of all parts again, for the new attempt and its members: those
@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 
 
-class Mark(NamedTuple):
+class ResumeMark(NamedTuple):
     """A place in one member's contribution to one reducer."""
 
     parts: int
@@ -30,12 +30,12 @@ class Mark(NamedTuple):
     nbytes: int
     """Encoded bytes of the next part before it."""
 
-    def of(self, part: Part, payload: Buffer) -> memoryview:
+    def of(self, part: SharePart, payload: Buffer) -> memoryview:
         """Return the bytes of a part that come after this place; the part's index is ``parts`` or more."""
         return memoryview(payload)[self.nbytes if part.index == self.parts else 0 :]
 
 
-START = Mark(0, 0)
+START = ResumeMark(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,17 @@ class Received:
 class Leftover:
     """Everything of an attempt that the next one may use, at one member."""
 
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[SharePart]]
     """The parts of each reducer's share."""
     came: Mapping[str, Received]
     """Contributions to this member's share, by contributor."""
     sent: Mapping[str, Sequence[bytes]]
     """Digests of the parts that were sent to each reducer, from the first one on."""
-    told: Mapping[str, Mark]
+    told: Mapping[str, ResumeMark]
     """How far this member's contribution has come, by the reducers that have told it."""
 
 
-def same_parts(before: Sequence[Part], now: Sequence[Part]) -> int:
+def same_parts(before: Sequence[SharePart], now: Sequence[SharePart]) -> int:
     """Return the number of parts at the beginning of two shares that are the same elements."""
     count = 0
     for one, other in zip(before, now, strict=False):
@@ -75,8 +75,12 @@ def same_parts(before: Sequence[Part], now: Sequence[Part]) -> int:
 
 
 def goes_on_at(
-    told: Mark, sent: int, before: Sequence[Part], now: Sequence[Part], encoded_nbytes: Callable[[int], int]
-) -> Mark:
+    told: ResumeMark,
+    sent: int,
+    before: Sequence[SharePart],
+    now: Sequence[SharePart],
+    encoded_nbytes: Callable[[int], int],
+) -> ResumeMark:
     """Return where a contributor goes on in a later attempt.
 
     Args:
@@ -87,18 +91,23 @@ def goes_on_at(
         encoded_nbytes: of the codec.
     """
     parts = min(told.parts, sent)
-    mark = told if parts == told.parts and parts < sent else Mark(parts, 0)
+    mark = told if parts == told.parts and parts < sent else ResumeMark(parts, 0)
     return _within(mark, same_parts(before, now), now, encoded_nbytes)
 
 
 def has_come(
-    came: Received, before: Sequence[Part], now: Sequence[Part], encoded_nbytes: Callable[[int], int]
-) -> Mark:
+    came: Received,
+    before: Sequence[SharePart],
+    now: Sequence[SharePart],
+    encoded_nbytes: Callable[[int], int],
+) -> ResumeMark:
     """Return how much of a contribution a reducer keeps for a later attempt."""
-    return _within(Mark(len(came.parts), len(came.begun)), same_parts(before, now), now, encoded_nbytes)
+    return _within(ResumeMark(len(came.parts), len(came.begun)), same_parts(before, now), now, encoded_nbytes)
 
 
-def _within(mark: Mark, same: int, now: Sequence[Part], encoded_nbytes: Callable[[int], int]) -> Mark:
+def _within(
+    mark: ResumeMark, same: int, now: Sequence[SharePart], encoded_nbytes: Callable[[int], int]
+) -> ResumeMark:
     """Return the last place up to ``mark`` that means the same in both attempts.
 
     It is before the end of the last part, because a signature follows that part.
@@ -106,7 +115,7 @@ def _within(mark: Mark, same: int, now: Sequence[Part], encoded_nbytes: Callable
     if not now:
         return START
     if mark.parts >= same:
-        mark = Mark(same, 0)
+        mark = ResumeMark(same, 0)
     if mark.parts == len(now):
-        return Mark(len(now) - 1, encoded_nbytes(now[-1].elements))
-    return mark if mark.nbytes <= encoded_nbytes(now[mark.parts].elements) else Mark(mark.parts, 0)
+        return ResumeMark(len(now) - 1, encoded_nbytes(now[-1].elements))
+    return mark if mark.nbytes <= encoded_nbytes(now[mark.parts].elements) else ResumeMark(mark.parts, 0)

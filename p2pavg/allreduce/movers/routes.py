@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.group.sites import Sites, relays_of
 
 
@@ -36,7 +36,7 @@ class Routes:
     """
 
     def __init__(
-        self, roster: Roster, parts: Mapping[str, Sequence[Part]], sites: Sites | None = None
+        self, roster: Roster, parts: Mapping[str, Sequence[SharePart]], sites: Sites | None = None
     ) -> None:
         members = roster.members
         sites = sites or (tuple(range(len(members))),)
@@ -57,7 +57,7 @@ class Routes:
         self._relayed: dict[str, list[str]] = {member.peer_id: [] for member in members}
         for (reducer, _), relay in self._relays.items():
             self._relayed[relay].append(reducer)
-        self._tasks: dict[str, tuple[Part, ...]] = {}
+        self._tasks: dict[str, tuple[SharePart, ...]] = {}
 
     @property
     def are_direct(self) -> bool:
@@ -68,14 +68,14 @@ class Routes:
         """Return the reducers whose shares a member relays, in the order of its tasks."""
         return self._relayed[peer_id]
 
-    def sums_of(self, peer_id: str) -> Iterator[tuple[str, Part]]:
+    def sums_of(self, peer_id: str) -> Iterator[tuple[str, SharePart]]:
         """Yield the tasks that a member has as a relay: each share's reducer, and the part of its share."""
         if self._weights[self._site[peer_id]]:
             for reducer in self.relayed_by(peer_id):
                 for part in self._parts[reducer]:
                     yield reducer, part
 
-    def tasks_of(self, peer_id: str) -> tuple[Part, ...]:
+    def tasks_of(self, peer_id: str) -> tuple[SharePart, ...]:
         """Return the parts that a member reduces, numbered: those that it relays, then those of its own share."""
         if peer_id not in self._tasks:
             parts = (*(part for _, part in self.sums_of(peer_id)), *self._parts[peer_id])
@@ -106,7 +106,7 @@ class Routes:
         }
         return own, own | sums
 
-    def contributions(self, sender: str, receiver: str) -> Sequence[Part]:
+    def contributions(self, sender: str, receiver: str) -> Sequence[SharePart]:
         """Return the tasks of a member to which another one sends it a contribution, or the mean of its site."""
         if self._site[sender] == self._site[receiver]:
             return self.tasks_of(receiver) if sender in self._weights[self._site[sender]] else ()

@@ -1,4 +1,4 @@
-"""The bytes that one member's parts have taken on streams, in one direction."""
+"""The bytes that one member's parts have taken on streams, in one direction. No I/O, no clock."""
 
 from __future__ import annotations
 

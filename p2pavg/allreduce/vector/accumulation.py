@@ -58,6 +58,7 @@ class Schema:
     @cached_property
     def device(self) -> torch.device:
         """The device on which the vector lives."""
+        # A vector has to be in one place. Tensors on several devices meet on the CPU.
         devices = set(self.devices)
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
@@ -71,6 +72,7 @@ class Schema:
         """SHA-256 over names, shapes and dtypes. Devices are left out: they may differ between peers."""
         # One text per tensor, joined: msgpack's arrays are limited where they are read, not here.
         lines = [f"{shape}:{dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        # Names are chosen by the program and may hold lone surrogates, which plain UTF-8 cannot encode.
         names = (
             [] if self.names is None else [name.encode("utf-8", "surrogatepass").hex() for name in self.names]
         )
@@ -214,8 +216,10 @@ class Accumulation:
             if self._schema is not None:
                 _check_same(self._schema, schema)
             self._metrics.check_room(measured)
+            # A round that runs may fail and give its weight back, so that counts here too.
             if self._weight + self._taken_weight + weight > MAX_WEIGHT:
                 raise AccumulateError(f"the weights accumulated would sum to more than {MAX_WEIGHT:g}")
+            # The last check, because it reads all values. From here on nothing is refused.
             _check_values(schema, tensors)
             if self._schema is None:
                 self._schema = schema
@@ -227,33 +231,10 @@ class Accumulation:
             share = weight / (self._weight + weight)
             for total, tensor in zip(torch.split(self._sum, schema.sizes), tensors, strict=True):
                 flat = tensor.detach().reshape(-1).to(total.device)
+                # The first tensors overwrite the buffer, which may hold the values of an earlier round.
                 total.lerp_(flat.float(), share) if share < 1.0 else total.copy_(flat)
             self._weight += weight
             self._metrics.add(measured, weight)
-
-    @torch.no_grad()
-    def add_vector(
-        self, schema: Schema, vector: torch.Tensor, weight: float, metrics: Mapping[str, float]
-    ) -> None:
-        """Add a flat float32 vector of the tensors, whose values were checked before.
-
-        Args:
-            weight: 0 adds nothing, and only fixes the schema.
-        """
-        with self._lock:
-            if self._schema is None:
-                self._schema = schema
-            _check_same(self._schema, schema)
-            if not weight:
-                return
-            if self._sum is None:
-                self._sum, self._spare = self._spare, None
-            if self._sum is None:
-                self._sum = torch.zeros(schema.elements, dtype=torch.float32, device=schema.device)
-            share = weight / (self._weight + weight)
-            self._sum.lerp_(vector, share) if share < 1.0 else self._sum.copy_(vector)
-            self._weight += weight
-            self._metrics.add(metrics, weight)
 
     def take(self) -> Contribution | None:
         """Take everything accumulated out for a round; ``None`` when there is nothing."""
@@ -261,6 +242,7 @@ class Accumulation:
             if self._weight == 0 or self._sum is None or self._schema is None:
                 return None
             taken = Contribution(self._schema, self._sum, self._weight, self._metrics, self._generation)
+            # The round owns its buffer until it gives it back. What is accumulated meanwhile goes to the other one.
             self._sum, self._spare, self._weight = self._spare, None, 0.0
             self._metrics = MetricMeans(self._own_metrics)
             self._taken_weight += taken.weight
@@ -275,6 +257,7 @@ class Accumulation:
                 self._metrics.merge(taken.metrics)
             if taken.generation != self._generation:
                 self._spare = taken.mean  # :meth:`clear` was called since
+            # Nothing came meanwhile, so the buffers change places, and no value is touched.
             elif self._weight == 0:
                 self._sum, self._spare, self._weight = taken.mean, self._sum, taken.weight
             else:
@@ -314,6 +297,7 @@ class Accumulation:
             self._withheld.clear()
             self._weight = self._taken_weight = 0.0
             self._metrics = MetricMeans(self._own_metrics)
+            # A contribution of an older generation gives back its buffer, and neither values nor weight.
             self._generation += 1
 
     def mean(self) -> Tensors | None:
@@ -328,6 +312,7 @@ def _checked_weight(weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         hint = "; use weight.item()" if isinstance(weight, torch.Tensor) else ""
         raise AccumulateError(f"weight must be a number, got {type(weight).__name__}{hint}")
+    # In this form, NaN is refused too.
     if not 0 < cast(float, weight) <= MAX_WEIGHT:
         raise AccumulateError(f"weight must be above 0 and at most {MAX_WEIGHT:g}, got {weight!r}")
     return float(weight)
@@ -356,6 +341,7 @@ def _check_same(before: Schema, now: Schema) -> None:
 
 def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:
     """Check all values in one pass and, on CUDA, one synchronisation; a maximum propagates NaN."""
+    # ``aminmax`` refuses a tensor without elements.
     filled = [(position, tensor) for position, tensor in enumerate(tensors) if tensor.numel()]
     if not filled:
         return
@@ -364,6 +350,7 @@ def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:
         for _, tensor in filled
     ]
     largest = torch.stack(extremes)
+    # Not ``largest > LIMIT``, which is false for NaN.
     wrong = ~(largest <= LIMIT)
     if wrong.any():
         position, tensor = filled[int(wrong.nonzero()[0])]

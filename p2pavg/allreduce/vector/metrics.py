@@ -35,6 +35,17 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+def not_finite(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names of the metrics that are NaN or infinite; other mistakes are those of :func:`checked_metrics`."""
+    if not isinstance(metrics, Mapping):
+        return ()
+    return tuple(
+        name
+        for name, value in metrics.items()
+        if isinstance(value, numbers.Real) and not math.isfinite(_float_of(value))
+    )
+
+
 def _float_of(value: SupportsFloat) -> float:
     try:
         return float(value)

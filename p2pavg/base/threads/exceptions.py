@@ -1,4 +1,4 @@
-"""Unwrapping of exception groups, into which nurseries wrap every exception."""
+"""Unwrapping of exception groups, into which nurseries wrap every exception. No I/O, no clock."""
 
 from __future__ import annotations
 

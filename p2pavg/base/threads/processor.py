@@ -28,7 +28,7 @@ def wait_of_this_thread() -> ProcessorWait:
     return never_waits if first is None else _Schedstat(file, first)
 
 
-class Waits:
+class ThreadWaits:
     """The waits of a thread, from one look to the next.
 
     Args:

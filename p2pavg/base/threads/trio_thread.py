@@ -9,18 +9,16 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.holding import hold_in
+from p2pavg.base.threads.loop_clock import LoopClock
 from p2pavg.base.threads.workers import prepare_thread
-
-if TYPE_CHECKING:
-    # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +26,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # The timeout of stop(). A peer leaves within 5 s: withdrawing, serving other peers and closing are each bounded.
-STOP_SECONDS = 10.0
-TELL_SECONDS = 3.0  # of closing, after which the log says what it waits for
+STOP_THREAD_SECONDS = 10.0
+TELL_CLOSING_SECONDS = 3.0  # of closing, after which the log says what it waits for
+TURN = 0.125
+"""Part of the time in which the loop could not run that it gets back in a turn of its own. A program that holds
+Python's lock all the time becomes slower by as much, and its peer reads and answers in every turn what has come."""
+QUIET_LOOP_SECONDS = 0.1  # a loop with nothing to do for so long has caught up: about one round trip
 
 Live = Callable[[Callable[[R], None], trio.Event], Awaitable[None]]
 """The main function of the thread: it passes the start result to the callback, and returns when the event is set."""
@@ -55,6 +57,9 @@ class TrioThread(Generic[R]):
         self._nursery: trio.Nursery | None = None
         self._stop = trio.Event()
         self._scope = trio.CancelScope()
+        self._clock = LoopClock()
+        self._repaid = 0.0
+        """Seconds of the loop's standstills for which it has got a turn."""
         # A daemon: a program that ends without leaving its block must not hang.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -63,8 +68,14 @@ class TrioThread(Generic[R]):
         self._thread.start()
         return self._ready.result()
 
-    def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Run ``await function()`` in the thread and return its result. Interrupting the caller cancels it there."""
+    def call(
+        self, function: Callable[[], Awaitable[T]], *, is_closed: Callable[[], bool] = lambda: False
+    ) -> T:
+        """Run ``await function()`` in the thread and return its result. Interrupting the caller cancels it there.
+
+        Args:
+            is_closed: returns whether the caller has closed what the function uses, while the thread goes on.
+        """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._check_process()
         with self._lock:
@@ -76,8 +87,8 @@ class TrioThread(Generic[R]):
             return future.result()
         except ClosedError:
             # Closed although stop() was not called: an exception is ending the thread. Wait for it and raise it.
-            if not self._stopping:
-                self._thread.join(STOP_SECONDS)
+            if not (self._stopping or is_closed()):
+                self._thread.join(STOP_THREAD_SECONDS)
                 self.check()
             raise
         except BaseException:
@@ -87,6 +98,18 @@ class TrioThread(Generic[R]):
         finally:
             with self._lock:
                 self._pending.discard(future)
+
+    def let_catch_up(self) -> None:
+        """Give the loop a turn if this program has kept it from running, by holding Python's lock.
+
+        A program that holds the lock, computes for a few milliseconds and holds it again leaves the loop no time to
+        read what has arrived, and to answer. So this call waits until the loop has done that, for :data:`TURN` of the
+        standstill at most. It returns at once if there was none.
+        """
+        behind = self._clock.behind()
+        owed, self._repaid = behind - self._repaid, behind
+        if owed > 0:
+            self.call(partial(_quiet, TURN * owed))
 
     async def hold(
         self, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
@@ -115,20 +138,22 @@ class TrioThread(Generic[R]):
         """End ``live`` and the thread. Raise the exception that ended it before, unless a caller got it already."""
         if os.getpid() != self._process:
             return
+        # This flag is set before the token is read, and ``_main`` reads it after it has set the token.
+        # So one of both sees the other.
         self._stopping = True
         self._soon(self._stop.set if self._ready.done() else self._scope.cancel)
-        self._thread.join(min(TELL_SECONDS, STOP_SECONDS))
+        self._thread.join(min(TELL_CLOSING_SECONDS, STOP_THREAD_SECONDS))
         if self._thread.is_alive():
             logger.warning(
                 "closing %s takes longer than %.0f s: it tells its last group how the round ended, and withdraws its"
                 " records; at most %.0f s",
                 self._thread.name,
-                TELL_SECONDS,
-                STOP_SECONDS,
+                TELL_CLOSING_SECONDS,
+                STOP_THREAD_SECONDS,
             )
-            self._thread.join(max(STOP_SECONDS - TELL_SECONDS, 0.0))
+            self._thread.join(max(STOP_THREAD_SECONDS - TELL_CLOSING_SECONDS, 0.0))
         if self._thread.is_alive():
-            logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_SECONDS)
+            logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_THREAD_SECONDS)
         if self._error is not None and not self._told:
             self._told = True
             raise self._error
@@ -160,10 +185,11 @@ class TrioThread(Generic[R]):
         error: BaseException | None = None
         try:
             prepare_thread()  # the training loop has priority, and torch's other threads
-            trio.run(self._main)
+            trio.run(self._main, clock=self._clock)
         except BaseException as raised:  # noqa: BLE001 - it is raised again in the threads that wait
             error = raised
         with self._lock:
+            # Under the lock, so that no call is added to the pending ones after they were answered.
             self._error, self._ended = error, True
             for future in self._pending:
                 if not future.done():
@@ -181,6 +207,7 @@ class TrioThread(Generic[R]):
                     await self._live(self._give, self._stop)
                 finally:
                     self._nursery = None
+                    # Calls that still run are cancelled here, and ``_run`` answers them.
                     nursery.cancel_scope.cancel()
 
     def _give(self, what: R) -> None:
@@ -193,6 +220,7 @@ class TrioThread(Generic[R]):
         scope: trio.CancelScope,
     ) -> None:
         if self._nursery is not None:
+            # Without a nursery the thread is about to end, and ``_run`` answers all calls that are pending.
             self._nursery.start_soon(self._serve, function, future, scope)
 
     async def _serve(
@@ -208,3 +236,9 @@ class TrioThread(Generic[R]):
                 future.set_exception(error)
             else:
                 future.set_result(result)
+
+
+async def _quiet(most: float) -> None:
+    """Wait until all tasks of the loop wait for something, ``most`` seconds at most."""
+    with trio.move_on_after(most):
+        await wait_all_tasks_blocked(QUIET_LOOP_SECONDS)

@@ -10,13 +10,13 @@ import trio
 
 from p2pavg.base.threads.exceptions import bare_exceptions
 
-FIRST_SECONDS = 3.0  # about the time after which a user wonders why a program stands still
-MAX_PAUSE_SECONDS = 600.0  # between two words: the log of a night shows that the wait lasted all night
+FIRST_WORD_SECONDS = 3.0  # about the time after which a user wonders why a program stands still
+MAX_WORD_PAUSE_SECONDS = 600.0  # between two words: the log of a night shows that the wait lasted all night
 
 
 @asynccontextmanager
 async def told_while_waiting(
-    logger: logging.Logger, why: Callable[[float], str], *, first: float = FIRST_SECONDS
+    logger: logging.Logger, why: Callable[[float], str], *, first: float = FIRST_WORD_SECONDS
 ) -> AsyncIterator[None]:
     """Log a warning as long as the block runs: after ``first`` seconds, then with doubling pauses.
 
@@ -40,4 +40,4 @@ async def _tell(logger: logging.Logger, why: Callable[[float], str], first: floa
         await trio.sleep(pause)
         if sentence := why(trio.current_time() - began):
             logger.warning("%s", sentence)
-        pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        pause = min(2 * pause, MAX_WORD_PAUSE_SECONDS)

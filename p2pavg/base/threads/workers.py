@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 import outcome
 import torch
@@ -35,33 +37,89 @@ class Workers:
     """Runs functions in a thread of its own, one at a time. It must be closed.
 
     It does not use trio's threads. Those are shared with the program, and this thread is limited to one thread of
-    torch.
+    torch. It does not use a pool of :mod:`concurrent.futures` either: all of those are closed when the main thread of
+    the program ends, while an averager of another thread goes on.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2pavg-worker", initializer=prepare_thread)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # A daemon, like the thread of the event loop: a program that ends without leaving its block must not hang.
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs,), name="p2pavg-worker", daemon=True
+        )
+        weakref.finalize(self, self._jobs.put, None)  # a worker that was not closed ends, too
+        self._begun = self._closed = False
 
     def close(self) -> None:
-        """End the thread when its current function has returned."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the thread when the functions that it has been given have returned."""
+        self._closed = True
+        self._jobs.put(None)
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the thread.
 
         A cancelled caller waits for its end, so that its arguments stay valid.
+
+        Raises:
+            RuntimeError: the worker has been closed.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        token, done = trio.lowlevel.current_trio_token(), trio.Event()
-        future = self._pool.submit(function, *args)
-        future.add_done_callback(lambda _: token.run_sync_soon(done.set))
+        if self._closed:
+            raise RuntimeError("the worker has been closed")
+        if not self._begun:  # most processes that have a peer run nothing in its worker
+            self._begun = True
+            self._thread.start()
+        job = _Job(partial(function, *args), trio.lowlevel.current_trio_token())
+        self._jobs.put(job)
         try:
-            await done.wait()
+            await job.done.wait()
         except trio.Cancelled:
-            if not future.cancel():  # it runs already
+            if not job.cancel():  # it runs already
                 with trio.CancelScope(shield=True):
-                    await done.wait()
+                    await job.done.wait()
             raise
-        return future.result()
+        return cast(T, job.result())
+
+
+class _Job:
+    """One function for the thread of :class:`Workers`."""
+
+    def __init__(self, work: Callable[[], object], token: trio.lowlevel.TrioToken) -> None:
+        self._work: Callable[[], object] | None = work
+        self._token = token
+        self._lock = threading.Lock()
+        self._outcome: outcome.Outcome[Any] | None = None
+        self.done = trio.Event()
+
+    def run(self) -> None:
+        """Run the function, unless it has been cancelled before."""
+        with self._lock:
+            work, self._work = self._work, None
+        if work is None:
+            return
+        self._outcome = outcome.capture(work)
+        try:
+            self._token.run_sync_soon(self.done.set)
+        except trio.RunFinishedError:
+            logger.debug("the loop has ended before the function that it waited for")
+
+    def result(self) -> object:
+        """Return what the function has returned, or raise its exception; once, after :attr:`done` is set."""
+        assert self._outcome is not None
+        return self._outcome.unwrap()
+
+    def cancel(self) -> bool:
+        """Return whether the function will not run, because it had not begun."""
+        with self._lock:
+            work, self._work = self._work, None
+        return work is not None
+
+
+def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    prepare_thread()
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # it holds its arguments and its result, which may be large
 
 
 async def in_own_thread(work: Callable[[], T], *, stop: Callable[[], None], name: str) -> T:
@@ -139,10 +197,10 @@ NICENESS = 5
 def prepare_thread() -> None:
     """Limit this thread to one thread of torch, and lower its priority. Each thread of ours calls it once."""
     _use_one_thread_here()
-    be_nice()
+    _be_nice()
 
 
-def be_nice() -> None:
+def _be_nice() -> None:
     """Lower the priority of this thread, on Linux, where each thread has a priority."""
     if not hasattr(os, "setpriority") or os.uname().sysname != "Linux":
         return

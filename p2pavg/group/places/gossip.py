@@ -27,16 +27,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from p2pavg.base.encoding import pack
-from p2pavg.group.places.meeting import Meeting, Stage
+from p2pavg.group.places.meeting import SearchPlace, SearchStage
 
 MAX_CELLS = 2**20
 WIDER = 8
 """A peer without a group looks in a cell that is so many times as large: about one in eight is left over."""
 ROUND = "gossip_round"
 """Metric of a contribution of an averager with this topology: the number of this peer's rounds."""
+OUTER_STEP = "outer_step"
+"""Metric of a contribution of :class:`~p2pavg.optim.MixedUpdates`: the number of this peer's outer steps."""
+COUNTS = frozenset({ROUND, OUTER_STEP})
+"""Metrics by which members decide whether their average is of use to them.
+
+In every run they are medians (:attr:`p2pavg.group.roster.Roster.metrics`): a mean follows any one claim, so that one
+member could make a whole group throw its average away.
+"""
 MAX_LAG = 32
 """Rounds by which the members of one group advance an averager's count at most, besides the round itself."""
 SEARCH_SECONDS = 5.0
@@ -68,18 +76,19 @@ def place_of(peer_id: str, round_number: int, cells: int) -> bytes:
     return hashlib.sha256(pack(_PLACE, round_number, cells, cell_of(peer_id, round_number, cells))).digest()
 
 
-def rounds_of_others(own: float, mean: float, weights: Mapping[str, float], me: str) -> float:
-    """Return the weighted mean of the other members' round numbers, from that of all members.
+def rounds_of_others(own: float, median: float, members: Collection[str], me: str) -> float:
+    """Return the other members' round number, from the median of the group's numbers.
+
+    In a pair, the median is the mean of the two, and the partner's number follows from it. In a larger group it is the
+    number of one of its members: fewer than half that lie move it no further than to another honest one.
 
     Args:
         own: this peer's number, as it was contributed.
-        mean: weighted mean of the group's numbers.
-        weights: weight of each contributor, by peer id.
+        median: of the group's numbers.
+        members: ids of the contributors.
         me: this peer.
     """
-    total = math.fsum(weights.values())
-    others = math.fsum(weight for peer, weight in weights.items() if peer != me)
-    return (mean * total - own * weights.get(me, 0.0)) / others if others > 0 else own
+    return 2 * median - own if len(members) == 2 and me in members else median
 
 
 def next_round(own: int, others: float, max_lag: int) -> int:
@@ -102,7 +111,7 @@ def stages_of(
     group_size: int,
     seconds: float,
     patience: float,
-) -> tuple[Stage, ...]:
+) -> tuple[SearchStage, ...]:
     """Return the places where a peer looks for its group of a round, one after the other.
 
     Args:
@@ -118,10 +127,13 @@ def stages_of(
     avoid = frozenset(last_group) if peers > group_size else frozenset()
     each = seconds / len(widths)
     searches = [
-        Stage(Meeting(place=place_of(peer_id, round_number, max(cells, 1)), avoid=avoid, patience=each), each)
+        SearchStage(
+            SearchPlace(place=place_of(peer_id, round_number, max(cells, 1)), avoid=avoid, patience=each),
+            each,
+        )
         for cells in widths
     ]
-    last = Stage(Meeting(patience=patience))
+    last = SearchStage(SearchPlace(patience=patience))
     return (*searches, last) if avoid or len(searches) > 1 else (last,)
 
 
@@ -147,7 +159,7 @@ class Rotation:
         """The metric that goes with this peer's next contribution."""
         return {ROUND: float(self.number)}
 
-    def stages(self, peers: int) -> tuple[Stage, ...]:
+    def stages(self, peers: int) -> tuple[SearchStage, ...]:
         """Return the stages of the next search.
 
         Args:
@@ -170,9 +182,9 @@ class Rotation:
         Args:
             peers, weights, metrics: of its :class:`p2pavg.Success`.
         """
-        mean = metrics.get(ROUND)
-        if mean is None:
+        median = metrics.get(ROUND)
+        if median is None:
             return
-        others = rounds_of_others(self.number, mean, weights, self._peer_id)
+        others = rounds_of_others(self.number, median, weights, self._peer_id)
         self.number = next_round(self.number, others, MAX_LAG)
         self._last_group = frozenset(peers) - {self._peer_id}

@@ -14,7 +14,7 @@ _DOMAIN = "p2pavg/place/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class SearchPlace:
     """Place, peers and time of a search for one group.
 
     Raises:
@@ -37,29 +37,29 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class SearchStage:
     """One part of a search: a place, and the time after which the next part begins."""
 
-    meeting: Meeting
+    meeting: SearchPlace
     seconds: float = math.inf
     """Seconds; infinite for the last stage."""
 
 
-def stages_at(where: Meeting | Sequence[Stage] | None) -> tuple[Stage, ...]:
+def stages_at(where: SearchPlace | Sequence[SearchStage] | None) -> tuple[SearchStage, ...]:
     """Return the stages of a search: at one place, at several in turn, or among all peers that are ready for ``None``.
 
     Raises:
         ValueError: there is no stage, or one but the last has no end.
     """
-    if where is None or isinstance(where, Meeting):
-        return (Stage(where or EVERYWHERE),)
+    if where is None or isinstance(where, SearchPlace):
+        return (SearchStage(where or EVERYWHERE),)
     stages = tuple(where)
     if not stages or not all(0 < stage.seconds < math.inf for stage in stages[:-1]):
         raise ValueError(f"meeting must have at least one stage, and all but the last an end, got {stages!r}")
     return stages
 
 
-EVERYWHERE = Meeting()
+EVERYWHERE = SearchPlace()
 """Among all peers of a run that are ready."""
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import trio
 from multiaddr import Multiaddr
 
-from p2pavg.base.errors import AddressError, UnreachableError
+from p2pavg.base.errors import AddressError, RemoteProtocolError, UnreachableError
 from p2pavg.net.lanes.certificates import OwnCertificate, listening_context
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.limits.dial_gate import DialGate
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TICKET_BYTES = 16
 TICKET_SECONDS = 10.0
-_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
+_STAGGER_LANES_SECONDS = 0.25  # RFC 8305, section 5
 
 
 class Visitor:
@@ -42,6 +42,7 @@ class Visitor:
 
     def come_in(self, connection: TlsConnection) -> None:
         """Hand over the peer's authenticated connection. If it comes too late, the connection is closed."""
+        # The other side may have taken another way, or the wait has ended, while the handshake was under way.
         if self.decided.is_set():
             connection.close()
             return
@@ -56,16 +57,17 @@ class Visitor:
 
     def take(self) -> TlsConnection | None:
         """Return the connection, which the caller owns from now on; ``None`` if there is none."""
+        # One owner closes it. A second call finds nothing.
         connection, self._connection = self._connection, None
         return connection
 
 
-class Doorway:
+class TlsAcceptor:
     """The maker of TLS connections with peers that have named their certificates."""
 
     def __init__(self, peer_id: PeerId, gate: DialGate) -> None:
         self._peer_id = peer_id
-        self._gate = gate
+        self.gate = gate
         self._expected: dict[str, Visitor] = {}
         self._entering: dict[object, Visitor] = {}
         self._listening = listening_context(self._choose)
@@ -73,29 +75,45 @@ class Doorway:
     @cached_property
     def own(self) -> OwnCertificate:
         """The certificate of this process, made at its first use."""
+        # Peers that never use a lane make no key.
         return OwnCertificate(self._peer_id)
 
-    @contextmanager
-    def expecting(self, peer_id: PeerId, certificate: bytes) -> Iterator[Visitor]:
-        """Accept one connection of the peer, while the block runs and the ticket is valid.
+    def visitor(self, peer_id: PeerId, certificate: bytes) -> Visitor:
+        """Return a peer that may connect once it is expected. This takes 2 ms of processor time, for OpenSSL's context.
 
         Raises:
-            OSError: OpenSSL does not take the certificate.
+            RemoteProtocolError: OpenSSL does not take the certificate.
+            UnreachableError: this process cannot make a context now.
         """
-        visitor = Visitor(peer_id, certificate, self.own.server_context(certificate))
+        try:
+            context = self.own.server_context(certificate)
+        except ssl.SSLError as error:
+            # Certificates are checked when they are decoded, and that reads some which OpenSSL does not.
+            raise RemoteProtocolError(f"OpenSSL does not take the peer's certificate: {error}") from None
+        except OSError as error:  # such as no file left to open
+            raise UnreachableError(f"no context of TLS can be made: {error}") from None
+        return Visitor(peer_id, certificate, context)
+
+    @contextmanager
+    def expecting(self, visitor: Visitor) -> Iterator[Visitor]:
+        """Accept one connection of the peer, while the block runs and the ticket is valid."""
         self._expected[visitor.ticket.hex()] = visitor
         try:
             yield visitor
         finally:
+            # A ticket is worth nothing after the block, even if its time is not over.
             self._expected.pop(visitor.ticket.hex(), None)
             visitor.stay_out("the wait for it has ended")
+            # The block may have been cancelled after the connection came, and before its owner took it.
             if (unclaimed := visitor.take()) is not None:
                 unclaimed.close()
 
     def _choose(self, tls: object, name: str | None) -> ssl.SSLContext | None:
+        # Popped, so that a ticket is good for one connection: every router on the way can read it.
         visitor = self._expected.pop(name or "", None)
         if visitor is None or visitor.deadline <= trio.current_time():
             return None
+        # OpenSSL calls this during the handshake. `accept` finds the visitor again by the connection's TLS object.
         self._entering[tls] = visitor
         return visitor.context
 
@@ -110,6 +128,7 @@ class Doorway:
             logger.debug("a TLS connection ended before it began: %s", error)
             return
         try:
+            # A connection without a valid ticket has failed by the time at which this function is called.
             await connection.shake_hands(lambda: self._entering[connection.tls].certificate)
             self._entering[connection.tls].come_in(connection)
         except OSError as error:
@@ -128,7 +147,7 @@ class Doorway:
             UnreachableError: no address answered; the message has the reason of each.
             OSError: OpenSSL does not take the certificate.
         """
-        call = _Call(peer_id, certificate, ticket, self.own.client_context(certificate), self._gate)
+        call = _DialCall(peer_id, certificate, ticket, self.own.client_context(certificate), self.gate)
         return await call.first_of(addresses)
 
     async def greet(self, certificate: bytes, ticket: bytes, plain: socket.socket) -> TlsConnection:
@@ -150,7 +169,7 @@ class Doorway:
         return await _secured(self.own.server_context, certificate, plain, None)
 
 
-class _Call:
+class _DialCall:
     """One dial of a peer at several addresses."""
 
     def __init__(
@@ -170,8 +189,10 @@ class _Call:
                 for address in addresses:
                     failed = trio.Event()
                     nursery.start_soon(self._try, address, failed, nursery.cancel_scope)
-                    with trio.move_on_after(_STAGGER_SECONDS):
+                    # The next address is tried at once if this one has failed, and otherwise after a moment.
+                    with trio.move_on_after(_STAGGER_LANES_SECONDS):
                         await failed.wait()
+        # Cancelled just after one of the dials had succeeded: its connection has no other owner.
         except BaseException:
             if self._connection is not None:
                 self._connection.close()
@@ -187,6 +208,7 @@ class _Call:
             self._reasons.append(f"{address}: {error}")
             failed.set()
             return
+        # Two addresses may have answered in the same turn of the event loop.
         if self._connection is not None:
             connection.close()
             return
@@ -197,6 +219,8 @@ class _Call:
         reasons = []
         for address in await self._gate.candidates(self._peer_id, text):
             try:
+                # The peer has named this address, so it may be that of a victim. The
+                # gate bounds what such dials cost.
                 async with self._gate.dialling(self._peer_id, text, address):
                     plain = await _connect(address)
                     connection = TlsConnection(self._context, plain, server_name=self._name)
@@ -213,6 +237,7 @@ async def _secured(
     try:
         connection = TlsConnection(context(certificate), plain, server_name=name)
     except BaseException:
+        # Making the context may fail before anything else owns the socket.
         plain.close()
         raise
     await connection.shake_hands(lambda: certificate)
@@ -228,4 +253,5 @@ async def _connect(address: Multiaddr) -> socket.socket:
     except BaseException:
         opened.close()
         raise
+    # The lane's threads need a plain socket. trio's own must not close it any more.
     return socket.socket(fileno=opened.detach())

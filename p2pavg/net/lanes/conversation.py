@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import receive_message
-from p2pavg.net.lanes.messages import MAX_MESSAGE_BYTES, Verdict
+from p2pavg.net.lanes.messages import MAX_MESSAGE_BYTES, LaneVerdict
 from p2pavg.net.transport import PeerId, Stream
 
 
@@ -15,7 +15,7 @@ class SkippedWayError(UnreachableError):
     """A way to make a lane makes no sense between the two peers now. No time was lost with it."""
 
 
-class Search:
+class LaneSearch:
     """One attempt to make a lane: the reasons of its failures, and a note if another attempt would be futile."""
 
     def __init__(self, peer_id: PeerId, addresses: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ async def expect_verdict(stream: Stream, attempt: int) -> None:
     Raises:
         UnreachableError: the attempt has failed; the message is the receiver's reason.
     """
-    while (verdict := Verdict.decode(await next_message(stream))).attempt != attempt:
+    while (verdict := LaneVerdict.decode(await next_message(stream))).attempt != attempt:
         if verdict.attempt > attempt:
             raise RemoteProtocolError(f"a verdict of attempt {verdict.attempt} instead of {attempt}")
     if verdict.reason:

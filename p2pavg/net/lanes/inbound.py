@@ -8,7 +8,7 @@ from collections.abc import Callable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
-from p2pavg.net.lanes.limits import IDLE_SECONDS, InboundSlots
+from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, InboundSlots
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLaneHandler, PeerId
@@ -16,7 +16,7 @@ from p2pavg.net.transport import DirectLaneHandler, PeerId
 logger = logging.getLogger(__name__)
 
 # The sender closes an idle lane first. If the receiver did, the next message might be on its way already.
-_INBOUND_IDLE_SECONDS = IDLE_SECONDS + 60.0
+_INBOUND_IDLE_SECONDS = IDLE_LANE_SECONDS + 60.0
 
 
 class InboundLanes:

@@ -19,7 +19,7 @@ MAX_INBOUND = 512
 # after its end. Peers outside every group have no use for a lane.
 MAX_UNEXPECTED_PER_PEER = 2
 MAX_UNEXPECTED = 16
-IDLE_SECONDS = 600.0
+IDLE_LANE_SECONDS = 600.0
 MAX_NOWHERE = 1024
 NOWHERE_SECONDS = 60.0
 SKIPPED_SECONDS = 5.0  # a search that skips every way takes one round trip

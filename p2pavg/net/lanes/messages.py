@@ -25,6 +25,7 @@ from typing import Self
 
 from p2pavg.base.encoding import first_text, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.peer_text import PeerText
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import check_certificate
@@ -37,7 +38,7 @@ _BACK, _MEET = "back", "meet"
 
 
 @dataclass(frozen=True)
-class Ask:
+class LaneRequest:
     """The request for a lane, with the sender's certificate."""
 
     certificate: bytes
@@ -55,7 +56,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Offer:
+class LaneOffer:
     """The receiver's certificate, ticket and addresses; or a ``refusal``, which is the reason.
 
     ``punchable`` is true if the receiver takes part in punches.
@@ -129,7 +130,7 @@ def decode_next_way(message: bytes) -> Back | Meet:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LaneVerdict:
     """The result of a way: ``reason`` is empty if the dial has made a lane, or if the receiver is ready to punch."""
 
     attempt: int
@@ -148,11 +149,10 @@ class Verdict:
         return cls(attempt, _checked_reason(reason))
 
 
-def _checked_reason(reason: str) -> str:
-    """Check the length of a reason, and make it one printable line: it is shown to people."""
+def _checked_reason(reason: str) -> PeerText:
     if len(reason) > _MAX_REASON:
         raise RemoteProtocolError(f"a reason of {len(reason)} characters")
-    return reason if reason.isprintable() else ascii(reason)
+    return PeerText(reason)
 
 
 def _checked_ticket(ticket: bytes) -> bytes:

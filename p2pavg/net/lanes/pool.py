@@ -56,34 +56,36 @@ import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.base.threads.processor import ProcessorWait, Waits, never_waits
+from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.lanes.acceptor import Doorway, Visitor
-from p2pavg.net.lanes.conversation import Search, SkippedWayError, direct, expect_verdict, next_message
+from p2pavg.net.lanes.acceptor import TlsAcceptor, Visitor
+from p2pavg.net.lanes.conversation import LaneSearch, SkippedWayError, direct, expect_verdict, next_message
 from p2pavg.net.lanes.halfway import Halfway
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
-from p2pavg.net.lanes.limits import IDLE_SECONDS, NOWHERE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
+from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, NOWHERE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
 from p2pavg.net.lanes.messages import (
     MAX_ADDRESSES,
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Ask,
     Back,
+    LaneOffer,
+    LaneRequest,
+    LaneVerdict,
     Meet,
-    Offer,
-    Verdict,
     decode_next_way,
 )
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
+from p2pavg.net.limits.dial_policy import NOT_REACHED
+from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 10.0
+LANE_ANSWER_SECONDS = 10.0
 EXCUSE_SECONDS = 0.25
-DIAL_SECONDS = 2.0  # for each of the two dials, which are tried one after the other
+LANE_DIAL_SECONDS = 2.0  # for each of the two dials, which are tried one after the other
 
 # AES-GCM stays safe for 2^24.5 records of 16 KiB under one key (RFC 8446, section 5.5), and Python cannot renew it.
 _MAX_LANE_BYTES = 1 << 37
@@ -106,7 +108,7 @@ class LaneKeeper:
         self,
         transport: Transport,
         nursery: trio.Nursery,
-        doorway: Doorway,
+        doorway: TlsAcceptor,
         dialled_addresses: DialledAddresses,
         share: float = 1.0,
         puncher: Puncher | None = None,
@@ -121,10 +123,11 @@ class LaneKeeper:
         self._closed = False
         self._outbound: dict[TlsLane, trio.CancelScope] = {}
         self._inbound = InboundLanes(nursery, share)
-        self._searches: dict[trio.CancelScope, Search] = {}
+        self._searches: dict[trio.CancelScope, LaneSearch] = {}
         self._excusing = False
         self._idle = IdleLanes()
         self._nowhere = Nowhere()
+        self._messages = FirstMessages()
         transport.serve(PROTOCOL, self._answer)
 
     @property
@@ -147,12 +150,14 @@ class LaneKeeper:
         """Return a kept lane or make one, see :meth:`Transport.open_lane`."""
         if self._closed:
             raise ClosedError("the transport is closed")
+        # A kept lane works even if a search for another one has failed a moment ago.
         if (kept := self._take(peer_id)) is not None:
             return kept
         self._nowhere.check(peer_id)
-        search = Search(peer_id, addresses)
+        search = LaneSearch(peer_id, addresses)
         with trio.move_on_after(timeout) as scope:
             self._searches[scope] = search
+            # One task looks at the processor time for all searches.
             if not self._excusing:
                 self._excusing = True
                 self._nursery.start_soon(self._excuse)
@@ -163,6 +168,7 @@ class LaneKeeper:
                 raise
             finally:
                 del self._searches[scope]
+        # The scope was cancelled: by :meth:`close`, or because the time is over.
         if self._closed:
             raise ClosedError("the transport is closed")
         reason = "; ".join([*search.reasons, f"no direct lane within {timeout:.1f} s"])
@@ -175,18 +181,20 @@ class LaneKeeper:
         Once the other peer has answered, a search gets no more: it may wait for an address that never answers, and the
         peer waits for parts.
         """
-        waits = Waits(self._processor_wait, trio.current_time())
+        waits = ThreadWaits(self._processor_wait, trio.current_time())
         while self._searches:
             await trio.sleep(EXCUSE_SECONDS)
             waited = waits.since_last_look(trio.current_time())
             for scope, search in self._searches.items():
                 if not search.answered:
                     scope.deadline += waited
+        # No other task runs since the last look at the searches, so the next search begins a new task.
         self._excusing = False
 
     def _take(self, peer_id: PeerId) -> TlsLane | None:
         while (lane := self._idle.take(peer_id)) is not None:
             scope = self._outbound[lane]
+            # The lane may have been idle for too long just now: then its watcher is about to drop it.
             if not scope.cancel_called:
                 scope.deadline = math.inf
                 return lane
@@ -194,6 +202,7 @@ class LaneKeeper:
 
     def keep(self, lane: DirectLane) -> None:
         """Keep a lane for its next use, see :meth:`Transport.keep_lane`."""
+        # A lane that has ended is outbound no longer. It must not be given out again.
         if (
             not isinstance(lane, TlsLane)
             or lane not in self._outbound
@@ -204,15 +213,16 @@ class LaneKeeper:
             return
         if lane.owed:  # its user did not wait for the acknowledgement
             lane.finish()
-        self._outbound[lane].deadline = trio.current_time() + IDLE_SECONDS
+        self._outbound[lane].deadline = trio.current_time() + IDLE_LANE_SECONDS
         self._idle.put(lane)
 
-    def _remember(self, search: Search, reason: str) -> None:
+    def _remember(self, search: LaneSearch, reason: str) -> None:
         if search.futile:
             self._nowhere.add(search.peer_id, reason, NOWHERE_SECONDS if search.costly else SKIPPED_SECONDS)
 
-    async def _find(self, search: Search) -> TlsLane:
+    async def _find(self, search: LaneSearch) -> TlsLane:
         try:
+            # The time is bounded by the scope in `open`. A peer behind a router may be about to connect to this one.
             stream = await self._transport.open_stream(
                 search.peer_id, PROTOCOL, addresses=search.addresses, timeout=math.inf, wait_inbound=True
             )
@@ -220,19 +230,22 @@ class LaneKeeper:
             search.futile = self._transport.is_connected(search.peer_id)  # then the peer serves no lanes
             raise
         try:
+            # The lane has an owner before the next wait, so a cancelled caller leaves no open connection behind.
             lane = self._adopt_outbound(await self._ask(stream, search), search.peer_id)
             await stream.aclose()  # aclose() cannot be cancelled
         except (StreamBrokenError, RemoteProtocolError) as error:
+            # A stream that breaks says nothing about the ways between the two peers, so the next round may try again.
             search.futile = isinstance(error, RemoteProtocolError)
             raise UnreachableError(f"{search.peer_id} gave no direct lane: {error}") from None
         finally:
             await stream.reset()
         return lane
 
-    async def _ask(self, stream: Stream, search: Search) -> TlsConnection:
-        await send_message(stream, Ask(self._doorway.own.der).encode())
-        offer = Offer.decode(await next_message(stream))
+    async def _ask(self, stream: Stream, search: LaneSearch) -> TlsConnection:
+        await send_message(stream, LaneRequest(self._doorway.own.der).encode())
+        offer = LaneOffer.decode(await next_message(stream))
         search.answered = True
+        # This is not remembered as futile: there may be a free place in the next round.
         if offer.refusal:
             raise UnreachableError(f"{search.peer_id} gives no direct lane: {offer.refusal}")
         search.futile = True  # holds only if all ways fail
@@ -243,37 +256,42 @@ class LaneKeeper:
                 search.failed(error)
         raise UnreachableError(f"no direct lane to {search.peer_id}: {'; '.join(search.reasons)}")
 
-    async def _go_there(self, stream: Stream, search: Search, offer: Offer) -> TlsConnection:
+    async def _go_there(self, stream: Stream, search: LaneSearch, offer: LaneOffer) -> TlsConnection:
         addresses = self._candidates(search.peer_id, search.addresses, offer.addresses)
         if not addresses:
             raise SkippedWayError("no address is known")
         connection = await self._dial(search.peer_id, offer.certificate, offer.ticket, addresses)
         try:
+            # In TLS 1.3 the client is done before the server has checked its
+            # certificate. Only the verdict says that the lane stands.
             await expect_verdict(stream, 1)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    async def _let_come(self, stream: Stream, search: Search, offer: Offer) -> TlsConnection:
+    async def _let_come(self, stream: Stream, search: LaneSearch, offer: LaneOffer) -> TlsConnection:
         addresses = direct(self._transport.addresses)
         if not addresses:
             raise SkippedWayError("and this peer does not listen, so the other peer cannot dial back")
-        with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
+        # The visitor is expected before the receiver learns the ticket, since it dials at once.
+        with self._doorway.expecting(self._doorway.visitor(search.peer_id, offer.certificate)) as visitor:
             await send_message(stream, Back(visitor.ticket, addresses).encode())
             await expect_verdict(stream, 2)
+            # The verdict and the connection take different ways, so either may arrive first.
             await visitor.decided.wait()
             if (connection := visitor.take()) is None:
                 raise UnreachableError(f"the peer dialled back, but {visitor.reason}")
             return connection
 
-    async def _meet(self, stream: Stream, _: Search, offer: Offer) -> TlsConnection:
+    async def _meet(self, stream: Stream, _: LaneSearch, offer: LaneOffer) -> TlsConnection:
         return await self._halfway.ask(stream, offer)
 
     def _adopt_outbound(self, connection: TlsConnection, peer_id: PeerId) -> TlsLane:
         lane = TlsLane(connection, peer_id)
         self._outbound[lane] = trio.CancelScope()
         self._nursery.start_soon(self._watch, lane)
+        # The transport may have been closed while the lane was made. Its watcher ends at once then.
         if self._closed:
             lane.abort()
         return lane
@@ -286,6 +304,7 @@ class LaneKeeper:
         except StreamBrokenError as error:
             logger.debug("a lane to %s ended: %s", lane.remote, error)
         finally:
+            # First, so that the lane is not given out while it ends.
             self._idle.forget(lane)
             lane.abort()
             del self._outbound[lane]
@@ -300,12 +319,14 @@ class LaneKeeper:
     async def _dial(
         self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
     ) -> TlsConnection:
-        with trio.move_on_after(DIAL_SECONDS):
+        with trio.move_on_after(LANE_DIAL_SECONDS):
             try:
                 return await self._doorway.dial(peer_id, certificate, ticket, addresses)
+            # An address that does not answer raises UnreachableError. What is left
+            # is a certificate that OpenSSL refuses to load.
             except OSError as error:
                 raise RemoteProtocolError(f"OpenSSL does not take the peer's certificate: {error}") from None
-        raise UnreachableError(f"no answer within {DIAL_SECONDS:.0f} s at {', '.join(addresses)}")
+        raise UnreachableError(f"no answer within {LANE_DIAL_SECONDS:.0f} s at {', '.join(addresses)}")
 
     # -- the receiver's side
 
@@ -314,26 +335,37 @@ class LaneKeeper:
         self._inbound.serve(handler, wanted)
 
     async def _answer(self, stream: Stream) -> None:
-        with trio.move_on_after(ANSWER_SECONDS), bare_exceptions():
-            ask = Ask.decode(await next_message(stream))
+        with trio.move_on_after(LANE_ANSWER_SECONDS), bare_exceptions():
+            message = await next_message(stream)
+            # Making a context for the sender's certificate takes processor time. A
+            # sender that has used up its share waits here.
+            await self._messages.admit(stream)
             refusal = self._inbound.refusal(stream.remote)
             if refusal:
-                await send_message(stream, Offer(refusal).encode())
+                await send_message(stream, LaneOffer(refusal).encode())
                 await stream.aclose()
                 return
+            with self._messages.charged(stream):
+                ask = LaneRequest.decode(message)
+                visitor = self._doorway.visitor(stream.remote, ask.certificate)
+            # There is no wait between the refusal above and this line. Otherwise
+            # two requests could take the same last place.
             slot = Slot(self._inbound.slots, stream.remote)
             try:
-                await self._answer_with_offer(stream, ask, slot)
+                await self._answer_with_offer(stream, ask, visitor, slot)
             finally:
                 slot.release()
 
-    async def _answer_with_offer(self, stream: Stream, ask: Ask, slot: Slot) -> None:
+    async def _answer_with_offer(
+        self, stream: Stream, ask: LaneRequest, expected: Visitor, slot: Slot
+    ) -> None:
         """Offer a lane, and help the sender to make it, until the sender closes the stream."""
-        with self._doorway.expecting(stream.remote, ask.certificate) as visitor:
+        with self._doorway.expecting(expected) as visitor:
             await send_message(stream, self._offer(visitor).encode())
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._admit, stream, visitor, slot)
                 wish = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                # The sender closes the stream when it has its lane, or has given up. It wants no verdict any more.
                 if wish is None:
                     nursery.cancel_scope.cancel()
                 # _admit still sends its verdict. Cancelling it in the middle of the write would break the stream.
@@ -341,15 +373,18 @@ class LaneKeeper:
         await self._try_other_ways(stream, ask, slot, wish)
         await stream.aclose()
 
-    def _offer(self, visitor: Visitor) -> Offer:
+    def _offer(self, visitor: Visitor) -> LaneOffer:
         addresses = direct(self._transport.addresses)
-        return Offer("", self._doorway.own.der, visitor.ticket, addresses, not self._halfway.refusal)
+        return LaneOffer("", self._doorway.own.der, visitor.ticket, addresses, not self._halfway.refusal)
 
-    async def _try_other_ways(self, stream: Stream, ask: Ask, slot: Slot, message: bytes | None) -> None:
+    async def _try_other_ways(
+        self, stream: Stream, ask: LaneRequest, slot: Slot, message: bytes | None
+    ) -> None:
         """Dial back, or meet the sender half-way, as it wishes: each once, in this order."""
         back_is_over = False
         while message is not None:
             match decode_next_way(message):
+                # Each way at most once, or a sender could have this process dial without end.
                 case Back() as back if not back_is_over:
                     await self._dial_back(stream, ask, back, slot)
                     back_is_over = True
@@ -364,21 +399,29 @@ class LaneKeeper:
     async def _admit(self, stream: Stream, visitor: Visitor, slot: Slot) -> None:
         await visitor.decided.wait()
         if (connection := visitor.take()) is not None:
+            # Adopted before the verdict is sent: the sender may use the lane as soon as it has read it.
             self._inbound.adopt(connection, slot)
         try:
-            await send_message(stream, Verdict(1, visitor.reason).encode())
+            await send_message(stream, LaneVerdict(1, visitor.reason).encode())
         except StreamBrokenError as error:
             logger.debug("%s asked for a lane and then left: %s", stream.remote, error)
 
-    async def _dial_back(self, stream: Stream, ask: Ask, back: Back, slot: Slot) -> None:
+    async def _dial_back(self, stream: Stream, ask: LaneRequest, back: Back, slot: Slot) -> None:
         reason = ""
         try:
+            # The sender may ask for another way although its first dial has come
+            # through here. One request is worth one lane.
             if slot.used:
                 raise UnreachableError("the first dial has succeeded")  # noqa: TRY301 - as any other reason
-            addresses = self._candidates(stream.remote, (), back.addresses)
+            # A peer that is relayed has no host here: it must not have this process dial into a private network.
+            asker = "" if stream.relayed else stream.remote_host
+            named = self._doorway.gate.askable(back.addresses, asker)
+            addresses = self._candidates(stream.remote, (), named)
             connection = await self._dial(stream.remote, ask.certificate, back.ticket, addresses)
         except UnreachableError as error:
-            reason = f"dialled back: {error}"
+            logger.debug("a lane for %s: dialled back: %s", stream.remote, error)
+            # One fixed text for all failures. The true reason would let the sender scan the network of this peer.
+            reason = f"dialled back: {NOT_REACHED}"
         else:
             self._inbound.adopt(connection, slot)
-        await send_message(stream, Verdict(2, reason).encode())
+        await send_message(stream, LaneVerdict(2, reason).encode())

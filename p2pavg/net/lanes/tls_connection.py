@@ -15,6 +15,7 @@ from functools import cached_property
 
 import trio
 
+from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.lanes.certificates import check_connection
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.transport import Buffer
@@ -24,9 +25,6 @@ PIECE_BYTES = 256 * 1024
 
 _READ_BYTES = 256 * 1024
 _HANDSHAKE_READ_BYTES = 16 * 1024
-
-# A dead peer is noticed after 60 s, and a router on the way keeps the connection in its table.
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class TlsConnection:
@@ -227,7 +225,4 @@ _DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
 def _tune(plain: socket.socket) -> None:
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(plain)

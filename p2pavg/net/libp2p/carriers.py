@@ -11,8 +11,9 @@ from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.io.trio import TrioTCPStream
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError
+from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.libp2p.speed import ReadAheadStream
-from p2pavg.net.limits.admission import Arrival
+from p2pavg.net.limits.admission import ConnectionArrival
 from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class RelayedStream(ReadWriteCloser):
         self.remote_endpoint = (stream.remote_host, 0)
         """The relay's IP address: a circuit counts against the relay's host, since the peer's is not known."""
         self._reading: trio.CancelScope | None = None
-        self.arrival: Arrival | None = None
+        self.arrival: ConnectionArrival | None = None
         self.punched = False
         self.expected = ""
 
@@ -71,6 +72,7 @@ class RelayedStream(ReadWriteCloser):
 
 def punched_stream(plain: socket.socket) -> ReadAheadStream:
     """Return a carrier over a connected socket of a punched hole, which it takes over."""
+    keep_alive(plain)
     stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(trio.socket.from_stdlib_socket(plain))))
     stream.punched = True
     return stream

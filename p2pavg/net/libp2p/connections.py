@@ -22,7 +22,7 @@ from p2pavg.net.libp2p.errors import error_text, is_refusal
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.host import Places
-from p2pavg.net.limits.admission import Arrival, Standing
+from p2pavg.net.limits.admission import ConnectionArrival, TrustClass
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.nat.relay.choice import RelayRecord
@@ -30,7 +30,7 @@ from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 1.0
+CLOSE_CONNECTION_SECONDS = 1.0
 NOTICE_SECONDS = 0.1
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 
@@ -67,7 +67,7 @@ class Connections:
         self._acquaintances = places.acquaintances
         self.entrance = places.entrance
         self.gate = DialGate(places.acquaintances)
-        self._arrivals: dict[GuardedYamux, Arrival] = {}
+        self._arrivals: dict[GuardedYamux, ConnectionArrival] = {}
         self.memory = MemoryBudget(lambda: self._arrivals, self._is_companion)
         swarm.admit = self._admit
         swarm.on_connection = self._connected
@@ -75,19 +75,21 @@ class Connections:
 
     def remember(self, peer_id: PeerId, *, companion: bool) -> None:
         """Note that a peer is not a stranger."""
-        self._acquaintances.remember(peer_id, Standing.COMPANION if companion else Standing.ANSWERED)
+        self._acquaintances.remember(peer_id, TrustClass.COMPANION if companion else TrustClass.ANSWERED)
 
     def _is_companion(self, peer_id: PeerId) -> bool:
-        return self._acquaintances.standing_of(peer_id) is Standing.COMPANION
+        return self._acquaintances.standing_of(peer_id) is TrustClass.COMPANION
 
     # -- the swarm's callbacks
 
     def _admit(self, muxed: GuardedYamux) -> None:
         """Find a place for a new connection. Raises NoPlaceError."""
+        # An inbound connection counts since it was accepted; one that this process dialled counts from now on.
         arrival, peer_id = muxed.carrier.arrival, str(muxed.peer_id)
         if arrival is not None:
             self.entrance.admit(arrival, peer_id)
         else:
+            # The limits drop a connection without waiting, in the midst of another one's admission.
             drop = partial(self._nursery.start_soon, muxed.abort)
             arrival = self.entrance.dialled(muxed.remote_host, peer_id, drop)
         self._arrivals[muxed] = arrival
@@ -95,7 +97,8 @@ class Connections:
 
     def _connected(self, connection: SwarmConn) -> None:
         """Remember at which host the peer of a new connection is."""
-        muxed = cast(GuardedYamux, connection.muxed_conn)
+        muxed = _muxer(connection)
+        # The host of a relayed connection is the relay's: it says nothing about where the peer is.
         if not muxed.relay:
             self._acquaintances.met(str(muxed.peer_id), muxed.remote_host)
         self._on_new(muxed)
@@ -103,6 +106,7 @@ class Connections:
     def _ended(self, muxed: GuardedYamux) -> None:
         if (arrival := self._arrivals.pop(muxed, None)) is not None:
             self.entrance.left(arrival)
+        # Dials through this relay come last for a while. An end that this process chose is not the relay's fault.
         if muxed.relay and not muxed.dropped_here:
             self.relays.failed(muxed.relay, trio.current_time())
         self.on_lost()
@@ -138,14 +142,18 @@ class Connections:
 
     async def _dial_through_relay(self, peer_id: PeerId, text: str) -> None:
         circuit = parse_circuit_address(text)
+        # Records may name any address: the circuit must lead to the peer that is wanted.
         if circuit.target != peer_id:
             raise AddressError(f"{text!r} is not an address of {peer_id}")
         if circuit.relay == str(self._swarm.get_peer_id()):
             raise UnreachableError("this peer is the relay itself, and is not connected to the peer")
+        if self.gate.policy.only_here:  # the relay may be here, and the peer behind it anywhere
+            raise UnreachableError("a peer that averages only with processes of this machine uses no relay")
         stream = await self._open_circuit(circuit)
         try:
             await self.adopt(RelayedStream(stream), peer_id, initiator=True)
         except UnreachableError:
+            # The relay opened a circuit, and no peer of this id answered: it may have answered itself.
             self.relays.failed(circuit.relay, trio.current_time())
             raise
 
@@ -168,6 +176,7 @@ class Connections:
                 with trio.fail_after(ADOPT_SECONDS):
                     await self._swarm.adopt(carrier, identity, initiator=True, started=started)
                 return
+            # It was not accepted by a listener, but costs as much, so it counts like any inbound connection.
             with self.entrance.arriving(carrier.remote_endpoint[0]) as arrival:
                 self.entrance.admission.speaks(arrival)
                 carrier.arrival = arrival
@@ -186,11 +195,12 @@ class Connections:
             await self.adopt(carrier, peer_id, initiator=True)
             return
         outcome = _Outcome()
+        # The inbound side's call lives as long as the connection, and the caller waits for the handshake only.
         self._nursery.start_soon(self._host_punched, carrier, peer_id, outcome)
         try:
             await outcome.known.wait()
         except trio.Cancelled:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_CONNECTION_SECONDS):
                 await carrier.close()
             raise
         if outcome.reason:
@@ -243,20 +253,23 @@ class Connections:
 
     def of(self, peer_id: PeerId) -> list[GuardedYamux]:
         """Return the open connections to a peer."""
-        return [cast(GuardedYamux, each.muxed_conn) for each in self.to(peer_id)]
+        return [_muxer(each) for each in self.to(peer_id)]
 
     async def one_was_ended(self, connections: Sequence[SwarmConn]) -> bool:
-        """Return whether one of these connections has ended, and not by this process.
+        """Return whether one of these connections has ended, and not by this process; then libp2p lists it no more.
 
-        A write over a connection that ends may fail before libp2p has noticed the end, so this waits a moment for it.
+        A write over a connection that ends may fail before its reader has noticed the end, so this waits a moment for
+        it. Until libp2p has taken the connection off its list, on which a busy machine works for long, a new stream
+        would get it again. The caller bounds the wait for that.
         """
         with trio.move_on_after(NOTICE_SECONDS):
             async with trio.open_nursery() as nursery:
                 for connection in connections:
-                    nursery.start_soon(_until_closed, connection, nursery.cancel_scope)
-        return any(
-            each.is_closed and not cast(GuardedYamux, each.muxed_conn).dropped_here for each in connections
-        )
+                    nursery.start_soon(_until_ending, connection, nursery.cancel_scope)
+        ended = [each for each in connections if _ends(each) and not _muxer(each).dropped_here]
+        for connection in ended:
+            await connection.event_closed.wait()
+        return bool(ended)
 
     def best_of(self, peer_id: PeerId) -> list[GuardedYamux]:
         """Return the open connections of which one carries the next stream to a peer: the direct ones, if any."""
@@ -265,27 +278,24 @@ class Connections:
 
     def all(self) -> list[GuardedYamux]:
         """Return every open connection."""
-        return [
-            cast(GuardedYamux, found.muxed_conn)
-            for found in self._swarm.get_connections()
-            if not found.is_closed
-        ]
+        return [_muxer(found) for found in self._swarm.get_connections() if not found.is_closed]
 
     def sockets(self) -> list[trio.socket.SocketType]:
         """Return the socket of every direct connection."""
-        found = [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
+        found = [_muxer(found).socket for found in self._swarm.get_connections()]
         return [opened for opened in found if opened is not None]
 
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to a peer, politely at first."""
-        with trio.move_on_after(CLOSE_SECONDS):
+        with trio.move_on_after(CLOSE_CONNECTION_SECONDS):
             await self._swarm.close_peer(ID.from_string(peer_id))
+        # A peer that does not answer the polite end may be stopped, or hostile.
         await self.abort(peer_id)
 
     async def abort(self, peer_id: PeerId) -> None:
         """Close the socket of every connection to a peer."""
         for connection in self._swarm.get_connections(ID.from_string(peer_id)):
-            await cast(GuardedYamux, connection.muxed_conn).abort()
+            await _muxer(connection).abort()
 
     async def close_all(self) -> None:
         """Close every connection, those through relays first, because they need the connections to the relays.
@@ -293,14 +303,14 @@ class Connections:
         Those of one kind are closed at once: libp2p closes one after another and sleeps 0.2 s for each.
         """
         found = self._swarm.get_connections()
-        relayed = [each for each in found if cast(GuardedYamux, each.muxed_conn).relay]
+        relayed = [each for each in found if _muxer(each).relay]
         for some in (relayed, found):
             async with trio.open_nursery() as nursery:
-                nursery.cancel_scope.deadline = trio.current_time() + CLOSE_SECONDS
+                nursery.cancel_scope.deadline = trio.current_time() + CLOSE_CONNECTION_SECONDS
                 for connection in some:
                     nursery.start_soon(_close_delivered, connection)
         for connection in self._swarm.get_connections():
-            await cast(GuardedYamux, connection.muxed_conn).abort()
+            await _muxer(connection).abort()
 
 
 class _Outcome:
@@ -311,14 +321,22 @@ class _Outcome:
         self.reason = ""
 
 
-async def _until_closed(connection: SwarmConn, then: trio.CancelScope) -> None:
-    await connection.event_closed.wait()
+async def _until_ending(connection: SwarmConn, then: trio.CancelScope) -> None:
+    await _muxer(connection).event_shutting_down.wait()
     then.cancel()
+
+
+def _ends(connection: SwarmConn) -> bool:
+    return connection.is_closed or _muxer(connection).event_shutting_down.is_set()
+
+
+def _muxer(connection: INetConn) -> GuardedYamux:
+    return cast(GuardedYamux, connection.muxed_conn)
 
 
 async def _close_delivered(connection: INetConn) -> None:
     """Close a connection. What was written through a relay is lost if the connection to the relay closes too soon."""
-    carrier = cast(GuardedYamux, connection.muxed_conn).carrier
+    carrier = _muxer(connection).carrier
     await connection.close()
     if isinstance(carrier, RelayedStream):
         await carrier.wait_delivered()

@@ -21,7 +21,10 @@ from multiaddr import Multiaddr
 
 from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.libp2p.sniffing import UNDECIDED_SECONDS
+from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.entrance import NoPlaceError
+from p2pavg.net.limits.handshakes import Handshakes
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class GuardedSwarm(Swarm):
         """A function that is called before a connection is added. It raises NoPlaceError to refuse the connection."""
         self.on_end: Callable[[GuardedYamux], None] = lambda _: None
         """A function that is called when an admitted connection has ended."""
+        self.handshakes = Handshakes()
 
     def _init_connection_management(self) -> None:
         super()._init_connection_management()
@@ -119,7 +123,8 @@ class GuardedSwarm(Swarm):
             if initiator:
                 await self.upgrade_outbound_raw_conn(raw, peer_id)
             else:
-                muxed = await self.upgrade_inbound_raw_conn(raw, _NO_ADDRESS)
+                # A relay pays as itself: the hosts behind it are not known, and it may have invented them.
+                muxed = await self._shake_hands(carrier.relay or carrier.remote_endpoint[0], raw, _NO_ADDRESS)
         except BaseException as error:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
                 await carrier.close()
@@ -156,9 +161,11 @@ class GuardedSwarm(Swarm):
         maddr: Any,
         failure_event: Any,  # noqa: ARG002
     ) -> None:
-        raw = RawConnection(read_write_closer, False)
+        assert isinstance(read_write_closer, ReadAheadStream)
+        assert read_write_closer.arrival is not None
+        raw, host = RawConnection(read_write_closer, False), read_write_closer.arrival.host
         try:
-            muxed = await self.upgrade_inbound_raw_conn(raw, maddr)
+            muxed = await self._shake_hands(host, raw, maddr)
         except Exception as error:  # noqa: BLE001 - a stranger's handshake may fail in any way
             logger.debug("inbound connection on %s refused: %r", maddr, error)
             await raw.close()
@@ -168,6 +175,12 @@ class GuardedSwarm(Swarm):
             await muxed.event_closed.wait()
         finally:
             await muxed.abort()
+
+    async def _shake_hands(self, source: str, raw: RawConnection, maddr: Multiaddr) -> IMuxedConn:
+        """Finish a handshake that the other end begins, at the cost of ``source``, once that has paid its debt."""
+        with trio.fail_after(UNDECIDED_SECONDS):
+            await self.handshakes.wait_for_turn(source)
+        return await self.handshakes.run(source, self.upgrade_inbound_raw_conn(raw, maddr))
 
 
 def _type_of(carrier: Carrier) -> ConnectionType:

@@ -13,11 +13,11 @@ from libp2p.network.connection.exceptions import RawConnError
 from libp2p.security.noise.io import NoiseTransportReadWriter
 from libp2p.security.secure_session import SecureSession
 from libp2p.stream_muxer.exceptions import MuxedStreamError
-from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
+from libp2p.stream_muxer.yamux.yamux import GO_AWAY_NORMAL, Yamux, YamuxStream
 
 from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, ReadAheadStream, Started
+from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, ReadAheadStream, WriteStart
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class ReceiveBuffer(bytearray):
         if len(self) + len(data) > MAX_STREAM_BYTES or total > MAX_CONNECTION_BYTES:
             self.conn.reset_soon(self.stream_id)
             raise MuxedStreamError(f"a peer sent {len(data)} bytes more than it was allowed to")
+        # This may reset a stream of the greediest peer, which can be this very one. So it is asked afterwards.
         self.conn.arrived(len(data))
         if self.conn.is_reset(self.stream_id):
             raise MuxedStreamError(
@@ -80,6 +81,7 @@ class _StreamEvents(dict[int, trio.Event]):
 
 class _Streams(dict[int, YamuxStream]):
     def __setitem__(self, stream_id: int, stream: YamuxStream) -> None:
+        # libp2p sets the window before it stores the stream here, and the class below keeps it in a property.
         window = stream.__dict__.pop("send_window", None)
         stream.__class__ = PatientStream
         if window is not None:
@@ -101,7 +103,7 @@ class GuardedYamux(Yamux):
         self.arrived: Callable[[int], None] = lambda _: None
         """A function that is called with the number of bytes that are about to be held for a stream."""
         self.dropped_here = False
-        """True if this process has dropped the connection."""
+        """True if this process has dropped the connection, and not only cleans up after the other end has."""
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
         self._replied_in = -1  # the number of the socket's read whose frames are answered now
@@ -118,7 +120,7 @@ class GuardedYamux(Yamux):
             return session._drain(length)
         return await super()._read_data_body(length)
 
-    def start_frame(self, frame: bytes) -> Started:
+    def start_frame(self, frame: bytes) -> WriteStart:
         """Write a frame without waiting, if nothing else is being written and the system takes it.
 
         It saves a task and several turns of the event loop, which is most of what a small message costs.
@@ -128,12 +130,14 @@ class GuardedYamux(Yamux):
         """
         noise = getattr(self.secured_conn, "conn", None)
         if len(frame) > MAX_FRAME_BYTES or not isinstance(noise, NoiseTransportReadWriter):
-            return Started.NOTHING
+            return WriteStart.NOTHING
         carrier = self.carrier
+        # Two frames must not be mixed, and Noise numbers its messages: they go
+        # out in the order in which they are encrypted.
         if not isinstance(carrier, ReadAheadStream) or self._write_lock.locked() or carrier.is_writing:
-            return Started.NOTHING
+            return WriteStart.NOTHING
         whole = carrier.start_write(noise.read_writer.encode_msg(noise.encrypt(frame)))
-        return Started.WHOLE if whole else Started.PART
+        return WriteStart.WHOLE if whole else WriteStart.PART
 
     async def finish_frame(self) -> None:
         """Write the rest of a frame that was started."""
@@ -147,21 +151,23 @@ class GuardedYamux(Yamux):
         libp2p's reader writes its replies itself, and so waits for the other side to read. When both directions are
         busy, the two readers wait for each other: a deadlock.
         """
+        # Any other task may wait for the other side to read.
         if trio.lowlevel.current_task() is not self._reader or self._nursery is None:
             started = self.start_frame(data)
-            if started is Started.PART:
+            if started is WriteStart.PART:
                 await self.finish_frame()
-            elif started is Started.NOTHING:
+            elif started is WriteStart.NOTHING:
                 await super()._write_frame(data)
             return
         try:
-            started = self.start_frame(data) if self._may_reply_at_once() else Started.NOTHING
+            started = self.start_frame(data) if self._may_reply_at_once() else WriteStart.NOTHING
         except ConnectionClosedError as error:
             # After this error, libp2p goes on with the next frame that it has, and waits 10 ms for each.
             raise RawConnError(f"{self.peer_id} has gone: {error}") from error
-        if started is Started.WHOLE:
+        if started is WriteStart.WHOLE:
             return
-        write = self.finish_frame if started is Started.PART else partial(super()._write_frame, data)
+        write = self.finish_frame if started is WriteStart.PART else partial(super()._write_frame, data)
+        # A peer that asks for replies and reads none would fill the memory with them.
         if self._replies >= MAX_REPLIES:
             # RawConnError ends the connection. After any other error, libp2p goes on reading.
             raise RawConnError(f"{self.peer_id} asks for replies faster than it reads them")
@@ -204,10 +210,12 @@ class GuardedYamux(Yamux):
             for stream_id in self.streams
         }
         largest = max(sizes, key=sizes.__getitem__, default=None)
+        # Nothing can be freed here, so the budget goes on with the next peer.
         if largest is None or sizes[largest] == 0:
             return 0
         logger.warning("a stream of %s is reset: it holds %d unread bytes", self.peer_id, sizes[largest])
         self.reset_soon(largest)
+        # The memory is needed now. The stream itself ends when its reader sees the reset.
         self.stream_buffers.get(largest, bytearray()).clear()
         self.assembling.pop(largest, None)
         if largest in self.stream_events:  # wake the reader, so that it sees the reset
@@ -275,6 +283,15 @@ class GuardedYamux(Yamux):
 
         ``close()`` would send a frame first, and wait for a stuck writer.
         """
-        self.dropped_here = True
+        self._note_drop()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
             await self.secured_conn.close()
+
+    async def close(self, error_code: int = GO_AWAY_NORMAL) -> None:
+        """Send that the connection ends, and close it. libp2p calls this too when the other end has closed it."""
+        self._note_drop()
+        await super().close(error_code)
+
+    def _note_drop(self) -> None:
+        if not self.event_shutting_down.is_set():
+            self.dropped_here = True

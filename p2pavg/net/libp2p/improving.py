@@ -14,13 +14,13 @@ from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-TRY_SECONDS = 30.0
+TRY_DIRECT_SECONDS = 30.0
 
 # The pauses before each try. At first, a peer may not know its router yet; later, one of the two may have moved.
 PAUSES = (0.0, 1.0, 3.0, 10.0, 30.0, 120.0, 300.0)
 
 
-class Puncher(Protocol):
+class PunchMaker(Protocol):
     """The part of the punch service that is used here."""
 
     async def connect(self, peer_id: PeerId, *, timeout: float) -> None:
@@ -42,7 +42,7 @@ class Improver:
     def __init__(
         self,
         nursery: trio.Nursery,
-        puncher: Puncher,
+        puncher: PunchMaker,
         *,
         path_to: Callable[[PeerId], str],
         reachability: Callable[[], Reachability],
@@ -90,6 +90,6 @@ class Improver:
     async def _once(self, peer_id: PeerId) -> None:
         addresses = self._direct_addresses()
         if self._reachability().dialable and addresses:
-            await self._puncher.ask_to_dial(peer_id, addresses, timeout=TRY_SECONDS)
+            await self._puncher.ask_to_dial(peer_id, addresses, timeout=TRY_DIRECT_SECONDS)
         else:
-            await self._puncher.connect(peer_id, timeout=TRY_SECONDS)
+            await self._puncher.connect(peer_id, timeout=TRY_DIRECT_SECONDS)

@@ -12,7 +12,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, Mux
 from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
-from p2pavg.net.libp2p.speed import Started, StartsFrames
+from p2pavg.net.libp2p.speed import StartsFrames, WriteStart
 
 logger = logging.getLogger(__name__)
 
@@ -119,16 +119,16 @@ class PatientStream(YamuxStream):
         self.conn.stream_buffers.get(self.stream_id, bytearray()).clear()
         await self.conn._finalize_stream(self, fully_closed=True)
 
-    def start_write(self, data: bytes) -> Started:
+    def start_write(self, data: bytes) -> WriteStart:
         """Write without waiting, if the window and the connection allow it.
 
         Raises:
             ConnectionClosedError: the connection has ended.
         """
         if self.send_closed or self.closed or self.send_window < len(data):
-            return Started.NOTHING
+            return WriteStart.NOTHING
         started = cast(StartsFrames, self.conn).start_frame(self._header(len(data)) + data)
-        if started is not Started.NOTHING:
+        if started is not WriteStart.NOTHING:
             self.send_window -= len(data)
         return started
 

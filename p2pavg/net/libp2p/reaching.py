@@ -7,7 +7,7 @@ A connection through a relay is an ordinary connection of libp2p. So all protoco
 router takes part from the first second. What follows improves the way without disturbing what is under way:
 
 * A direct connection to the same peer is preferred by every stream that is opened after it.
-* The relayed connection ends when its last stream has ended, and not before LINGER_SECONDS: the other side may be
+* The relayed connection ends when its last stream has ended, and not before LINGER_DIAL_SECONDS: the other side may be
   opening a stream on it at this moment. The connection of a dial-back ends in the same way.
 
 When an address of this machine disappears, the connections from it are dead, although nothing says so. They are dropped
@@ -42,7 +42,7 @@ from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
 from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ReachWatcher, machine_hosts
-from p2pavg.net.nat.relay.choice import Candidate
+from p2pavg.net.nat.relay.choice import RelayCandidate
 from p2pavg.net.nat.relay.circuits import InboundCircuits
 from p2pavg.net.nat.relay.reservations import Reservations
 from p2pavg.net.nat.relay.service import RelayService
@@ -50,8 +50,8 @@ from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 5.0
-SETTLE_SECONDS = 4.0
+LINGER_DIAL_SECONDS = 5.0
+SETTLE_DIAL_SECONDS = 4.0
 PROBE_SECONDS = 2.0
 _MOST_PROBES = 2
 _IDLE_LOOKS = 2
@@ -86,6 +86,8 @@ class Reaching:
         self._changed = trio.Event()
         self._tasks = trio.CancelScope()
         self._ended: trio.Event | None = None
+        # The parts know each other by functions that are called later: each of them needs what another one
+        # finds out.
         self._watcher = ReachWatcher(
             transport,
             neighbours=self._neighbours,
@@ -128,6 +130,8 @@ class Reaching:
 
     def start(self) -> None:
         """Start the tasks; the listeners are open."""
+        # This machine's own addresses are known before the first task runs, so that they can be announced at
+        # once.
         self._watcher.begin()
         self.reservations.want(self._wants_relays())
         self._ended = trio.Event()
@@ -150,13 +154,14 @@ class Reaching:
 
     async def settle(self) -> None:
         """See :meth:`Transport.settle`."""
-        with trio.move_on_after(SETTLE_SECONDS):
+        with trio.move_on_after(SETTLE_DIAL_SECONDS):
             while not self._is_settled():
                 await self._changed.wait()
 
     def _is_settled(self) -> bool:
         if self._wants_relays():
             return bool(self.reservations.relays)
+        # Peers of this machine cannot tell how others reach it, so there is nothing to wait for.
         asked = any(_is_outside(found.host) for found in self._neighbours())
         return bool(self._options.announce) or not asked or self.reachability.outer_hosts != ()
 
@@ -172,17 +177,22 @@ class Reaching:
 
     def connected(self, muxed: GuardedYamux) -> None:
         """Note a new connection."""
+        # Only such a connection shows that the listening port can be dialled: a dial-back counts only when it
+        # is seen here.
         if not muxed.is_initiator and not muxed.relay and not muxed.punched:
             self._watcher.inbound(str(muxed.peer_id), muxed.remote_host)
         self.reservations.look()
         self._watcher.wake()
         others = self._connections.of(str(muxed.peer_id))
+        # A direct connection retires the relayed ones to that peer. A relayed one that comes second retires
+        # itself.
         if not muxed.relay:
             for relayed in others:
                 if relayed.relay:
                     self._retire(relayed)
         elif any(not other.relay for other in others):
             self._retire(muxed)
+        # Only the side that opened the connection tries to improve it, so that the two do not try at once.
         elif muxed.is_initiator:
             self._improver.relayed(str(muxed.peer_id))
 
@@ -201,6 +211,8 @@ class Reaching:
             Neighbour(
                 peer_id=str(muxed.peer_id),
                 host=muxed.remote_endpoint[0],
+                # The port of an outbound connection is one at which the peer listens, so that probes can be
+                # sent there.
                 port=muxed.remote_endpoint[1] if muxed.is_initiator and not muxed.punched else 0,
                 arrived=not muxed.is_initiator and not muxed.punched,
             )
@@ -212,10 +224,12 @@ class Reaching:
         """Act on what is known now."""
         before, self._reachability, self._addresses = self._reachability, reachability, addresses
         self.reservations.want(self._wants_relays())
+        # In another network, what failed may work now, and what worked is dead.
         if self._watcher.network != self._network:
             self._network = self._watcher.network
             self.reservations.forget_failures()
             self._nursery.start_soon(self._drop_dead_connections)
+        # The tries pause for up to five minutes. Another kind of reachability is a reason to try at once.
         if reachability.kind is not before.kind:
             self._improver.look_again()
         if reachability.dialable and not before.dialable:
@@ -227,6 +241,7 @@ class Reaching:
         self._changed = trio.Event()
 
     def _wants_relays(self) -> bool:
+        # A user who names the addresses vouches for it that this peer can be dialled there.
         if not self._options.reachable or self._options.announce:
             return False
         return self._watcher.relays_wanted or not self._listened()
@@ -246,6 +261,7 @@ class Reaching:
             return
         for muxed in self._connections.all():
             try:
+                # A relayed connection has no socket of its own: it ends with the connection to its relay.
                 local = muxed.socket.getsockname()[0] if muxed.socket is not None else ""
             except OSError:  # the connection has ended
                 continue
@@ -266,10 +282,10 @@ class Reaching:
             return "this peer cannot be dialled itself"
         return ""
 
-    def _relay_candidates(self) -> list[Candidate]:
+    def _relay_candidates(self) -> list[RelayCandidate]:
         """Return the peers that this one has dialled directly: others can probably dial them too."""
         found = {
-            str(muxed.peer_id): Candidate(str(muxed.peer_id), muxed.remote_host)
+            str(muxed.peer_id): RelayCandidate(str(muxed.peer_id), muxed.remote_host)
             for muxed in self._connections.all()
             if muxed.is_initiator and not muxed.relay and not muxed.punched
         }
@@ -285,6 +301,7 @@ class Reaching:
         if self._watcher.keeps_ports(port.version):
             return port.port
         reasons = []
+        # A probe must come from the fresh port itself: a router may map each local port to another outer one.
         servers = [peer for peer in self._neighbours() if peer.port and version_of(peer.host) == port.version]
         for peer in [peer for peer in servers if _is_outside(peer.host)][:_MOST_PROBES]:
             try:
@@ -299,6 +316,7 @@ class Reaching:
         await self._connections.adopt(RelayedStream(stream), peer_id, initiator=False)
 
     async def _dial_back(self, peer_id: PeerId, host: str, port: int) -> None:
+        # Only the connection that this dial makes is retired. Those that were there before are in use.
         before = set(self._connections.of(peer_id))
         await self._connections.dial(peer_id, f"/ip{version_of(host)}/{host}/tcp/{port}/p2p/{peer_id}")
         for muxed in self._connections.of(peer_id):
@@ -318,8 +336,10 @@ class Reaching:
                 # Idle twice in a row: the other side may still read a stream that has ended here.
                 idle = 0
                 while idle < _IDLE_LOOKS and not muxed.event_closed.is_set():
-                    await trio.sleep(LINGER_SECONDS / _IDLE_LOOKS)
+                    await trio.sleep(LINGER_DIAL_SECONDS / _IDLE_LOOKS)
                     idle = 0 if muxed.streams else idle + 1
+            # Looked at again after the wait: if the direct connection has ended meanwhile, this one is the
+            # only way left.
             others = [other for other in self._connections.of(str(muxed.peer_id)) if other is not muxed]
             if any(not other.relay for other in others):
                 await muxed.abort()

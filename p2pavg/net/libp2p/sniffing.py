@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 import trio
 from libp2p.abc import IRawConnection
@@ -21,6 +20,7 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.transport.tcp.tcp import TCP, TCPListener
 from multiaddr import Multiaddr
 
+from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.entrance import Entrance
 
@@ -33,10 +33,6 @@ UNDECIDED_SECONDS = 10.0
 # The backlog: connections that the system has accepted and this process has not. trio's default of 128 fills quickly
 # when many peers connect at once, and a peer that finds it full retries a second later.
 BACKLOG = 1024
-
-# An idle connection is checked after 15 s, and ends 15 s later if the other end is gone. The packets also keep
-# the entries of the connection in routers.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 _TLS_HANDSHAKE = b"\x16"
 _WHOAMI = b"P"
@@ -116,15 +112,6 @@ class SniffingTCP(TCP):
             finally:
                 self._undecided.pop(opened, None)
         return None
-
-
-def keep_alive(opened: trio.socket.SocketType) -> None:
-    """Let the system notice a dead connection within half a minute. Systems without these settings keep their own."""
-    with suppress(OSError):  # the connection is gone already, or the system has no such setting
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:
-                opened.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def accept_more_at_once(listener: TCPListener) -> None:

@@ -32,7 +32,7 @@ from libp2p.security.noise.io import NoisePacketReadWriter
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import encode_delim
 
-from p2pavg.net.limits.admission import Arrival
+from p2pavg.net.limits.admission import ConnectionArrival
 
 _LENGTH_BYTES = 2  # of a message of Noise, before it
 
@@ -90,12 +90,14 @@ class _TrioWithEagerLocks(ModuleType):
 
 def install() -> None:
     """Let libp2p's modules make eager locks and readers from now on. A second call changes nothing."""
+    # These modules look `trio.Lock` up when they make a lock. trio itself,
+    # which the whole process uses, is left alone.
     for module in (_yamux, _net_stream, _rw_lock, _io_trio):
         module.trio = _TrioWithEagerLocks("trio")  # type: ignore[attr-defined]
     _noise_io.NoisePacketReadWriter = EagerPackets  # type: ignore[misc]
 
 
-class Started(enum.Enum):
+class WriteStart(enum.Enum):
     """The outcome of an attempt to write a frame without waiting."""
 
     NOTHING = enum.auto()
@@ -108,7 +110,7 @@ class Started(enum.Enum):
 class StartsFrames(Protocol):
     """A connection that can write a frame without waiting."""
 
-    def start_frame(self, frame: bytes) -> Started: ...
+    def start_frame(self, frame: bytes) -> WriteStart: ...
 
 
 class ReadAheadStream(TrioTCPStream):
@@ -121,6 +123,7 @@ class ReadAheadStream(TrioTCPStream):
     @classmethod
     def of(cls, stream: TrioTCPStream) -> ReadAheadStream:
         """Turn a stream from which nothing has been read yet into one that reads ahead."""
+        # libp2p makes the stream itself, and offers no place to choose its class.
         stream.__class__ = cls
         assert isinstance(stream, cls)
         stream._ahead = memoryview(b"")
@@ -133,7 +136,7 @@ class ReadAheadStream(TrioTCPStream):
     """Reads of the socket so far."""
     _unsent: bytes = b""
     """The bytes of the last write that the system has not taken."""
-    arrival: Arrival | None = None
+    arrival: ConnectionArrival | None = None
     """The place of an inbound connection among the others; ``None`` for an outbound connection."""
     expected: str = ""
     """The only peer that may be at the other end; empty if any peer may."""
@@ -177,6 +180,7 @@ class ReadAheadStream(TrioTCPStream):
             count = 0
         except OSError as error:
             raise ConnectionClosedError(f"the TCP connection ended: {error}", transport="tcp") from error
+        # A message of Noise that was begun has to be finished. Otherwise the other side could decrypt no later one.
         self._unsent = data[count:]
         return not self._unsent
 
@@ -198,6 +202,7 @@ class ReadAheadStream(TrioTCPStream):
         async with self._ahead_lock:
             while len(self._ahead) < count:
                 found = await super().read(READ_AHEAD_BYTES)
+                # The stream has ended. The caller sees that from the number of bytes.
                 if not found:
                     break
                 self._ahead = memoryview(bytes(self._ahead) + found)
@@ -212,6 +217,7 @@ class ReadAheadStream(TrioTCPStream):
         async with self._ahead_lock:
             if not self._ahead:
                 await self._fill()
+            # If not even the length has come, `end` is beyond what is there all the same.
             end = _LENGTH_BYTES + int.from_bytes(self._ahead[:_LENGTH_BYTES], "big")
             if len(self._ahead) < end:
                 return None
@@ -255,6 +261,7 @@ class EagerMultiselectClient(MultiselectClient):
         with trio.move_on_after(negotiate_timeout):
             try:
                 await communicator.read_writer.write(b"".join(encode_delim(line.encode()) for line in lines))
+                # The answers come in the order of the requests: the greeting first.
                 for line in lines:
                     if (answer := await communicator.read()) != line:
                         raise MultiselectClientError(f"{wanted} is not supported: {answer[:64]!r}")
@@ -305,6 +312,7 @@ class _GreetsLater(MultiselectCommunicator):
         self._was_greeted = False
 
     async def read(self) -> str:
+        # A client that sends its greeting alone waits for the answer. Without this, both sides would wait.
         if self._was_greeted and self._greeting and not self._holds_more(self.read_writer):
             await self._send(b"")
         line = await super().read()

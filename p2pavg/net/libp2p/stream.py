@@ -19,7 +19,7 @@ from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, SMALL_FRAME_BYTES, Started
+from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, SMALL_FRAME_BYTES, WriteStart
 from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ LONG_PIECE_BYTES = MAX_FRAME_BYTES - HEADER_SIZE
 # The timeout of one piece. A link of 20 kbit/s moves the longest one in 26 s.
 STALL_SECONDS = 30.0
 
-_CLOSE_SECONDS = 1.0
+_CLOSE_STREAM_SECONDS = 1.0
 
 # After this process has closed a stream, it waits so long for the other side to close its half.
 _LINGER_SECONDS = 30.0
@@ -74,6 +74,7 @@ class Libp2pStream(Stream):
         return cast(PatientStream, self._net_stream.muxed_stream)
 
     def _check(self, broken: str | None) -> None:
+        # This end first: what broke after it was closed here is no news to the caller.
         if self._closed or self._lifetime.has_ended:
             raise ClosedError(f"the stream to {self.remote} was closed by this process")
         if broken is not None:
@@ -89,47 +90,52 @@ class Libp2pStream(Stream):
                 piece, started = self._start_piece(view[sent:])
                 sent += len(piece)
                 self._check(self._unwritable)
+                # Finished even if the caller is cancelled: half a frame would corrupt the connection for all streams.
                 await self._finish_piece(piece, started)
                 self._check(self._unwritable)
                 if sent < len(view):
                     await trio.lowlevel.checkpoint_if_cancelled()
         except trio.Cancelled:
+            # The other side has the beginning of a message, so nothing that follows could be read.
             self._unwritable = f"a write to {self.remote} was cancelled half-way"
             raise
 
-    def _start_piece(self, left: memoryview) -> tuple[bytes, Started]:
+    def _start_piece(self, left: memoryview) -> tuple[bytes, WriteStart]:
         """Begin to write the next piece. Return it, and how far it has come."""
         piece = bytes(left[: self._piece_bytes])
         started = self._start_write(piece)
-        if started is Started.NOTHING and len(piece) > WRITE_PIECE_BYTES:
+        # A piece that has to wait is a small one: other streams of the connection get their turn soon.
+        if started is WriteStart.NOTHING and len(piece) > WRITE_PIECE_BYTES:
             piece = piece[:WRITE_PIECE_BYTES]
             started = self._start_write(piece)
         return piece, started
 
-    async def _finish_piece(self, piece: bytes, started: Started) -> None:
+    async def _finish_piece(self, piece: bytes, started: WriteStart) -> None:
         """Wait until a piece is written. If it is written already, only let other tasks run, unless it is small."""
-        if started is Started.WHOLE:
+        if started is WriteStart.WHOLE:
             if len(piece) >= WRITE_PIECE_BYTES:
                 self._piece_bytes = LONG_PIECE_BYTES
+            # A long send that never has to wait would keep all other tasks from running.
             if len(piece) > SMALL_FRAME_BYTES:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             return
         self._piece_bytes = WRITE_PIECE_BYTES
         done = trio.Event()
         write = (
-            self._muxed.finish_frame if started is Started.PART else partial(self._net_stream.write, piece)
+            self._muxed.finish_frame if started is WriteStart.PART else partial(self._net_stream.write, piece)
         )
+        # In the transport's nursery, so the write outlives a caller that is cancelled.
         self._lifetime.nursery.start_soon(self._finish_write, write, done)
         await done.wait()
 
-    def _start_write(self, piece: bytes) -> Started:
+    def _start_write(self, piece: bytes) -> WriteStart:
         if self._net_stream._state in _UNWRITABLE_STATES:
-            return Started.NOTHING
+            return WriteStart.NOTHING
         try:
             return self._patient.start_write(piece)
         except IOException as error:
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
-            return Started.NOTHING
+            return WriteStart.NOTHING
 
     async def _finish_write(self, write: Callable[[], Awaitable[None]], done: trio.Event) -> None:
         try:
@@ -141,6 +147,7 @@ class Libp2pStream(Stream):
         except (IOException, MuxedStreamError, ValueError) as error:
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
         except Exception as error:
+            # In this nursery, an exception would end the transport and every other stream with it.
             logger.exception("a write to %s failed", self.remote)
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
         finally:
@@ -152,6 +159,7 @@ class Libp2pStream(Stream):
         Outside of the window, half a frame may have been written.
         """
         if self._ends_alone and self._patient.starved:
+            # The window was closed, so no frame has been begun: the stream can end without its connection.
             self._lifetime.nursery.start_soon(self._send_last_frame, True, trio.Event())
         else:
             await self._muxed.abort()
@@ -161,6 +169,7 @@ class Libp2pStream(Stream):
         try:
             return await self._read(max_bytes)
         except trio.Cancelled:
+            # Bytes may have been taken and lost, so what follows has no known beginning.
             self._unreadable = f"a read from {self.remote} was cancelled half-way"
             raise
         except (IOException, MuxedStreamError, ValueError, KeyError) as error:
@@ -176,6 +185,7 @@ class Libp2pStream(Stream):
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
+            # A message that was cut off must not look like an orderly end to the other side.
             await self._finish(reset=self._unwritable is not None)
 
     async def reset(self) -> None:
@@ -204,7 +214,7 @@ class Libp2pStream(Stream):
             return
         done = trio.Event()
         self._lifetime.nursery.start_soon(self._send_last_frame, reset, done)
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_STREAM_SECONDS):
             await done.wait()
 
     async def _send_last_frame(self, reset: bool, done: trio.Event) -> None:
@@ -213,6 +223,7 @@ class Libp2pStream(Stream):
                 await (self._net_stream.reset() if reset else self._net_stream.close())
             if scope.cancelled_caught:
                 await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+            # The caller waits for the last frame only, and not for the other side's end.
             done.set()
             if not reset and not await self._drain():
                 await self._net_stream.reset()

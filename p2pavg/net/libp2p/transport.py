@@ -67,9 +67,9 @@ from p2pavg.net.addresses import (
     parse_peer_address,
 )
 from p2pavg.net.dialling import Dialler, timed_out
-from p2pavg.net.lanes.acceptor import Doorway
+from p2pavg.net.lanes.acceptor import TlsAcceptor
 from p2pavg.net.lanes.pool import LaneKeeper
-from p2pavg.net.libp2p.connections import CLOSE_SECONDS, Connections
+from p2pavg.net.libp2p.connections import CLOSE_CONNECTION_SECONDS, Connections
 from p2pavg.net.libp2p.errors import is_of_the_network
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -110,9 +110,12 @@ class Libp2pTransport(Transport):
         self.peer_id = str(host.get_id())
         self._listens = False
         self._connections = Connections(swarm, nursery, places, self._connected, self._open_circuit)
+        # Before anything can dial: a peer that averages only with processes of this machine must dial no other one.
+        self._connections.gate.policy.only_here = options.only_here
         self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
         self._opener = StreamOpener(host, self._connections, self._lifetime)
-        doorway = Doorway(self.peer_id, self._connections.gate)
+        doorway = TlsAcceptor(self.peer_id, self._connections.gate)
+        # Set before the port is open, since strangers may connect at once.
         tcp.on_tls = doorway.accept
         self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
         self._connections.on_lost = self._reaching.lost
@@ -172,12 +175,14 @@ class Libp2pTransport(Transport):
             try:
                 await handler(stream)
             except Exception as error:
+                # A peer that leaves, or sends nonsense, is no bug of this process, so it is not logged as one.
                 if is_of_the_network(error):
                     raise
                 logger.exception(
                     "serving %s to %s failed; only this stream of it is reset", protocol, stream.remote
                 )
             finally:
+                # Also after a handler that returned: whatever it has left open, the peer must not wait for it.
                 await stream.reset()
 
         self._host.set_stream_handler(TProtocol(protocol), serve_one)  # type: ignore[arg-type]
@@ -187,8 +192,10 @@ class Libp2pTransport(Transport):
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer itself")
         self._lifetime.check()
+        # The user named the relay's address, and not where the peer behind it is.
         dialled = parse_circuit_address(address).relay_address if is_circuit(address) else address
         self._connections.gate.told_by_user(dialled)
+        # Before the dial: the new connection gets its place by the standing of its peer.
         self.remember_peer(peer_id, companion=True)
         with trio.move_on_after(timeout):
             await self._dialler.connect(peer_id, [address])
@@ -209,10 +216,12 @@ class Libp2pTransport(Transport):
         with trio.move_on_after(timeout):
             ordered = self._connections.relays.ordered(addresses, trio.current_time())
             await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
+            # Noted before the stream is opened, to tell afterwards whether one of these has just ended.
             used = self._connections.to(peer_id)
             try:
                 return await self._opener.open(peer_id, protocol)
             except UnreachableError as error:
+                # A connection that still works has given the peer's answer, so a second try would give the same one.
                 if not await self._connections.one_was_ended(used):
                     raise
                 first = error
@@ -222,6 +231,7 @@ class Libp2pTransport(Transport):
             self._lifetime.check()
             try:
                 await self._dialler.connect(peer_id, ordered, failed=failed)
+            # Kept as it is: callers take it as proof that the peer's process has ended.
             except RefusedError:
                 raise
             except UnreachableError as error:
@@ -251,6 +261,7 @@ class Libp2pTransport(Transport):
     def sockets(self) -> list[trio.socket.SocketType]:
         """Return the sockets of the listeners and the connections, without those of lanes."""
         listeners = [found for opened in listeners_of(self._swarm) for found in opened.listeners]
+        # Those whose first byte has not come yet belong to no connection so far, but are open.
         return [found.socket for found in listeners] + self._connections.sockets() + self._tcp.undecided
 
     def detach_all(self) -> list[int]:
@@ -261,6 +272,7 @@ class Libp2pTransport(Transport):
     async def _listen(self, addresses: Sequence[Multiaddr]) -> None:
         await self._swarm.listen(*addresses)
         for address in addresses:
+            # libp2p does not raise when it cannot bind. It leaves the address out.
             if str(address) not in self._swarm.listeners:
                 raise ListenError(f"cannot listen on {address}: the system refused it")
             self._connections.gate.listens_at(host_of(address))
@@ -270,10 +282,11 @@ class Libp2pTransport(Transport):
         self._reaching.start()
 
     async def _close(self) -> None:
+        # Nothing that makes connections may run while they are closed.
         await self._reaching.stop()
         self._lanes.close()
         await self._connections.close_all()
-        with trio.move_on_after(CLOSE_SECONDS):
+        with trio.move_on_after(CLOSE_CONNECTION_SECONDS):
             await self._host.close()
 
 
@@ -298,6 +311,7 @@ async def open_libp2p_transport(
         ListenError: an address cannot be listened on; the message says which and why.
     """
     wanted = [parse_listen_address(text) for text in listen]
+    # libp2p would share a port that another process holds, and each of the two would get half of the peers.
     for address in wanted:
         check_free(address)
     install()
@@ -312,8 +326,11 @@ async def open_libp2p_transport(
                 await transport._listen(wanted)
                 yield transport
             finally:
+                # Other peers have to see the end of the connections, also if the
+                # program was cancelled. Each step has a bound.
                 with trio.CancelScope(shield=True):
                     await transport._close()
+                # Last: writes and closes run in this nursery.
                 transport._lifetime.end()
 
 
@@ -326,6 +343,8 @@ def _close_sockets_after_fork() -> None:
     The child's copies would keep open what the parent closes.
     """
     for transport in _transports:
+        # Only the descriptors are closed. The objects belong to a trio run, and to
+        # locks of threads, that the child does not have.
         for descriptor in transport.detach_all():
             os.close(descriptor)
     _transports.clear()

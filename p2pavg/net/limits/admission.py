@@ -23,7 +23,7 @@ from enum import IntEnum
 from p2pavg.net.limits.sources import prefix_of
 
 
-class Standing(IntEnum):
+class TrustClass(IntEnum):
     """The standing of a peer. A connection of a higher standing never gives way to one of a lower."""
 
     STRANGER = 0
@@ -33,7 +33,7 @@ class Standing(IntEnum):
     """The peer was named by this process' user, or was in a group with this peer."""
 
 
-class Stage(IntEnum):
+class ConnectionStage(IntEnum):
     """The progress of an inbound connection."""
 
     SILENT = 0
@@ -77,14 +77,14 @@ class ConnectionLimits:
 
 
 @dataclass(eq=False, slots=True)
-class Arrival:
+class ConnectionArrival:
     """One connection, from the moment at which it was accepted or made."""
 
     host: str
     inbound: bool
     number: int
     prefix: str = field(init=False)
-    stage: Stage = Stage.SILENT
+    stage: ConnectionStage = ConnectionStage.SILENT
     peer_id: str = ""
 
     def __post_init__(self) -> None:
@@ -103,39 +103,41 @@ class Admission:
     def __init__(
         self,
         limits: ConnectionLimits,
-        standing_of: Callable[[str], Standing],
-        standing_at: Callable[[str], Standing],
+        standing_of: Callable[[str], TrustClass],
+        standing_at: Callable[[str], TrustClass],
     ) -> None:
         self.limits = limits
         self._standing_of = standing_of
         self._standing_at = standing_at
-        self._unfinished: dict[Arrival, None] = {}
-        self._connected: dict[Arrival, None] = {}
+        self._unfinished: dict[ConnectionArrival, None] = {}
+        self._connected: dict[ConnectionArrival, None] = {}
         self._numbers = 0
 
     def __len__(self) -> int:
         return len(self._unfinished) + len(self._connected)
 
     @property
-    def unfinished(self) -> list[Arrival]:
+    def unfinished(self) -> list[ConnectionArrival]:
         """The connections without a proved identity, the oldest first."""
         return list(self._unfinished)
 
-    def arrive(self, host: str) -> tuple[Arrival, list[Arrival]]:
+    def arrive(self, host: str) -> tuple[ConnectionArrival, list[ConnectionArrival]]:
         """Count an inbound connection that was just accepted. Return it, and the connections to drop for it."""
         arrival = self._new(host, inbound=True)
         victims = []
+        # One newcomer may need a place in its host's limit, its prefix's and the whole: each round frees one.
         while (victim := self._too_many_unfinished(arrival)) is not None:
+            # Its place is free at once; the connection itself ends a little later.
             del self._unfinished[victim]
             victims.append(victim)
         self._unfinished[arrival] = None
         return arrival, victims
 
-    def speaks(self, arrival: Arrival) -> None:
+    def speaks(self, arrival: ConnectionArrival) -> None:
         """Note that a connection has sent the first line of its protocol."""
-        arrival.stage = max(arrival.stage, Stage.SPEAKING)
+        arrival.stage = max(arrival.stage, ConnectionStage.SPEAKING)
 
-    def connect(self, arrival: Arrival, peer_id: str) -> list[Arrival] | None:
+    def connect(self, arrival: ConnectionArrival, peer_id: str) -> list[ConnectionArrival] | None:
         """Count a connection that has proved ``peer_id``. Return the connections to drop for it; ``None`` refuses it.
 
         A connection that was dropped during its handshake is refused.
@@ -143,21 +145,23 @@ class Admission:
         if arrival not in self._unfinished:
             return None
         del self._unfinished[arrival]
-        arrival.stage, arrival.peer_id = Stage.CONNECTED, peer_id
-        victims: list[Arrival] = []
+        arrival.stage, arrival.peer_id = ConnectionStage.CONNECTED, peer_id
+        victims: list[ConnectionArrival] = []
         for crowd, limit in self._crowds(arrival):
+            # A victim of an earlier crowd leaves this one too, so one may be enough for all limits.
             if len(crowd := [other for other in crowd if other not in victims]) < limit:
                 continue
             victim = self._who_gives_way(arrival, crowd)
             if victim is None:
                 return None
             victims.append(victim)
+        # Only after every crowd has a place: a newcomer that is refused costs no other connection.
         for victim in victims:
             del self._connected[victim]
         self._connected[arrival] = None
         return victims
 
-    def dialled(self, host: str, peer_id: str) -> tuple[Arrival, list[Arrival]]:
+    def dialled(self, host: str, peer_id: str) -> tuple[ConnectionArrival, list[ConnectionArrival]]:
         """Count a connection that this process made. Return it, and the connections to drop for it."""
         arrival = self._new(host, inbound=False)
         self._unfinished[arrival] = None
@@ -165,26 +169,28 @@ class Admission:
         assert victims is not None  # an outbound connection is never refused
         return arrival, victims
 
-    def leave(self, arrival: Arrival) -> None:
+    def leave(self, arrival: ConnectionArrival) -> None:
         """Forget a connection that has ended. Nothing happens if it was dropped before."""
         self._unfinished.pop(arrival, None)
         self._connected.pop(arrival, None)
 
-    def _new(self, host: str, *, inbound: bool) -> Arrival:
+    def _new(self, host: str, *, inbound: bool) -> ConnectionArrival:
         self._numbers += 1
-        return Arrival(host, inbound, self._numbers)
+        return ConnectionArrival(host, inbound, self._numbers)
 
     # -- unfinished
 
-    def _too_many_unfinished(self, newcomer: Arrival) -> Arrival | None:
+    def _too_many_unfinished(self, newcomer: ConnectionArrival) -> ConnectionArrival | None:
         limits, all_of_them = self.limits, self._unfinished
         at_host = [other for other in all_of_them if other.host == newcomer.host]
+        # From the smallest source to the largest: an attacker's own connections give way before those of others.
         if len(at_host) >= limits.unfinished_per_host:
             return _oldest_of_the_fullest_stage(at_host)
         at_prefix = [other for other in all_of_them if other.prefix == newcomer.prefix]
         if len(at_prefix) >= limits.unfinished_per_prefix:
             return _oldest_of_the_fullest_stage(_of_the_greediest_host(at_prefix))
         if len(all_of_them) >= limits.unfinished:
+            # These peers have proved no identity yet, so the hosts count at which known peers were met before.
             standings = {host: self._standing_at(host) for host in {other.host for other in all_of_them}}
             lowest = min(standings.values())
             strangers = [other for other in all_of_them if standings[other.host] == lowest]
@@ -194,24 +200,29 @@ class Admission:
 
     # -- connected
 
-    def _crowds(self, newcomer: Arrival) -> Iterable[tuple[list[Arrival], int]]:
+    def _crowds(self, newcomer: ConnectionArrival) -> Iterable[tuple[list[ConnectionArrival], int]]:
         """Yield each crowd in which the newcomer needs a place, with its limit, which includes the newcomer."""
         limits, connected = self.limits, list(self._connected)
+        # Also for outbound connections and companions: more than a few to one peer are left over from restarts.
         yield [other for other in connected if other.peer_id == newcomer.peer_id], limits.per_peer
         if newcomer.inbound:
             strangers = [
                 other
                 for other in connected
-                if other.inbound and self._standing(other) is not Standing.COMPANION
+                if other.inbound and self._standing(other) is not TrustClass.COMPANION
             ]
-            if self._standing(newcomer) is not Standing.COMPANION:
+            # Members of a group may be many behind one address, such as a cluster.
+            if self._standing(newcomer) is not TrustClass.COMPANION:
                 yield [other for other in strangers if other.host == newcomer.host], limits.per_host
                 yield [other for other in strangers if other.prefix == newcomer.prefix], limits.per_prefix
             yield [other for other in connected if other.inbound], limits.inbound
         yield connected, limits.connections
 
-    def _who_gives_way(self, newcomer: Arrival, crowd: list[Arrival]) -> Arrival | None:
+    def _who_gives_way(
+        self, newcomer: ConnectionArrival, crowd: list[ConnectionArrival]
+    ) -> ConnectionArrival | None:
         """Return the connection that gives way; ``None`` if each one of the crowd has a better claim."""
+        # A peer competes with itself only: its newest connection is the one that works.
         if all(other.peer_id == newcomer.peer_id for other in crowd):
             return min(crowd, key=_age)
         lowest = min(self._standing(other) for other in crowd)
@@ -219,6 +230,7 @@ class Admission:
         greediest = _of_the_greediest_prefix(low)
         victim = min(_of_the_greediest_host(greediest), key=_age)
         mine = self._standing(newcomer)
+        # This process wants what it dials itself, so that always finds a place.
         if mine > lowest or not newcomer.inbound:
             return victim
         if mine < lowest:
@@ -231,7 +243,7 @@ class Admission:
         own = [other for other in low if other.prefix == newcomer.prefix]
         return min(_of_the_greediest_host(own), key=_age) if own else None
 
-    def _standing(self, arrival: Arrival) -> Standing:
+    def _standing(self, arrival: ConnectionArrival) -> TrustClass:
         return self._standing_of(arrival.peer_id)
 
 
@@ -247,25 +259,27 @@ class Acquaintances:
     def __init__(self, most: int = 1024, most_hosts: int = 8) -> None:
         self._most = most
         self._most_hosts = most_hosts
-        self._known: dict[Standing, OrderedDict[str, None]] = {
-            Standing.ANSWERED: OrderedDict(),
-            Standing.COMPANION: OrderedDict(),
+        self._known: dict[TrustClass, OrderedDict[str, None]] = {
+            TrustClass.ANSWERED: OrderedDict(),
+            TrustClass.COMPANION: OrderedDict(),
         }
         self._hosts: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
         self._peers_at: dict[str, set[str]] = {}
 
-    def remember(self, peer_id: str, standing: Standing) -> None:
+    def remember(self, peer_id: str, standing: TrustClass) -> None:
         """Note that a peer has this standing, or a higher one."""
-        if standing is not Standing.STRANGER:
+        if standing is not TrustClass.STRANGER:
             _put_last(self._known[standing], peer_id, self._most)
 
     def met(self, peer_id: str, host: str) -> None:
         """Note that a peer has proved its identity on a connection from or to this host."""
         hosts = self._hosts.setdefault(peer_id, OrderedDict())
         self._hosts.move_to_end(peer_id)
+        # The reverse of the hosts of each peer: it is asked at each accepted connection, and must not search them all.
         self._peers_at.setdefault(host, set()).add(peer_id)
         for forgotten in _put_last(hosts, host, self._most_hosts):
             self._has_left(peer_id, forgotten)
+        # Bounded: an attacker with many identities would fill the memory otherwise.
         while len(self._hosts) > self._most:
             oldest, its_hosts = self._hosts.popitem(last=False)
             for forgotten in its_hosts:
@@ -284,16 +298,16 @@ class Acquaintances:
         """Return whether any peer was met."""
         return bool(self._hosts)
 
-    def standing_of(self, peer_id: str) -> Standing:
+    def standing_of(self, peer_id: str) -> TrustClass:
         """Return the standing of a peer."""
-        for standing in (Standing.COMPANION, Standing.ANSWERED):
+        for standing in (TrustClass.COMPANION, TrustClass.ANSWERED):
             if peer_id in self._known[standing]:
                 return standing
-        return Standing.STRANGER
+        return TrustClass.STRANGER
 
-    def standing_at(self, host: str) -> Standing:
+    def standing_at(self, host: str) -> TrustClass:
         """Return the highest standing among the peers that were met at a host."""
-        return max(map(self.standing_of, self._peers_at.get(host, ())), default=Standing.STRANGER)
+        return max(map(self.standing_of, self._peers_at.get(host, ())), default=TrustClass.STRANGER)
 
 
 def _put_last(kept: OrderedDict[str, None], name: str, most: int) -> list[str]:
@@ -303,11 +317,11 @@ def _put_last(kept: OrderedDict[str, None], name: str, most: int) -> list[str]:
     return [kept.popitem(last=False)[0] for _ in range(len(kept) - most)]
 
 
-def _age(arrival: Arrival) -> int:
+def _age(arrival: ConnectionArrival) -> int:
     return arrival.number
 
 
-def _oldest_of_the_fullest_stage(arrivals: list[Arrival]) -> Arrival:
+def _oldest_of_the_fullest_stage(arrivals: list[ConnectionArrival]) -> ConnectionArrival:
     """Return the oldest connection of the stage with the most connections.
 
     Connections that stay in one stage on purpose fill that stage, and so give way to each other.
@@ -316,11 +330,11 @@ def _oldest_of_the_fullest_stage(arrivals: list[Arrival]) -> Arrival:
     return min((arrival for arrival in arrivals if arrival.stage == fullest), key=_age)
 
 
-def _of_the_greediest_prefix(arrivals: list[Arrival]) -> list[Arrival]:
+def _of_the_greediest_prefix(arrivals: list[ConnectionArrival]) -> list[ConnectionArrival]:
     ((prefix, _),) = Counter(arrival.prefix for arrival in arrivals).most_common(1)
     return [arrival for arrival in arrivals if arrival.prefix == prefix]
 
 
-def _of_the_greediest_host(arrivals: list[Arrival]) -> list[Arrival]:
+def _of_the_greediest_host(arrivals: list[ConnectionArrival]) -> list[ConnectionArrival]:
     ((host, _),) = Counter(arrival.host for arrival in arrivals).most_common(1)
     return [arrival for arrival in arrivals if arrival.host == host]

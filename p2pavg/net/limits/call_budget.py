@@ -46,7 +46,7 @@ OVERHEAD = 1.5
 MAX_ACCOUNTS = 4096
 
 
-class _Account:
+class _CallAccount:
     def __init__(self, rates: CallRates, factor: float) -> None:
         self._time = TokenBucket(rates.peer_seconds * factor, rates.peer_burst_seconds * factor)
         self._bytes = TokenBucket(rates.peer_bytes * factor, rates.peer_burst_bytes * factor)
@@ -60,11 +60,16 @@ class CallBudget:
 
     def __init__(self, rates: CallRates | None = None) -> None:
         self._rates = rates or CallRates()
-        self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
+        self._accounts: OrderedDict[tuple[str, str], _CallAccount] = OrderedDict()
 
     def delay(self, now: float, peer_id: str, prefix: str) -> float | None:
-        """Return the seconds to wait before the next call of this peer is answered; ``None`` refuses the call."""
-        delay = max(account.take(now, 0.0, 0) for account in self._accounts_of(peer_id, prefix))
+        """Return the seconds to wait before the next call of this peer is answered; ``None`` refuses the call.
+
+        Args:
+            peer_id: empty if the caller has proved no identity: its prefix pays alone.
+        """
+        accounts = self._accounts_of(peer_id, prefix)
+        delay = max((account.take(now, 0.0, 0) for account in accounts), default=0.0)
         return delay if delay <= LONGEST_DELAY else None
 
     def charge(self, now: float, peer_id: str, prefix: str, *, seconds: float, count: int) -> None:
@@ -77,16 +82,16 @@ class CallBudget:
         for account in self._accounts_of(peer_id, prefix):
             account.take(now, OVERHEAD * seconds, count)
 
-    def _accounts_of(self, peer_id: str, prefix: str) -> list[_Account]:
-        found = [self._account("peer", peer_id, 1.0)]
+    def _accounts_of(self, peer_id: str, prefix: str) -> list[_CallAccount]:
+        found = [self._account("peer", peer_id, 1.0)] if peer_id else []
         if prefix:
             found.append(self._account("prefix", prefix, self._rates.prefix_factor))
         return found
 
-    def _account(self, kind: str, name: str, factor: float) -> _Account:
+    def _account(self, kind: str, name: str, factor: float) -> _CallAccount:
         key = (kind, name)
         if key not in self._accounts:
-            self._accounts[key] = _Account(self._rates, factor)
+            self._accounts[key] = _CallAccount(self._rates, factor)
         self._accounts.move_to_end(key)
         while len(self._accounts) > 2 * MAX_ACCOUNTS:
             self._accounts.popitem(last=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -65,6 +65,8 @@ class DialGate:
             UnreachableError: the address must not be dialled, or its name is unknown; the message says why.
         """
         address = parse_address_of(peer_id, text)
+        if self.policy.only_here and (reason := self.policy.refusal(_host_of(address))):
+            raise UnreachableError(f"{_host_of(address)} is not dialled: {reason}")
         if not self._acquaintances.has_met_anyone():
             self.told_by_user(text)  # no other source: no peer has spoken to this process yet
         if text in self._from_user:
@@ -75,6 +77,15 @@ class DialGate:
         if reason := self.policy.refusal(host, met_there=met_there):
             raise UnreachableError(f"{host} is not dialled: {reason}")
         return [address]
+
+    def askable(self, addresses: Iterable[str], asker: str) -> list[str]:
+        """Return the addresses that a peer may have this process dial, and hear of: see :meth:`DialPolicy.may_ask`.
+
+        Args:
+            asker: the host from which the peer is connected directly; empty if it is connected through a relay.
+        """
+        self._notice_interfaces()
+        return [text for text in addresses if self.policy.may_ask(_host_in(text), asker)]
 
     @asynccontextmanager
     async def dialling(self, peer_id: PeerId, text: str, address: Multiaddr) -> AsyncIterator[None]:
@@ -148,6 +159,12 @@ def own_networks() -> list[Network]:
             if not address.is_loopback:
                 found.append(ipaddress.ip_network((address, bits), strict=False))
     return found
+
+
+def _host_in(text: str) -> str:
+    """Return the host in an address that has not been parsed yet; empty if there is none."""
+    _, _, rest = text.partition("/ip")
+    return rest.split("/")[1] if "/" in rest else ""
 
 
 def _protocol_of(address: Multiaddr) -> str:

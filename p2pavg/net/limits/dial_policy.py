@@ -18,6 +18,10 @@ from p2pavg.net.limits.sources import Address, parse_host, prefix_of
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+NOT_REACHED = "no connection"
+"""The whole answer to a peer that has asked for a dial which failed. The reasons stay in this process' log: "refused",
+"timed out" and "another service answers" would let a stranger scan this machine's network through it."""
+
 # Private networks: an address there stands for a different machine in each network.
 _LOCAL = [
     ipaddress.ip_network(text)
@@ -69,6 +73,8 @@ class DialPolicy:
 
     def __init__(self, own_networks: Iterable[Network] = ()) -> None:
         self.own_networks = list(own_networks)
+        self.only_here = False
+        """True for a peer that stays on this machine: no other host is dialled, also if the user names it."""
         self._from_user: set[Network] = set()
         self._loopback = False
 
@@ -91,6 +97,8 @@ class DialPolicy:
         address = parse_host(host)
         if address is None:
             return "names that other peers send are not looked up"
+        if self.only_here and not address.is_loopback:
+            return "this peer averages only with processes of this machine"
         if met_there:
             return ""
         if address.is_loopback:
@@ -100,6 +108,25 @@ class DialPolicy:
         if _is_in(address, _LOCAL) and not _is_in(address, (*self.own_networks, *self._from_user)):
             return "it is in a private network that this machine is not in"
         return ""
+
+    def may_ask(self, host: str, asker: str) -> bool:
+        """Return whether a peer may have this process dial a host and hear whether that was possible.
+
+        A private address is dialled for a peer that is connected from that network itself: it can dial there anyway.
+
+        Args:
+            host: in the address that the peer named.
+            asker: the host from which the peer is connected directly; empty if it is connected through a relay.
+        """
+        address, whence = parse_host(host), parse_host(asker)
+        if address is None or not is_private(host) or address == whence:
+            return True  # the gate decides about it, as about any address that a peer names
+        if whence is None:
+            return False
+        if address.is_loopback:
+            return whence.is_loopback
+        inside = [network for network in (*self.own_networks, *self._from_user) if _is_in(address, [network])]
+        return _is_in(whence, inside)
 
 
 def is_private(host: str) -> bool:
@@ -137,7 +164,7 @@ PEER_FAILURES_PER_SECOND = 1.0
 MAX_ACCOUNTS = 4096
 
 
-class _Account:
+class _DialAccount:
     """The dials under way, and the failures that are still allowed."""
 
     def __init__(self, failures: float, per_second: float) -> None:
@@ -161,7 +188,7 @@ class DialBudget:
     """
 
     def __init__(self) -> None:
-        self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
+        self._accounts: OrderedDict[tuple[str, str], _DialAccount] = OrderedDict()
 
     def may_begin(self, now: float, host: str, met_peer: str = "") -> bool | None:
         """Return whether a dial may begin; ``None`` if it must wait until a dial under way has ended.
@@ -186,8 +213,8 @@ class DialBudget:
             if failed:
                 account.failed(now)
 
-    def _accounts_of(self, host: str, met_peer: str, *, keep: bool = True) -> list[_Account]:
-        def account(kind: str, name: str, failures: float, per_second: float) -> _Account:
+    def _accounts_of(self, host: str, met_peer: str, *, keep: bool = True) -> list[_DialAccount]:
+        def account(kind: str, name: str, failures: float, per_second: float) -> _DialAccount:
             return self._account((kind, name), failures, per_second, keep=keep)
 
         if met_peer:
@@ -200,11 +227,13 @@ class DialBudget:
             everywhere,
         ]
 
-    def _account(self, key: tuple[str, str], failures: float, per_second: float, *, keep: bool) -> _Account:
+    def _account(
+        self, key: tuple[str, str], failures: float, per_second: float, *, keep: bool
+    ) -> _DialAccount:
         """Return an account. If it is only looked at, it takes no place: questions must not push out other accounts."""
         found = self._accounts.get(key)
         if found is None:
-            found = _Account(failures, per_second)
+            found = _DialAccount(failures, per_second)
             if not keep:
                 return found
             self._accounts[key] = found

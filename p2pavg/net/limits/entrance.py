@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import trio
 
 from p2pavg.base.errors import P2PAvgError
-from p2pavg.net.limits.admission import Admission, Arrival
+from p2pavg.net.limits.admission import Admission, ConnectionArrival
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,10 @@ class Entrance:
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self._drops: dict[Arrival, Callable[[], None]] = {}
+        self._drops: dict[ConnectionArrival, Callable[[], None]] = {}
 
     @contextmanager
-    def arriving(self, host: str) -> Iterator[Arrival]:
+    def arriving(self, host: str) -> Iterator[ConnectionArrival]:
         """Count an inbound connection while the block runs. The block is cancelled if the connection must give way."""
         arrival, victims = self.admission.arrive(host)
         with trio.CancelScope() as scope:
@@ -37,7 +37,7 @@ class Entrance:
             finally:
                 self.left(arrival)
 
-    def admit(self, arrival: Arrival, peer_id: str) -> None:
+    def admit(self, arrival: ConnectionArrival, peer_id: str) -> None:
         """Count an inbound connection that has proved ``peer_id``.
 
         Raises:
@@ -48,19 +48,19 @@ class Entrance:
             raise NoPlaceError(f"no place for a connection of {peer_id} from {arrival.host}")
         self._drop(victims)
 
-    def dialled(self, host: str, peer_id: str, drop: Callable[[], None]) -> Arrival:
+    def dialled(self, host: str, peer_id: str, drop: Callable[[], None]) -> ConnectionArrival:
         """Count a connection that this process made; ``drop`` ends it without waiting."""
         arrival, victims = self.admission.dialled(host, peer_id)
         self._drops[arrival] = drop
         self._drop(victims)
         return arrival
 
-    def left(self, arrival: Arrival) -> None:
+    def left(self, arrival: ConnectionArrival) -> None:
         """Forget a connection that has ended."""
         self._drops.pop(arrival, None)
         self.admission.leave(arrival)
 
-    def _drop(self, victims: list[Arrival]) -> None:
+    def _drop(self, victims: list[ConnectionArrival]) -> None:
         for victim in victims:
             logger.debug("a connection of %s from %s gives way", victim.peer_id or "a stranger", victim.host)
             if (drop := self._drops.pop(victim, None)) is not None:

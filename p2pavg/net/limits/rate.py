@@ -20,7 +20,7 @@ MIN_BURST_BYTES = 32 * 1024
 A piece of a write goes as a whole anyhow. On a slow link, it makes up for tasks that wake late.
 """
 
-PIECE_SECONDS = 0.02
+RATE_PIECE_SECONDS = 0.02
 MIN_PIECE_BYTES = 64 * 1024
 MAX_PIECE_BYTES = 256 * 1024
 """Under a limit, bytes go in pieces: a whole part at once would be a burst. Each pause between them costs processor
@@ -80,7 +80,7 @@ class RateLimit:
         """Bytes of a part between two pauses."""
         if mbps is not None:
             rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
-            self.piece_bytes = min(max(int(rate * PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+            self.piece_bytes = min(max(int(rate * RATE_PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
             self._bucket = TokenBucket(rate, max(rate * BURST_SECONDS, MIN_BURST_BYTES))
 
     @property

@@ -1,0 +1,1 @@
+"""Peers behind routers: how they can be reached, relays, punches."""

@@ -1,0 +1,1 @@
+"""The common parts of all optimizers: arguments, recipes, lineages, reports."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from p2pavg.allreduce.vector.metrics import MetricMeans, checked_metrics
+from p2pavg.allreduce.vector.metrics import MetricMeans, checked_metrics, not_finite
 from p2pavg.optim.base.state import checked_amount, checked_count
+
+logger = logging.getLogger(__name__)
 
 SamplesOf = Callable[[], float]
 """Returns the number of samples behind the gradients at the time of the call."""
@@ -20,6 +23,8 @@ class Batch:
 
     samples: float
     metrics: Mapping[str, float]
+    wrong: str = ""
+    """Reason for leaving the batch out; empty if there is none."""
 
 
 class Batches:
@@ -55,7 +60,7 @@ class Batches:
 
     def drop(self) -> None:
         """Forget the calls since the last whole batch."""
-        self._calls, self._samples, self._metrics = 0, 0.0, MetricMeans()
+        self._calls, self._samples, self._metrics, self._wrong = 0, 0.0, MetricMeans(), ""
 
     @property
     def is_pending(self) -> bool:
@@ -63,11 +68,14 @@ class Batches:
         return self._calls > 0
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Add measurements to those of the next call.
+        """Add measurements to those of the next call; leave out those that are NaN or infinite, with a warning.
 
         Raises:
-            AccumulateError: a measurement is not a finite number, or there would be too many.
+            AccumulateError: a measurement is not a number, or there would be too many.
         """
+        if names := not_finite(metrics):  # it may have been measured on other data than a batch's
+            logger.warning("the measurement %r is %s: it is left out", names[0], metrics[names[0]])
+            metrics = {name: value for name, value in metrics.items() if name not in names}
         joined = {**self._noted, **checked_metrics(metrics)}
         MetricMeans().check_room(joined)
         self._noted = joined
@@ -81,18 +89,25 @@ class Batches:
         """
         count = self._count(samples)
         joined = {**self._noted, **metrics} if self._noted else metrics
+        if names := not_finite(joined):
+            self._wrong = (
+                f"the metric {names[0]!r} of this batch is {joined[names[0]]}: the batch is left out"
+            )
+            joined = {name: value for name, value in joined.items() if name not in names}
         if self._accumulate > 1:
             count, joined = checked_amount("samples", count), checked_metrics(joined)
             self._metrics.check_room(joined)
         self._noted = {}
         if self._accumulate == 1:
-            return Batch(count, joined)
+            batch = Batch(count, joined, self._wrong)
+            self.drop()
+            return batch
         self._calls += 1
         self._samples += count
         self._metrics.add(joined, count)
         if self._calls < self._accumulate:
             return None
-        batch = Batch(self._samples, self._metrics.means)
+        batch = Batch(self._samples, self._metrics.means, self._wrong)
         self.drop()
         return batch
 

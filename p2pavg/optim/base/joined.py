@@ -1,4 +1,4 @@
-"""Several torch optimizers, each of parameters of its own, that are stepped as one."""
+"""Several torch optimizers, each of parameters of its own, that are stepped as one. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, NoReturn, cast, overload
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from p2pavg.optim.base.naming import plain_parameters
 
 
 class JoinedOptimizer(Optimizer):
@@ -37,7 +39,7 @@ class JoinedOptimizer(Optimizer):
                 raise TypeError(f"inner[{number}] must be a torch optimizer, got {type(optimizer).__name__}")
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise TypeError(f"inner[{number}] evaluates the loss several times per step: LBFGS")
-        self._check_owners({} if model is None else dict(model.named_parameters()))
+        self._check_owners({} if model is None else plain_parameters(model))
         super().__setstate__({})
 
     def _check_owners(self, named: Mapping[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from p2pavg.optim.base.digest import digest_of, joint_digest, tensor_digest
+from p2pavg.optim.base.naming import plain_buffers, plain_modules, plain_name, plain_parameters
 from p2pavg.optim.base.recipe import Settings
 from p2pavg.optim.ranks.shards import local_of
 from p2pavg_compression import Codec
@@ -27,7 +28,7 @@ class ModelParts:
             optimizer are unknown.
         trained: the parameters that are trained.
         buffers: names of the buffers to average; ``None`` for the running statistics of normalisation layers in
-            training mode.
+            training mode. Of buffers that are not persistent, those that are named here are part of the state.
         codec: codec of the run.
 
     Raises:
@@ -72,10 +73,16 @@ class ModelParts:
         return dict(zip(self._averaged_names, self._common, strict=True))
 
     @property
+    def numbers(self) -> list[str]:
+        """Names of the trained parameters that do not depend on the model: peers may know it or not."""
+        return [f"parameter {index}" for index in range(len(self._trained))]
+
+    @property
     def labels(self) -> list[str]:
         """Names of the trained parameters, then of the averaged buffers."""
-        named = {} if self._model is None else {id(p): name for name, p in self._model.named_parameters()}
-        of_trained = [named.get(id(p), f"parameter {index}") for index, p in enumerate(self._trained)]
+        known = {} if self._model is None else plain_parameters(self._model)
+        named = {id(p): name for name, p in known.items()}
+        of_trained = [named.get(id(p), number) for p, number in zip(self._trained, self.numbers, strict=True)]
         return [*of_trained, *(f"buffer {name}" for name in self._averaged_names)]
 
     def rules(self, frozen: Iterable[torch.Tensor]) -> Settings:
@@ -137,7 +144,9 @@ class ModelParts:
             self.restore()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {} if self._model is None else dict(self._model.named_buffers())
+        if self._model is None:
+            return {}
+        return plain_buffers(self._model, also=frozenset(self._averaged_names))
 
     def _constant_names(self) -> list[str]:
         return sorted(
@@ -157,23 +166,25 @@ class ModelParts:
 def _averaged_names(model: nn.Module | None, buffers: Collection[str] | None) -> tuple[str, ...]:
     if model is None:
         return ()
-    known = dict(model.named_buffers())
     if buffers is None:
-        return tuple(sorted(_running_statistics(model) & known.keys()))
+        return tuple(sorted(_running_statistics(model) & plain_buffers(model).keys()))
     if isinstance(buffers, str):
         raise TypeError(f"buffers must be a collection of names, got the text {buffers!r}")
-    for name in buffers:
+    # A buffer that is not persistent is part of the state if it is asked for.
+    chosen = frozenset(plain_name(model, name) for name in buffers)
+    known = plain_buffers(model, also=chosen)
+    for name in chosen:
         if name not in known or known[name].dtype not in _DTYPES:
             raise ValueError(
                 f"buffers: {name!r} is not a buffer of the model in float32, float16 or bfloat16"
             )
-    return tuple(sorted(set(buffers)))
+    return tuple(sorted(chosen))
 
 
 def _running_statistics(model: nn.Module) -> set[str]:
     return {
         f"{prefix}.{name}".removeprefix(".")
-        for prefix, module in model.named_modules()
+        for prefix, module in plain_modules(model)
         if isinstance(module, _NormBase) and module.training
         for name in ("running_mean", "running_var")
     }
@@ -182,7 +193,7 @@ def _running_statistics(model: nn.Module) -> set[str]:
 def _keeps_small_values(codec: Codec) -> bool:
     """Return whether a codec roughly keeps a small value beside large ones."""
     large, small = _SMALL_AMONG_LARGE
-    probe = torch.full((max(codec.granularity, 2),), large)
+    probe = torch.full((max(codec.granularity, 2),), large, dtype=torch.float32, device="cpu")
     probe[0] = small
     decoded = codec.decode(codec.encode(probe), probe.numel())
     return abs(float(decoded[0]) - small) <= _WORST_ERROR * small

@@ -18,6 +18,7 @@ from blake3 import blake3
 from p2pavg.base.encoding import pack
 from p2pavg.optim.base.digest import SHORT_BYTES, tensor_digest
 from p2pavg.optim.base.joined import parts_of
+from p2pavg.state.nested import plain_number
 
 MAX_FIELDS = 40  # fields of up to 96 bytes, name and text together, fit into a record beside the rest
 MAX_FIELD_CHARS = 64
@@ -47,6 +48,7 @@ def canonical(value: Any, depth: int = 0) -> tuple[Any, ...]:
     """
     if depth > _MAX_DEPTH:
         return ("deep", type(value).__qualname__)
+    value = plain_number(value)
     if value is None:
         return ("none",)
     if isinstance(value, bool):
@@ -83,6 +85,7 @@ def _canonical_of_several(value: Any, depth: int) -> tuple[Any, ...]:
 
 def text_of(value: Any) -> str:
     """Return a value as a short readable text; empty if it would be too long."""
+    value = plain_number(value)
     if value is None:
         text = "none"
     elif isinstance(value, torch.Tensor):

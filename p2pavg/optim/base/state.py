@@ -1,4 +1,4 @@
-"""Checks of arguments and saved states."""
+"""Checks of arguments and saved states. No I/O, no clock."""
 
 from __future__ import annotations
 

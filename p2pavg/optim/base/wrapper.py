@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import abstractmethod
@@ -13,25 +14,30 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from p2pavg.base.errors import AccumulateError
+from p2pavg.base.errors import AccumulateError, RunEndedError
 from p2pavg.base.result import Success
-from p2pavg.blocking import Averager
+from p2pavg.blocking import Averager, stay
 from p2pavg.optim.base.arguments import check_averager, check_meets_all, check_min_peers
 from p2pavg.optim.base.batches import NO_METRICS, Batches
 from p2pavg.optim.base.joined import joined, kind_of
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
+from p2pavg.optim.base.owners import modules_around, saved_buffers
 from p2pavg.optim.base.recipe import Recipe, Settings, hyperparameters, named
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import checked_period
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
+from p2pavg.optim.base.touched import TouchedCheck
 from p2pavg.optim.base.zeroing import ZeroingCheck
 from p2pavg.optim.catching_up.checkpoints import Owner
-from p2pavg.optim.catching_up.common_state import CommonState, Extra
-from p2pavg.optim.catching_up.run_state import RunState, model_of, run_state_of
+from p2pavg.optim.catching_up.common_state import CommonState
+from p2pavg.optim.catching_up.run_state import StateOption, model_of, run_state_of
 from p2pavg.optim.catching_up.states import States
-from p2pavg.optim.coordination.together import Together
+from p2pavg.optim.coordination.parting import Parting
+from p2pavg.optim.coordination.predecessors import begins
+from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.training_run import TrainingRun
+from p2pavg.optim.coordination.waiting import GrowingPauses
 from p2pavg.optim.logging.update_news import tell_update
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import Ranks, local_of
@@ -41,7 +47,12 @@ if TYPE_CHECKING:
 
 L = TypeVar("L")
 
+logger = logging.getLogger(__name__)
+
 OVERFLOW = "the GradScaler found gradients of this batch that are not finite: it is left out"
+
+
+MAX_NAMED_BUFFERS = 3  # in the warning of buffers that are left out
 
 
 class PeerOptimizer(TorchOptimizer):
@@ -56,7 +67,7 @@ class PeerOptimizer(TorchOptimizer):
         ValueError: ``inner`` has nothing to train, or an argument is out of range; the message names it.
     """
 
-    _together: Together
+    _together: RoundCoordinator
     _training: TrainingRun
     _is_mixed: ClassVar[bool] = False
     """True if the peers of a run hold different parameters."""
@@ -72,21 +83,24 @@ class PeerOptimizer(TorchOptimizer):
         buffers: Collection[str] | None,
         check_every: int | None,
         process_group: dist.ProcessGroup | PeerMesh | None = None,
-        state: RunState | torch.nn.Module | None = None,
+        state: StateOption = None,
         batches: Batches,
         measure_updates: bool,
     ) -> None:
         check_averager(averager)
+        # Gossip averages among a few peers: optimizers whose peers hold the same parameters would drift apart with it.
         if not self._is_mixed:
             check_meets_all(averager)
         run_state = run_state_of(state)
         model = model_of(model, run_state)
+        # Before the next line: torch's part of the optimizer reads `defaults`, which are those of `inner`.
         self.inner = inner = joined(inner, model)
         self._become_optimizer()
         self.scheduler = scheduler
         self._batches = batches
         self._measures_updates = bool(measure_updates)
         self._update_norm: float | None = None
+        # In a list, LBFGS has been refused by `joined`.
         if isinstance(inner, torch.optim.LBFGS):
             raise TypeError(
                 "inner evaluates the loss several times per step, which cannot be averaged: LBFGS"
@@ -99,11 +113,18 @@ class PeerOptimizer(TorchOptimizer):
         self._check_every = checked_period("check_every", check_every)
         self._parts = ModelParts(model, self._parameters, buffers=buffers, codec=averager.config.codec)
         self._ranks = Ranks(process_group)
+        # Collective: from here on, an error on one rank alone would leave the other ranks waiting.
         self._ranks.share(self._parameters, self._parts.labels)
+        # Without the model, buffers such as running statistics stay this peer's own, and peers differ in them unseen.
+        if model is None:
+            _warn_of_buffers(self._parameters)
         self._averager = averager
         self._on_update = on_update
         self._run_state = run_state
         self._states: States | None = None
+        self._leaves_out = GrowingPauses()
+        self._touched = TouchedCheck(())
+        # The check hooks autograd's accumulation, which FSDP goes around.
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
         averager.clear()  # contributions of an earlier optimizer
 
@@ -130,6 +151,7 @@ class PeerOptimizer(TorchOptimizer):
             peers_to_start=min_peers if peers_to_start is None else peers_to_start,
             min_peers=min_peers,
             sync_timeout=sync_timeout,
+            # Peers of another recipe have another lineage, so they never share a group.
             recipe=self._recipe().digest,
             overlaps=overlaps,
             grace=grace,
@@ -142,14 +164,39 @@ class PeerOptimizer(TorchOptimizer):
             parameters=self._locals,
             check_every=self._check_every,
         )
+        self._parting = Parting(
+            self._averager,
+            self._together,
+            lambda: self._states,
+            # Several ranks take their snapshots together, at the same update; at the end each rank is on its own.
+            snapshots=not self._ranks.are_several,
+            # Peers that mix have no common last update that another peer could lack.
+            hands_over=not self._is_mixed,
+        )
+        # A step that waits for other peers has to notice that they have all ended.
+        self._together.run_end = self._parting.run_end
+        # Leaving the averager's block stays for the stragglers as `finish` does.
+        self._averager.on_end(self._parting)
+        # Already here: another optimizer of this loop may wait in its step before this one is stepped first.
+        if self._takes_turns:
+            self._together.turn.expect(self._together)
 
-    def _coordination(self, **options: Any) -> Together:
+    @property
+    def _takes_turns(self) -> bool:
+        return not (self._is_mixed or self._ranks.are_several)  # ranks would have to give way together
+
+    def _coordination(self, **options: Any) -> RoundCoordinator:
         """Return this optimizer's coordination with the other peers."""
-        return Together(self._averager, self._locals(), **options)
+        return RoundCoordinator(self._averager, self._locals(), **options)
 
     @property
     def _stepped(self) -> Optimizer:
         return self.inner
+
+    @property
+    def averager(self) -> Averager:
+        """The averager that it was made with."""
+        return self._averager
 
     @property
     def lineage(self) -> Lineage:
@@ -172,6 +219,11 @@ class PeerOptimizer(TorchOptimizer):
         return self._ranks.are_several
 
     @property
+    def averaged_buffers(self) -> frozenset[str]:
+        """Names of the model's buffers that are averaged."""
+        return frozenset(self._parts.common)
+
+    @property
     def ranks(self) -> Ranks:
         """The ranks of this peer that update together with this one."""
         return self._ranks
@@ -187,12 +239,31 @@ class PeerOptimizer(TorchOptimizer):
     def leave(self) -> None:
         """Stop taking part, so that the others do not wait for this peer, until :meth:`step` is called again.
 
-        Closing the averager does the same; use this if the averager stays open.
+        Use it to leave in the midst of a run. At its end, close the averager, or call :meth:`finish`: they also give
+        other peers the last updates that these lack.
         """
+        # The last word comes first: a peer that is connected, and has neither progress nor a last word, is waited for.
+        self._parting.leave()
+        self._together.turn.end()
+        self._together.run.leave()
+
+    def finish(self) -> None:
+        """End this peer's training: stay until the members of its last groups have its last update too, or are gone.
+
+        Leaving the averager's block without an exception does the same; use this if the averager stays open. This peer
+        waits for ``match_timeout`` at most without any sign of progress from those that lack the update, and for
+        ``match_timeout`` and ``exchange_timeout`` at most in all. It logs for whom it waits. Ctrl-C ends the waiting.
+        Then it leaves the run, until :meth:`step` is called again.
+        """
+        # The progress is withdrawn only after this: it tells peers that lack the update that this peer hands it over.
+        stay([self._parting])
+        self._together.turn.end()
         self._together.run.leave()
 
     def _recipe(self) -> Recipe:
+        # Frozen parameters are not averaged, so only the recipe notices that two peers hold other ones.
         frozen = [p for group in self.inner.param_groups for p in group["params"] if not p.requires_grad]
+        # Peers that freeze other tensors of the same shapes send vectors of the same layout. This tells them apart.
         layout = [[p.requires_grad for p in group["params"]] for group in self.inner.param_groups]
         rules = (
             ("optimizer", type(self).__name__),
@@ -239,47 +310,95 @@ class PeerOptimizer(TorchOptimizer):
                 ``samples_of`` if not given. With a ``process_group``, the total of all its ranks, the same number on
                 each.
             metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most, with those of :meth:`note`.
+                If one is NaN or infinite, the batch is left out, and :attr:`StepReport.skipped` says so.
 
         Returns:
             The report: progress of this peer and its run. If ``updated`` is true, the parameters have changed by an
             average. With a closure, its return value, as in torch; :attr:`report` has the report.
 
         Raises:
-            p2pavg.AccumulateError: :class:`AveragedOptimizer` was given a gradient or a metric that is not finite, or
+            p2pavg.AccumulateError: :class:`AveragedOptimizer` was given a gradient that is not finite, or
                 ``samples`` that is not a number above 0; nothing is accumulated. With a ``process_group``, all its
                 ranks raise. If the cause is neither a gradient nor ``samples``, the ranks' earlier accumulated
                 gradients are discarded too.
             TypeError: the number of samples is not known.
             ValueError: ``inner`` trains other parameters than before, a buffer changes without being averaged, the
                 parameters are not those of the loaded state, or for :class:`LocalUpdates`, ``samples`` is not a number
-                above 0 or a metric is not a finite number. Nothing has changed then.
+                above 0 or a metric is not a number. Nothing has changed then.
+            p2pavg.RunEndedError: the run has ended without this peer, which has missed the last updates, and no peer is
+                left that has them.
             p2pavg.ClosedError: the averager is closed.
         """
         loss: L | None = None
         if closure is not None:
+            # As torch does: the caller may step under `no_grad`.
             with torch.enable_grad():
                 loss = closure()
-        report = self._step_batch(samples, metrics)
+        # Before anything waits: an optimizer that this one replaces is in the same process, and would be waited for.
+        begins(self, self._averager)
+        # The backward pass may have held Python's lock, and other peers take a silent peer for a dead one.
+        self._averager.catch_up()
+        if self._takes_turns:
+            self._together.turn.begin(time.monotonic(), self._together)
+        # Another thread that closes the averager now must not hand over a state that is half updated.
+        with self._parting.stepping:
+            self._parting.resume()
+            report = self._step_batch(samples, metrics)
+            # An update shows that the run goes on.
+            if not report.updated:
+                self._check_run_goes_on()
         self._keep(report)
         return report if closure is None else cast(L, loss)
 
     def _step_batch(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         batch = self._batches.add(samples, metrics)
         scaled = getattr(self, "found_inf", None) is not None
+        # One of several backward passes: the gradients are a part of the batch until the last of them.
         if batch is None:
+            # The scale may change between two calls, and a sum of passes with different scales cannot be unscaled.
             if scaled:
                 self._batches.drop()
                 raise ValueError(
                     "accumulate cannot be used with a GradScaler: call scaler.step once for all passes, with the"
                     " samples of all of them"
                 )
-            return self._training.report(goes_on=self._running)
+            # The round may run on one rank only. Ranks whose reports differ in this take part in other collectives.
+            return self._training.report(goes_on=self._any_running())
+        # All ranks leave the batch out if one has to: else their shards would count different batches. An overflow is
+        # told before a bad metric: the loss of the same batch often is infinite as well.
         if scaled and not self._ranks.all_agree(not self._overflows()):
-            self._training.begin()
-            self._check_parameters()
-            return replace(self._skip_batch(), skipped=OVERFLOW)
+            return self._left_out(OVERFLOW)
+        if wrong := next(filter(None, self._ranks.gather(batch.wrong)), ""):
+            # Warned of ever more rarely: a model that has diverged has a bad metric in every batch.
+            if self._leaves_out.is_due(time.monotonic()):
+                logger.warning("%s", wrong)
+            return self._left_out(wrong)
+        # Only gradients that are taken are unscaled. A scaler that did so itself leaves no `grad_scale`.
         self._unscale()
         return self._take_batch(batch.samples, batch.metrics)
+
+    def _left_out(self, reason: str) -> StepReport:
+        """Leave this batch out, on all ranks; return the report."""
+        # A first batch that is left out begins the run all the same: other peers should see this one.
+        self._begin()
+        self._check_parameters()
+        interrupted = self._find_interruption()
+        report = replace(self._skip_batch(), skipped=reason)
+        return replace(report, changed=interrupted) if interrupted else report
+
+    def _begin(self) -> None:
+        """Begin the run, at the first step."""
+        self._training.begin()
+
+    def _check_run_goes_on(self) -> None:
+        """Raise RunEndedError, on all ranks, if the run has ended without this peer."""
+        # The ranks hear of last words at different times. If one raised alone, the others would wait for it.
+        end = self._ranks.as_the_first(self._parting.run_end)
+        if end is not None:
+            self._parting.was_told()
+            self._together.turn.end()
+            self._together.run.leave()  # no other peer should wait for one that cannot go on
+            raise RunEndedError(end.reason, epoch=end.epoch)
 
     @abstractmethod
     def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
@@ -293,7 +412,8 @@ class PeerOptimizer(TorchOptimizer):
         """Add measurements to those of the next :meth:`step`, such as a held-out loss.
 
         Raises:
-            p2pavg.AccumulateError: a measurement is not a finite number, or there would be more than 15.
+            p2pavg.AccumulateError: a measurement is not a number, or there would be more than 15. One that is NaN or
+                infinite is left out, with a warning.
         """
         self._batches.note(metrics)
 
@@ -317,6 +437,23 @@ class PeerOptimizer(TorchOptimizer):
             )
         self._parts.check_constants()
 
+    def _find_interruption(self) -> str:
+        """Return a sentence on the last update if it was interrupted, and fetch the run's state; else an empty text.
+
+        An update that was interrupted, as in a notebook, leaves parameters of which some have taken it and others have
+        not, or a lineage without it: this peer would take it again from the log. Only a state of another peer mends
+        that.
+        """
+        if not self._touched.was_interrupted:
+            return ""
+        self._touched.forget()
+        why = "the last update was interrupted, and may be in some of the parameters only"
+        if self._states is not None:
+            self._states.fetch_state()
+            why += ": this peer fetches the run's state"
+        logger.warning("%s", why)
+        return why
+
     def _step_scheduler(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
@@ -329,18 +466,21 @@ class PeerOptimizer(TorchOptimizer):
     @torch.no_grad()
     def _change(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         """Step an optimizer of these tensors, and measure how far they move if the caller wants to know."""
+        # Measuring costs a copy of the parameters, so it is asked for.
         if not self._measures_updates:
             optimizer.step()
             return
         parts = [local_of(tensor.detach()) for tensor in tensors]
         before = [part.clone() for part in parts]
         optimizer.step()
+        # In float32: the difference of two bfloat16 values may be too small for their own precision.
         moved = [after.float() - old.float() for after, old in zip(parts, before, strict=True)]
         self._update_norm = self._ranks.norm(moved)
 
     def _named(self, error: AccumulateError) -> AccumulateError:
         """Return an error that names the parameter of one that names a tensor by its position."""
         assert error.position is not None
+        # The averager knows positions only; behind the parameters come the averaged buffers.
         label = self._parts.labels[error.position]
         what = label if error.position >= len(self._parameters) else f"the gradient of {label}"
         return AccumulateError(
@@ -350,6 +490,7 @@ class PeerOptimizer(TorchOptimizer):
     def _updated(self, report: StepReport, rates: tuple[float, ...]) -> StepReport:
         """Tell the subscribers of an update, taken with these rates, and call ``on_update`` with its report."""
         report = replace(report, learning_rates=rates, update_norm=self._update_norm)
+        # Before `on_update`, which is the caller's code and may raise: the update has been taken in any case.
         tell_update(self._averager, self.lineage, report)
         if self._on_update is not None:
             self._on_update(report)
@@ -363,20 +504,24 @@ class PeerOptimizer(TorchOptimizer):
         """Offer states to other peers, and continue from the newest checkpoint, if there is one."""
         if self._run_state is None:
             return
-        common = CommonState(
-            prefix, tensors, self._parts, optimizer, scheduler, self._training, self._extra()
-        )
+        common = CommonState(prefix, tensors, self._parts, optimizer, scheduler, self._training)
         owner = cast(Owner, self)
-        self._states = States(self._run_state, self._averager, common, owner, self._together, self._ranks)
+        self._states = States(
+            self._run_state,
+            self._averager,
+            common,
+            owner,
+            self._together,
+            self._ranks,
+            self._training.watch.keeps_apart,
+        )
         self._states.load_newest()
+        # It replaces the look of the training run, and includes it.
         self._together.on_look = self._look
+        # A peer with states mends by itself that it is behind. One without them is told to load a newer state.
         self._together.comes_back = True
         self._together.has_later = self._states.has_later
         self._together.pauses = self._states.pauses
-
-    def _extra(self) -> Extra | None:
-        """Return further values of the state that all peers of a lineage share."""
-        return None
 
     def _look(self) -> None:
         """Compare with the other peers, and offer them states; called between updates."""
@@ -389,27 +534,36 @@ class PeerOptimizer(TorchOptimizer):
         if self._states is None:
             return False
         self._states.look(at_step=True)
+        # The first condition is the same on all ranks, so they also reach the collective of the second one together.
         return self._states.must_follow(None, outnumbered=False) and not self._any_running()
 
     def _must_follow(self, report: StepReport) -> bool:
         """Return whether this peer has to fetch the run's state, by the report of a step."""
+        # A round that runs ends first: the others count on this peer, and its update may be what this peer lacks.
         if self._states is None or self._any_running():
             return False
+        # Raises if no state could help, such as with another architecture, instead of fetching in vain for ever.
+        if report.behind is not None:
+            self._states.check_company()
         outnumbered = report.drifted is not None and self._training.watch.outnumbered
         return self._states.must_follow(report.behind, outnumbered=outnumbered)
 
     def _catch_up(self) -> StepReport:
         """Follow the run for as long as a step may wait; return the report of the update, or of the progress."""
         assert self._states is not None
+        # A call may return without an update, so the training loop keeps control, and the next step goes on here.
         until = time.monotonic() + self._together.patience
         while True:
             following = self._states.catch_up(until)
             if not following.caught_up:
                 report = self._training.report(goes_on=True)
                 return replace(report, catching_up=following.reason or None)
+            # Its own batches come in time: it takes part in the next round with a contribution.
             if not self._should_observe(until):
                 self._together.run.follow(False)
                 return self._training.report(goes_on=True)
+            # If the run is fast, a batch would be of an older update when it is done. So this peer is in the next round
+            # without one, and if that fails, it is behind by an average again: the loop replays it.
             observed = self._observe()
             if observed is None or observed.updated:
                 return observed or self._training.report(goes_on=True)
@@ -417,6 +571,7 @@ class PeerOptimizer(TorchOptimizer):
     def _should_observe(self, until: float) -> bool:
         assert self._states is not None
         states, run = self._states, self._together.run
+        # The clock and the survey differ from rank to rank, and observing is a collective.
         return self._ranks.as_the_first(
             lambda: states.should_observe and run.survey().peers > 1 and time.monotonic() < until
         )
@@ -441,6 +596,9 @@ class PeerOptimizer(TorchOptimizer):
             self._states.took(success)
 
     def _load_inner(self, saved: Mapping[str, Any]) -> None:
+        # The groups belong to the training before the loaded state: their members cannot tell whether the run has
+        # ended.
+        self._together.run.forget_groups()
         self.inner.load_state_dict(saved["inner"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
@@ -452,6 +610,17 @@ class PeerOptimizer(TorchOptimizer):
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             **self._training.saved(),
         }
+
+
+def _warn_of_buffers(parameters: Sequence[torch.Tensor]) -> None:
+    """Say that buffers are left out, if the parameters belong to a model that has any."""
+    if names := saved_buffers(parameters, modules_around(parameters)):
+        logger.warning(
+            "the parameters belong to a model with buffers (%s%s), which this optimizer does not know: peers do not"
+            " average or compare them, and a peer that joins late does not fetch them. Give state=model",
+            ", ".join(names[:MAX_NAMED_BUFFERS]),
+            ", .." if len(names) > MAX_NAMED_BUFFERS else "",
+        )
 
 
 def _trained_by(inner: Optimizer) -> list[torch.Tensor]:

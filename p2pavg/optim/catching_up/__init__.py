@@ -1,0 +1,1 @@
+"""Catching up: states that are offered and fetched, and checkpoints."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from p2pavg.base.errors import StateError
+from p2pavg.optim.base.naming import plain_buffers
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import Replays
 from p2pavg.optim.catching_up.run_state import RunState
@@ -44,6 +45,9 @@ class Checkpoints:
         owner: the optimizer.
         run: this peer's view of its run; its companions are saved.
         sharing: writes files in the background, one at a time.
+
+    Raises:
+        StateError: the directory cannot be used, or a value of this peer's own cannot be saved.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Checkpoints:
             None if settings.directory is None else CheckpointFolder(settings.directory, settings.keep)
         )
         self._is_due = False
+        if settings.every is not None:
+            self._own_content()  # what cannot be saved is refused now, not after the first updates
 
     def took(self, epoch: int) -> None:
         """Write a checkpoint if it is its turn, or if an earlier one had to wait for other work with a state."""
@@ -76,7 +82,7 @@ class Checkpoints:
         assert self._folder is not None
         folder = self._folder
         try:
-            common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
+            common, own = _copy_of(self._common.content(named=True)), _copy_of(self._own_content())
         except StateError as error:  # the update was taken: its report must not be lost
             logger.error("no checkpoint of update %d: %s", epoch, error)  # noqa: TRY400 - one line is enough
             return
@@ -104,8 +110,9 @@ class Checkpoints:
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers that peers do not average, such as the numbers of batches."""
-        averaged = self._common.buffers
-        return {name: b for name, b in self._settings.model.named_buffers() if name not in averaged}
+        averaged, model = self._common.buffers, self._settings.model
+        assert model is not None  # checkpoints need a directory, and that needs the model
+        return {name: b for name, b in plain_buffers(model).items() if name not in averaged}
 
     def load_newest(self) -> None:
         """Continue from the newest checkpoint, if there is one.
@@ -120,8 +127,9 @@ class Checkpoints:
             return
         found = read_checkpoint(path, verified=True)
         try:
-            own = unflatten(found.own.tensors, found.own.values)
-            self._common.prepare(found.common)()
+            take = self._common.prepare(found.common)
+            own = unflatten(found.own.tensors, found.own.values, OWN)
+            take()
             self._load_own(own)
         except KeyError as error:
             raise StateError(f"the checkpoint {path} does not fit: it lacks {error}") from None
@@ -137,7 +145,8 @@ class Checkpoints:
             self._settings.scaler.load_state_dict(own["scaler"])
         torch.set_rng_state(own["rng"]["cpu"])
         if own["rng"]["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(own["rng"]["cuda"])
+            # The checkpoint may be of a machine, or of a start, with more GPUs.
+            torch.cuda.set_rng_state_all(own["rng"]["cuda"][: torch.cuda.device_count()])
         self._settings.extras = dict(own["extras"])
         self._run.remember(frozenset(own["companions"]))
 

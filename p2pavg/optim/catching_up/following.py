@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.base.result import Success
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
-from p2pavg.optim.catching_up.following_news import Attempts, Pace, Teller
+from p2pavg.optim.catching_up.following_news import Attempts, ProgressReporter, UpdatePace
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.checking import is_finite
 from p2pavg.state.choice import Chosen, choose_snapshot, head_of, named_donors, next_average
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
-LOOK_SECONDS = 1.0  # between two looks at transfers and records
+FOLLOWING_LOOK_SECONDS = 1.0  # between two looks at transfers and records
 NEWS_SECONDS = (
     0.25  # between two looks at records, while all that this peer lacks is the news of the next average
 )
@@ -82,7 +83,7 @@ class Ready(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class SyncStatus:
     """The situation of one rank, for the other ranks of its peer."""
 
     ready: Ready = Ready.NOTHING
@@ -127,12 +128,12 @@ class Follower:
         self._owner = owner
         self._ranks = ranks
         self._companions = companions
-        self.pace = Pace()
+        self.pace = UpdatePace()
         self._snapshot: SnapshotTransfer | None = None
         self._averages: deque[AverageTransfer] = deque()
         self._ahead = MAX_AHEAD if sharing.average_bytes <= SMALL_BYTES else AHEAD
         self._needs_snapshot = False
-        self._is_useless = False
+        self.is_useless = False
         """True if this peer's present state is not one of the run's."""
         self._at_least = 0
         self._refused: deque[bytes] = deque(maxlen=MAX_REFUSED)
@@ -142,7 +143,7 @@ class Follower:
         self._trusted: frozenset[str] = frozenset()
         self._last_found = 0.0
         self._attempts = Attempts()
-        self._teller = Teller(sharing, on_progress)
+        self._teller = ProgressReporter(sharing, on_progress)
 
     @property
     def is_active(self) -> bool:
@@ -175,15 +176,12 @@ class Follower:
             self._began_at = self._last_found = time.monotonic()
             self._at_least = at_least
             self._attempts = Attempts()
+            # Loading a state, or replaying an update, makes this peer forget its companions.
+            # So the voters are fixed before that.
             self._trusted = frozenset(self._companions())
-        self._needs_snapshot = self._needs_snapshot or snapshot
-        self._is_useless = self._is_useless or snapshot
-
-    def reload(self) -> None:
-        """Follow because the others have changed the state by something that no average tells: fetch a later one."""
-        self.begin()
-        self._lose_the_log(time.monotonic())
-        self._is_useless = True
+        # A later call while this peer follows may ask for more, and never for less.
+        self.is_useless = self.is_useless or snapshot
+        self._needs_snapshot = self._needs_snapshot or self.is_useless
 
     def advance(self, *, behind: bool, over: bool = False) -> Following:
         """Do what can be done now, without waiting for the network.
@@ -203,14 +201,18 @@ class Follower:
             found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
             found, reason = self._along_the_log(news, deciding, head, now, behind=behind)
+        # From here on all ranks decide by the same values.
+        # A rank that went another way would leave the others in a collective call that it never makes.
         stands = self._ranks.gather(replace(found, needs_snapshot=self._needs_snapshot, over=over))
         self._first_offer = stands[0].offer
         reason = self._teller.tell(reason, self._common.lineage.epoch, head, self._transfer(), self.pace, now)
+        # One shard alone is of no use, so a failure on one rank is that of all.
         if any(stand.failed for stand in stands):
             self._fail(found.failed or "another rank of this peer could not fetch its part", now)
             return Following(reason=reason, failed=True)
         if any(stand.needs_snapshot for stand in stands) and not self._needs_snapshot:
             self._lose_the_log(now)
+        # Ranks get their parts at different times. They act once all are ready for the same update.
         elif len({(stand.ready, stand.epoch) for stand in stands}) == 1 and found.ready is not Ready.NOTHING:
             return self._act(found.ready, now)
         return Following(reason=reason, over=stands[0].over)
@@ -240,42 +242,50 @@ class Follower:
             self._sharing.look()
             self._sharing.wait(version, NEWS_SECONDS)
         elif transfer is None or transfer.ended:
-            self._sharing.wait(version, LOOK_SECONDS)
+            self._sharing.wait(version, FOLLOWING_LOOK_SECONDS)
         else:
-            transfer.wait(LOOK_SECONDS)
+            transfer.wait(FOLLOWING_LOOK_SECONDS)
 
     def _transfer(self) -> SnapshotTransfer | AverageTransfer | None:
         return self._snapshot or (self._averages[0] if self._averages else None)
 
     def stop(self) -> None:
         """Give up what is on its way. The present state stays."""
+        self.pause()
+        self.is_useless = False
+
+    def pause(self) -> None:
+        """Stop for now: no peer has a state to give. The next :meth:`begin` needs a snapshot, if this one does."""
         self._drop_snapshot()
         self._drop_averages()
         self._began_at = None
-        self._needs_snapshot = self._is_useless = False
+        self._needs_snapshot = False
 
     # ------------------------------------------------------------------ the snapshot
 
     def _towards_snapshot(
         self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
-    ) -> tuple[Stand, str]:
+    ) -> tuple[SyncStatus, str]:
         transfer, epoch = self._snapshot, self._common.lineage.epoch
-        if transfer is None and not behind and epoch >= head and not self._is_useless:
-            return Stand(
+        if transfer is None and not behind and epoch >= head and not self.is_useless:
+            return SyncStatus(
                 ready=Ready.END, epoch=epoch, needs_snapshot=True
             ), ""  # those that were further are gone
         if transfer is None:
             return self._choose(news, deciding, now)
         offer = transfer.offer
         reason = f"fetching the state of update {offer.epoch}"
-        stand = Stand(offer=(offer.epoch, offer.state))
+        stand = SyncStatus(offer=(offer.epoch, offer.state))
         if not transfer.ended:
+            # A newer offer alone does not replace a snapshot that a donor still sends:
+            # what is here already would be lost.
             if transfer.stands_still and self._chosen(news, deciding, now).offer not in (None, offer):
                 logger.info(
                     "no peer sends the state of update %d any more, and another is offered", offer.epoch
                 )
                 self._drop_snapshot()
                 return self._choose(news, deciding, now)
+            # Donors come and go while the snapshot is on its way.
             offering = (peer_id for peer_id, said in news.items() if said.snapshot == offer)
             donors = named_donors(offering, deciding)
             transfer.set_donors(self._sharing.addresses_of(news, donors))
@@ -295,26 +305,31 @@ class Follower:
             refused=self._refused,
         )
 
-    def _choose(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> tuple[Stand, str]:
+    def _choose(
+        self, news: dict[str, StateNews], deciding: Collection[str], now: float
+    ) -> tuple[SyncStatus, str]:
         """Begin to fetch a snapshot, if there is one to take now."""
         if why := self._attempts.pauses(now):
-            return Stand(), why
+            return SyncStatus(), why
+        # All shards have to be of one update, so the first rank chooses,
+        # and the others look for donors of the same state.
         if not self._ranks.is_first:
             if self._first_offer is None:
-                return Stand(), "waiting for the first rank of this peer to choose a state"
+                return SyncStatus(), "waiting for the first rank of this peer to choose a state"
             news = {peer_id: said for peer_id, said in news.items() if said.offers(*self._first_offer)}
             deciding = [peer_id for peer_id in deciding if peer_id in news]
         chosen = self._chosen(news, deciding, now)
         offer = chosen.offer
         if offer is None:
-            return Stand(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)
+            return SyncStatus(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)
+        # The size is part of the offer, so a state that is too large is refused before any byte of it is fetched.
         if offer.size > self._common.max_bytes:
             self._refused.append(offer.root)
             why = (
                 f"the run's state has {amount(offer.size)}, and this model's has at most"
                 f" {amount(self._common.max_bytes)}: it is of another model"
             )
-            return Stand(failed=why), why
+            return SyncStatus(failed=why), why
         logger.info(
             "this peer fetches the state of update %d, %s; %d can send it; of the peers that decide, %s",
             offer.epoch,
@@ -324,27 +339,37 @@ class Follower:
         )
         self._snapshot = self._sharing.fetch_snapshot(offer)
         self._snapshot.set_donors(self._sharing.addresses_of(news, chosen.donors))
-        return Stand(offer=(offer.epoch, offer.state)), f"fetching the state of update {offer.epoch}"
+        return SyncStatus(offer=(offer.epoch, offer.state)), f"fetching the state of update {offer.epoch}"
 
     def _load(self, now: float) -> str:
         """Load the snapshot that is here; return the reason if it cannot be used. Then nothing has changed."""
         transfer, self._snapshot = self._snapshot, None
         assert transfer is not None
-        offer, why = transfer.offer, ""
-        with transfer.data() as data:
+        offer, why, unusable = transfer.offer, "", False
+        # ``take`` copies from the snapshot's bytes, so it has to run within the block that lends them.
+        with ExitStack() as stack:
             try:
+                # If the disk fails, this raises, and the same state may be fetched again.
+                data = stack.enter_context(transfer.data())
+                unusable = True
                 take = self._common.prepare(read(data), Lineage(offer.epoch, offer.state))
+                unusable = False
             except StateError as error:
                 why = str(error)
-            if self._ranks.all_agree(not why):
+            # ``take`` does not fail, so once all ranks have checked their parts, all of them change or none does.
+            is_taken = self._ranks.all_agree(not why)
+            if is_taken:
                 take()
-        if why or self._common.lineage != Lineage(offer.epoch, offer.state):
-            self._refused.append(offer.root)
+        # Not told from the lineage: a peer that has drifted fetches the state of its own update.
+        if not is_taken:
+            if any(self._ranks.gather(unusable)):
+                self._refused.append(offer.root)
             self._fail(why or "another rank of this peer cannot use its part of the state", now)
             return self._attempts.failure
         logger.info("this peer has loaded the state of update %d", offer.epoch)
-        self._needs_snapshot = self._is_useless = False
+        self._needs_snapshot = self.is_useless = False
         self._attempts, self._last_found = Attempts(), now
+        # What this peer offered before belongs to other parameters.
         self._sharing.shelf.begin(offer.epoch)
         self._sharing.say(wants=True, epoch=offer.epoch)
         self._owner.adopted()
@@ -352,6 +377,7 @@ class Follower:
 
     def _fail(self, reason: str, now: float) -> None:
         self._drop_snapshot()
+        # An average that could not be used would fail again, so a snapshot leads past it.
         if not self._needs_snapshot:
             self._lose_the_log(now)
         self._attempts.failed(reason, now)
@@ -369,34 +395,37 @@ class Follower:
 
     def _along_the_log(
         self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
-    ) -> tuple[Stand, str]:
+    ) -> tuple[SyncStatus, str]:
         """Fetch the next averages; see whether the first of them is here, or this peer has caught up."""
         epoch = self._common.lineage.epoch
         self._fetch_averages(news, deciding)
         if not self._averages:
             if not behind and epoch >= head:
-                return Stand(ready=Ready.END, epoch=epoch), ""
-            return Stand(), self._without_average(head, now)
+                return SyncStatus(ready=Ready.END, epoch=epoch), ""
+            return SyncStatus(), self._without_average(head, now)
         self._last_found = now
         first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
         if first.ended and first.failure:
-            return Stand(failed=first.failure), first.failure
+            return SyncStatus(failed=first.failure), first.failure
+        # The certificate comes before the average, and names the state that the update began from.
         if first.before not in (None, self._common.lineage.state):
             self._lose_the_log(now)  # before the average itself was fetched
-            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
+            return SyncStatus(), "this peer's updates are not those of the run: it needs a snapshot"
         if not first.ended:
             if first.stands_still and not any(first.group_id in said.log for said in news.values()):
                 self._lose_the_log(now)  # it has left all logs while it was fetched
                 return (
-                    Stand(),
+                    SyncStatus(),
                     f"no peer sends the average of update {epoch + 1} any more: it needs a snapshot",
                 )
-            return Stand(), reason
-        return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
+            return SyncStatus(), reason
+        return SyncStatus(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
         epoch = self._common.lineage.epoch
         while len(self._averages) < self._ahead:
+            # The transfers are in the order of the updates, without a gap:
+            # each average applies to the result of the one before.
             found = next_average(news, deciding, epoch + len(self._averages) + 1)
             if found is None:
                 break
@@ -415,10 +444,12 @@ class Follower:
         averaged: list[torch.Tensor] = []
         try:
             averaged = transfer.decode()
+            # One NaN would spread to all parameters, and this peer would lose the state that it has.
             is_good = all(map(is_finite, averaged))
             why = "" if is_good else "an average that members have signed has NaN or infinite values"
         except RemoteProtocolError as error:
             why = f"an average that members have signed cannot be used: {error}"
+        # All ranks take the update, or none does.
         if not self._ranks.all_agree(not why):
             self._fail(why or "another rank of this peer cannot use its part of an average", now)
             return self._attempts.failure
@@ -435,6 +466,7 @@ class Follower:
     def _lose_the_log(self, now: float) -> None:
         self._drop_averages()
         self._needs_snapshot = True
+        # An earlier snapshot would take back updates. One of this update counts: most peers may hold another state.
         self._at_least = self._common.lineage.epoch
         self._last_found = now
 
@@ -442,6 +474,8 @@ class Follower:
         """Return the reason for waiting when no peer offers the next average."""
         epoch = self._common.lineage.epoch
         if head <= epoch:
+            # At first, the next average may just not be made yet.
+            # If this lasts, the others have taken another update than this peer.
             if now >= self._last_found + LOST_SECONDS:
                 self._lose_the_log(now)
             return f"no peer offers a later state than that of update {epoch}"

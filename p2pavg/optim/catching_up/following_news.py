@@ -14,13 +14,13 @@ from p2pavg.state.sharing import StateSharing
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 2.0  # doubled with each failure in a row
-MAX_RETRY_SECONDS = 60.0
-PROGRESS_SECONDS = 1.0  # between two calls of on_progress
+FOLLOWING_RETRY_SECONDS = 2.0  # doubled with each failure in a row
+MAX_FOLLOWING_RETRY_SECONDS = 60.0
+ON_PROGRESS_SECONDS = 1.0  # between two calls of on_progress
 PACE_UPDATES = 8  # updates of the run over which their usual time is measured
 
 
-class Pace:
+class UpdatePace:
     """The usual time between two updates of the run, from the epochs that its peers report."""
 
     def __init__(self) -> None:
@@ -55,7 +55,9 @@ class Attempts:
     def failed(self, reason: str, now: float) -> None:
         """Note a failure."""
         self.failure = reason
-        self._not_before = now + min(RETRY_SECONDS * 2.0 ** min(self.count, 8), MAX_RETRY_SECONDS)
+        self._not_before = now + min(
+            FOLLOWING_RETRY_SECONDS * 2.0 ** min(self.count, 8), MAX_FOLLOWING_RETRY_SECONDS
+        )
         self.count += 1
 
     def pauses(self, now: float) -> str:
@@ -65,7 +67,7 @@ class Attempts:
         return f"{self.failure}; the next attempt is in {span(self._not_before - now)}"
 
 
-class Teller:
+class ProgressReporter:
     """Tells the user how far a peer is that follows."""
 
     def __init__(self, sharing: StateSharing, on_progress: Callable[[StateProgress], None] | None) -> None:
@@ -80,7 +82,7 @@ class Teller:
         epoch: int,
         head: int,
         transfer: SnapshotTransfer | AverageTransfer | None,
-        pace: Pace,
+        pace: UpdatePace,
         now: float,
     ) -> str:
         """Log and report the progress; return it as a sentence."""
@@ -89,7 +91,7 @@ class Teller:
             progress = transfer.progress(progress)
         if not progress.reason:
             return ""
-        if self._on_progress is not None and now >= self._told_at + PROGRESS_SECONDS:
+        if self._on_progress is not None and now >= self._told_at + ON_PROGRESS_SECONDS:
             self._told_at = now
             self._on_progress(progress)
         if self._pauses.is_due(now):
@@ -97,7 +99,7 @@ class Teller:
             self._warn_of_the_link(progress, pace)
         return progress.reason
 
-    def _warn_of_the_link(self, progress: StateProgress, pace: Pace) -> None:
+    def _warn_of_the_link(self, progress: StateProgress, pace: UpdatePace) -> None:
         size, seconds = self._sharing.average_bytes, pace.update_seconds
         if not size or not seconds or not progress.bytes_per_second or progress.seconds_left is None:
             return

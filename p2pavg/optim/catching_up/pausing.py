@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-PAUSE_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 30.0
 """Longest pause: a state of 1 GB at 300 Mbit/s. After it this peer goes on, and the next pause is that of a new try."""
 REST = 9.0
 """After a pause, no other one for this many times its length: strangers that ask for ever cost a tenth of the time."""
@@ -33,8 +33,8 @@ class Pausing:
             if not wanted or now < self._rests_until:
                 return False
             self._since = now
-        if wanted and now < self._since + PAUSE_SECONDS:
+        if wanted and now < self._since + LONGEST_PAUSE_SECONDS:
             return True
-        self._rests_until = now + REST * min(now - self._since, PAUSE_SECONDS)
+        self._rests_until = now + REST * min(now - self._since, LONGEST_PAUSE_SECONDS)
         self._since = None
         return False

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -22,13 +22,14 @@ class RunState:
     """Fetches the run's state when this peer needs it, offers it to peers that do, and writes checkpoints.
 
     Give it to an optimizer: ``AveragedOptimizer(..., state=RunState(model))``. One object serves one optimizer.
+    Optimizers make one of their own, without a model, if they get none; ``state=False`` shares no states.
 
     Args:
-        model: module whose parameters the optimizer trains. The names of its parameters and buffers are those in
-            snapshots and checkpoints.
+        model: module whose parameters the optimizer trains. The optimizer averages and compares its buffers too. The
+            names of its parameters and buffers are those in checkpoints. Without it, states have no buffers.
         directory: folder of this peer alone, made if it is missing. It holds the checkpoints, and a download that was
             interrupted. If it has a checkpoint, the optimizer continues from the newest one when it is made. Without a
-            directory there are no checkpoints, and a download is kept in memory.
+            directory there are no checkpoints, and a download is kept in memory. It needs the model.
         every: number of updates between two checkpoints; ``None`` for none.
         keep: number of checkpoints that are kept; the oldest are deleted.
         log_bytes: memory for the averages of the last updates, in bytes; ``None``: twice the size of a snapshot, and at
@@ -44,7 +45,7 @@ class RunState:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         directory: str | os.PathLike[str] | None = None,
         *,
         every: int | None = None,
@@ -55,12 +56,17 @@ class RunState:
         scaler: torch.amp.GradScaler | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
+        if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if every is not None:
             _check_count("every", every)
             if directory is None:
                 raise ValueError("every needs a directory for the checkpoints: give directory= too")
+        if directory is not None and model is None:
+            # Without names and buffers, a checkpoint would fit a changed model by chance.
+            raise ValueError(
+                "directory needs the model, whose names and buffers are in checkpoints: give model= too"
+            )
         _check_count("keep", keep)
         if log_bytes is not None:
             _check_count("log_bytes", log_bytes)
@@ -110,16 +116,26 @@ class RunState:
         return found
 
 
-def run_state_of(state: RunState | nn.Module | None) -> RunState | None:
-    """Return the :class:`RunState` of an optimizer's argument ``state``, which may be a model instead.
+StateOption: TypeAlias = RunState | nn.Module | Literal[False] | None
+"""Argument ``state`` of the optimizers: ``None`` shares states of the optimizer's parameters, and ``False`` none."""
+
+
+def run_state_of(state: StateOption) -> RunState | None:
+    """Return the :class:`RunState` of an optimizer's argument ``state``; ``None`` if it shares no states.
 
     Raises:
-        TypeError: ``state`` is neither.
+        TypeError: ``state`` is something else.
     """
+    if state is None:
+        return RunState()
+    if state is False:
+        return None
     if isinstance(state, nn.Module):
         return RunState(state)
-    if state is not None and not isinstance(state, RunState):
-        raise TypeError(f"state must be a RunState or the model, got {type(state).__name__}")
+    if not isinstance(state, RunState):
+        raise TypeError(
+            f"state must be a RunState or the model, or False to share no states, got {type(state).__name__}"
+        )
     return state
 
 
@@ -129,7 +145,7 @@ def model_of(model: nn.Module | None, state: RunState | None) -> nn.Module | Non
     Raises:
         ValueError: the two are different models.
     """
-    if state is None:
+    if state is None or state.model is None:
         return model
     if model is not None and model is not state.model:
         raise ValueError("model must be the model of the RunState, or left out")

@@ -1,0 +1,1 @@
+"""Cells: runs of more peers than one group holds."""

@@ -11,12 +11,12 @@ import torch
 
 from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.group.places.meeting import Meeting
+from p2pavg.group.places.meeting import SearchPlace
 from p2pavg.optim.cells.cells import Cells, bounds_of, holders, outer_run, outer_state
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # maximum between two looks of a waiting member
+BETWEEN_CELLS_LOOK_SECONDS = 1.0  # maximum between two looks of a waiting member
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Outer:
     ended: bool = False
 
 
-class Between:
+class CrossCellAverager:
     """Averages the shares that this member holds with the other cells; not thread-safe.
 
     Args:
@@ -87,7 +87,7 @@ class Between:
         for share, outer in self._outers.items():
             while not outer.ended:
                 left = self._until - time.monotonic()
-                self._look(outer, min(max(left, 0.0), LOOK_SECONDS), 2)
+                self._look(outer, min(max(left, 0.0), BETWEEN_CELLS_LOOK_SECONDS), 2)
                 on_look()
                 if left <= 0 and not outer.ended:
                     outer.averager.cancel_matchmaking("the cell mixes without this share")
@@ -116,7 +116,7 @@ class Between:
             self._averagers.popitem()[1][1]()
 
     def _look(self, outer: _Outer, wait: float, live: int) -> None:
-        meeting = Meeting(patience=self._cells.timeout / 2)
+        meeting = SearchPlace(patience=self._cells.timeout / 2)
         result: RoundResult = outer.averager.step(
             wait=wait, state=self._state, group_size=max(live, 2), meeting=meeting
         )
@@ -162,7 +162,7 @@ def values_of(tensors: Sequence[torch.Tensor], start: int, stop: int) -> torch.T
         if low < high:
             parts.append(tensor.detach().reshape(-1)[low:high].to("cpu", torch.float32, copy=True))
         at += tensor.numel()
-    return torch.cat(parts) if parts else torch.zeros(0)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @torch.no_grad()

@@ -24,9 +24,9 @@ from p2pavg.optim.cells.cells import (
 logger = logging.getLogger(__name__)
 
 TOPIC = "cells"
-LOOK_SECONDS = 5.0  # between two looks of a member
+CELL_LOOK_SECONDS = 5.0  # between two looks of a member
 CHOICE_LOOK_SECONDS = 1.0
-SETTLE_SECONDS = 3.0
+SETTLE_CELL_SECONDS = 3.0
 """A newcomer listens for this long before it chooses. The peers of a start listen until none has come for as long."""
 
 
@@ -42,7 +42,7 @@ class CellBoard:
         self._me = averager.peer_id
         self._least = averager.config.min_group_size
         self._cells = cells
-        self._board = averager.board(TOPIC, LOOK_SECONDS)
+        self._board = averager.board(TOPIC, CELL_LOOK_SECONDS)
         self._said: CellNews | None = None
         self.others = 0
         """Number of peers whose cells have other settings, at the last look."""
@@ -75,8 +75,8 @@ class CellBoard:
                 quiet_since = now
             before = frozenset(news)
             trains = bool(reported(news.values()))
-            is_start = len(news) + 1 >= peers_to_start and now >= quiet_since + SETTLE_SECONDS
-            is_due = now >= began + SETTLE_SECONDS and (trains or is_start)
+            is_start = len(news) + 1 >= peers_to_start and now >= quiet_since + SETTLE_CELL_SECONDS
+            is_due = now >= began + SETTLE_CELL_SECONDS and (trains or is_start)
             cell = choose_cell(self._me, news, count=self._cells.count, least=self._least)
             if cell is not None and (is_due or now >= began + timeout):
                 self._say(cell, 0)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.cells.between import Between
+from p2pavg.optim.cells.between import CrossCellAverager
 from p2pavg.optim.cells.cells import Cells
 from p2pavg.optim.coordination.progress import Average
 from p2pavg.optim.large_batch.averaged import AveragedOptimizer
@@ -55,7 +55,7 @@ class CellMember(AveragedOptimizer):
         self._target = target_batch_size
         super().__init__(inner, averager, target_batch_size=target_batch_size, **options)
         elements = sum(tensor.numel() for tensor in self._mixed_tensors())
-        self._between = Between(base, cells, elements)
+        self._between = CrossCellAverager(base, cells, elements)
 
     def _join(self, **given: Any) -> None:
         super()._join(**{**given, "rules": (*given["rules"], *self._cells.rules)})

@@ -20,7 +20,7 @@ from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import checked_amount, checked_count
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
-from p2pavg.optim.catching_up.run_state import RunState, run_state_of
+from p2pavg.optim.catching_up.run_state import StateOption, run_state_of
 from p2pavg.optim.cells.cell_choice import CellBoard
 from p2pavg.optim.cells.cell_member import CellMember
 from p2pavg.optim.cells.cells import Cells, cell_run
@@ -49,8 +49,8 @@ class CellOptimizer(TorchOptimizer):
         averager: averager of the whole run. This object opens others of the same peer, for its cell and for shares.
         cells: the cells; the same for all peers of the run.
         target_batch_size: number of samples, of all peers of a cell together, for one update.
-        state: as for :class:`AveragedOptimizer`; needed, since peers change cells. In its ``directory``, each cell has
-            a folder, and a peer that begins again takes the cell of the newest one.
+        state: as for :class:`AveragedOptimizer`, but for ``False``: peers change cells. In its ``directory``, each cell
+            has a folder, and a peer that begins again takes the cell of the newest one.
         peers_to_start: number of peers of the whole run that a peer waits for before it chooses its cell, for
             ``sync_timeout`` at most, unless the run trains already; two cells' worth of ``min_group_size`` if not
             given.
@@ -71,7 +71,7 @@ class CellOptimizer(TorchOptimizer):
         *,
         cells: Cells,
         target_batch_size: float,
-        state: RunState | torch.nn.Module,
+        state: StateOption = None,
         peers_to_start: int | None = None,
         sync_timeout: float = 600.0,
         **options: Any,
@@ -81,7 +81,8 @@ class CellOptimizer(TorchOptimizer):
         _check_company(averager, cells, options)
         run_state = run_state_of(state)
         if run_state is None:
-            raise ValueError("state must be the model or a RunState of it: a peer fetches its cell's state")
+            raise ValueError("state must not be False: a peer fetches its cell's state when it changes cells")
+        # Two optimizers would write their checkpoints into the same folders.
         run_state.claim()
         timeout = checked_amount("sync_timeout", sync_timeout)
         least = averager.config.min_group_size
@@ -94,6 +95,7 @@ class CellOptimizer(TorchOptimizer):
         self._options = {**options, "target_batch_size": target_batch_size, "sync_timeout": sync_timeout}
         self._small_since: float | None = None
         self._board = CellBoard(averager, cells)
+        # A peer that begins again goes on where its checkpoints are, and only a newcomer chooses.
         cell = self._remembered()
         if cell is None:
             cell = self._board.choose(peers_to_start=to_start, timeout=timeout)
@@ -106,6 +108,7 @@ class CellOptimizer(TorchOptimizer):
         if folder is None or not folder.is_dir():
             return None
         paths = [(cell, folder / _name(cell)) for cell in range(self.cells.count)]
+        # A peer that has moved has folders of several cells. The newest one is of the last cell.
         kept = [(path.stat().st_mtime, cell) for cell, path in paths if path.is_dir()]
         return max(kept)[1] if kept else None
 
@@ -118,10 +121,12 @@ class CellOptimizer(TorchOptimizer):
         """
         self._board.take(cell)
         with ExitStack() as stack:
+            # If the member cannot be made, the others must not count on it in this cell.
             stack.callback(self._board.leave)
             config = replace(self._averager.config, run_id=cell_run(self._averager.config.run_id, cell))
             averager, close = self._averager.open_sibling(config)
             stack.callback(close)
+            # The caller knows the averager that it gave, and hears there of the rounds of the cell, too.
             averager.subscribe(self._averager.events.pass_on)
             member = CellMember(
                 self._inner,
@@ -142,6 +147,7 @@ class CellOptimizer(TorchOptimizer):
         self._member.leave()
         self._member.close()
         self._close_averager()
+        # Only now: in two cells at once, this peer would keep both waiting.
         self._member = self._join(cell, continues=False)
 
     # ------------------------------------------------------------------ as an optimizer
@@ -183,6 +189,11 @@ class CellOptimizer(TorchOptimizer):
         self._board.leave()
         self._member.leave()
 
+    def finish(self) -> None:
+        """End this peer's training as :meth:`AveragedOptimizer.finish` does; use it if the averager stays open."""
+        self._board.leave()
+        self._member.finish()
+
     @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
     def step(
         self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
@@ -218,6 +229,7 @@ class CellOptimizer(TorchOptimizer):
         """
         loss: L | None = None
         if closure is not None:
+            # `step` may be called where gradients are off, and the closure needs them.
             with torch.enable_grad():
                 loss = closure()
         report = self._step(samples, metrics)
@@ -229,6 +241,8 @@ class CellOptimizer(TorchOptimizer):
         return report if closure is None else cast(L, loss)
 
     def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+        # A scaler sets these on the optimizer that it was given, for one step. The member looks for them on
+        # itself.
         told = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         for name, value in told.items():  # a GradScaler's word
             setattr(self._member, name, value)
@@ -236,6 +250,7 @@ class CellOptimizer(TorchOptimizer):
             return self._member.step(samples=samples, metrics=metrics)
         finally:
             for name in told:
+                # A later step without a scaler must not find them.
                 delattr(self._member, name)
 
     def _differences(self) -> tuple[str, ...]:
@@ -252,15 +267,19 @@ class CellOptimizer(TorchOptimizer):
     def _move_if_small(self, report: StepReport) -> None:
         """Move to another cell if this one has been too small to train for long."""
         now = time.monotonic()
+        # A peer that still fetches the cell's state takes no update, so its reports say little about the
+        # cell.
         if report.peers >= self._averager.config.min_group_size or report.catching_up is not None:
             self._small_since = None
             return
         if self._small_since is None:
             self._small_since = now
+        # Newcomers that read this come to fill the cell. This peer moves only if none does.
         self._board.small(self.cell, report.peers)
         if now < self._small_since + self.cells.patience:
             return
         other = self._board.refuge(self.cell)
+        # It looks again with the next report: there may be a place later.
         if other is None:
             return
         logger.warning(
@@ -282,6 +301,7 @@ class CellOptimizer(TorchOptimizer):
         cell = state.get("cell")
         if isinstance(cell, bool) or not isinstance(cell, int) or not 0 <= cell < self.cells.count:
             raise ValueError(f"state: it is of no cell of this run: {cell!r}")
+        # The state goes to a member of the cell of which it is.
         if cell != self.cell:
             self._move(cell)
         self._member.load_state_dict({name: value for name, value in state.items() if name != "cell"})
@@ -299,8 +319,6 @@ def _check_company(averager: Averager, cells: object, options: Mapping[str, Any]
         if options.get(name) not in (None, False):
             raise ValueError(f"{name} cannot be used with cells")
     config = averager.config
-    if not averager.has_places:
-        raise ValueError("a process that shares its peer with others has no cells: give it a peer of its own")
     if config.participation is not None:
         raise ValueError(
             "a config with participation cannot be used with cells: each member of a mix contributes"

@@ -113,6 +113,7 @@ class Cells:
 
     def is_mix(self, epoch: int) -> bool:
         """Return whether the update that leads to this epoch is a mix: one follows ``every`` updates."""
+        # The mix is an update itself, so the period is one longer than the updates between two mixes.
         return epoch > 0 and epoch % (self.every + 1) == 0
 
     def begins_outer(self, epoch: int) -> bool:
@@ -139,6 +140,7 @@ def outer_state(cells: Cells, elements: int) -> bytes:
 
 def bounds_of(share: int, shares: int, elements: int) -> tuple[int, int]:
     """Return start and stop of a share in the flat vector of the parameters."""
+    # In whole numbers, so that all members cut the vector at the same places.
     return elements * share // shares, elements * (share + 1) // shares
 
 
@@ -151,6 +153,7 @@ def holders(roster: Collection[str], shares: int) -> tuple[str, ...]:
     Args:
         roster: ids of the contributors of a cell's update, at least one.
     """
+    # No member holds more shares than the most that an even division gives.
     most = -(-shares // len(set(roster)))
     load: dict[str, int] = dict.fromkeys(roster, 0)
     found = []
@@ -211,6 +214,7 @@ def read_news(said: Mapping[str, bytes], cells: Cells) -> tuple[dict[str, CellNe
             news = CellNews(cell=cell, members=members, rules=(rules[0], rules[1], rules[2], rules[3]))
         except RemoteProtocolError:
             continue
+        # Peers with other settings would mix at other updates. They are counted, so that the user can be told.
         if version != _VERSION or news.rules != _numbers(cells) or news.cell >= cells.count:
             others += 1
         else:
@@ -228,6 +232,7 @@ def reported(news: Iterable[CellNews]) -> dict[int, int]:
     for each in news:
         if each.members:
             said.setdefault(each.cell, []).append(each.members)
+    # A member that claims a false size is outvoted by two others.
     return {cell: statistics.median_low(sizes) for cell, sizes in said.items()}
 
 
@@ -238,6 +243,7 @@ def sizes_of(news: Iterable[CellNews], count: int) -> list[int]:
     sizes = [found.get(cell, 0) for cell in range(count)]
     for one in each:
         if one.cell != UNDECIDED and not one.members:
+            # They take no update yet, so no member of the cell counts them.
             sizes[one.cell] += 1
     return sizes
 
@@ -256,9 +262,11 @@ def choose_cell(me: str, news: Mapping[str, CellNews], *, count: int, least: int
     """
     others = {peer: each for peer, each in news.items() if peer != me}
     trains = bool(reported(others.values()))
+    # Before any cell trains, choices do not count: peers that start together hear of them at different times.
     sizes = sizes_of(others.values(), count) if trains else [0] * count
     undecided = [peer for peer, each in others.items() if each.cell == UNDECIDED or not trains]
     turns = sorted([me, *undecided], key=lambda peer: _hash(_ORDER, peer))
+    # This peer plays the turns of all before it, and so knows what they choose without a word of theirs.
     for turn, peer in enumerate(turns):
         cell = _next_cell(peer, sizes, coming=len(turns) - turn, least=least)
         if peer == me or cell is None:
@@ -269,14 +277,17 @@ def choose_cell(me: str, news: Mapping[str, CellNews], *, count: int, least: int
 
 def _next_cell(peer: str, sizes: Sequence[int], *, coming: int, least: int) -> int | None:
     def first(cells: Sequence[int]) -> int:
+        # Different newcomers choose differently among cells that are equally good.
         return min(cells, key=lambda cell: _hash(_ORDER, peer, cell))
 
     small = [cell for cell, size in enumerate(sizes) if 0 < size < least]
     if small:
+        # The cell that lacks the fewest peers can train soonest.
         most = max(sizes[cell] for cell in small)
         return first([cell for cell in small if sizes[cell] == most])
     empty = [cell for cell, size in enumerate(sizes) if size == 0]
     there = [cell for cell, size in enumerate(sizes) if least <= size < MAX_GROUP_SIZE]
+    # A newcomer that opens a cell alone could not train there.
     if empty and (coming >= least or not there):
         return first(empty)
     if not there:
@@ -296,6 +307,7 @@ def refuge(mine: int, news: Iterable[CellNews], *, count: int, least: int) -> in
     if trains:
         return min(trains, key=lambda cell: (trains[cell], cell))
     sizes = sizes_of(each, count)
+    # Only to a cell before their own, so that the members of two small cells do not change places.
     peopled = [cell for cell, size in enumerate(sizes) if 0 < size < MAX_GROUP_SIZE and cell < mine]
     return peopled[0] if peopled else None
 

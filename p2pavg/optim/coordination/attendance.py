@@ -25,20 +25,20 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from p2pavg.optim.coordination.progress import Progress, Seen, following
+from p2pavg.optim.coordination.progress import PeerProgress, SeenPeer, following
 
-SETTLE_SECONDS = 5.0
+SETTLE_START_SECONDS = 5.0
 """The first round begins when no new peer has come for this long. Programs that are started together differ by as much:
 importing torch takes 2 to 4 s, more on a busy machine, and a word takes up to a second."""
 MAX_SETTLE_SECONDS = 30.0
 """The first round begins after this time even if new peers keep coming. Otherwise an attacker could delay the start by
 inventing one every 5 s."""
-START_SECONDS = 60.0
+FIRST_BATCH_SECONDS = 60.0
 """Time that a peer present at the start may take for its first batch: ``torch.compile`` takes as long."""
 FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to publish its new state
 PAUSE_BATCHES = 4
 """A peer that computes nothing for this many of its batch times is no longer waited for."""
-PAUSE_SECONDS = 10.0
+MIN_ABSENCE_SECONDS = 10.0
 """Minimum of that time, for peers with short batches. Dropping a peer leaves it behind, and a busy machine, a
 checkpoint or a late word takes seconds."""
 NEWCOMER_BATCHES = 2
@@ -63,15 +63,15 @@ MAX_UPDATES_PER_SECOND = 50.0
 MAX_REMEMBERED = 1024
 """Limit of the remembered absent peers; the oldest is forgotten. An attacker that uses more names gains one missed
 round for each, as it would with new names anyway."""
-RETRY_SECONDS = 10.0  # doubled each time: pause until a peer that made a round fail is expected again
-MAX_RETRY_SECONDS = 120.0
+ABSENT_RETRY_SECONDS = 10.0  # doubled each time: pause until a peer that made a round fail is expected again
+MAX_ABSENT_RETRY_SECONDS = 120.0
 
 
 @dataclass(slots=True)
 class _Peer:
     """The word of one peer at its present state."""
 
-    progress: Progress
+    progress: PeerProgress
     since: float
     computed_at: float
     """Time at which its words last showed progress."""
@@ -84,23 +84,25 @@ class _Missed:
     """A peer that did not come to a round in which it was expected."""
 
     times: int
-    said: Progress
+    said: PeerProgress
     """Its word at that time."""
     until_epoch: int
     until: float
 
 
-class Attendance:
+class PeerTrust:
     """The other peers of a run as one peer counts them.
 
     Args:
         now: seconds of the clock that all calls use.
-        pause_seconds: see :data:`PAUSE_SECONDS`.
+        pause_seconds: see :data:`MIN_ABSENCE_SECONDS`.
         overlaps: true if peers go on computing while a round runs. Then a peer of the last round may take its result
             much later than this one, and a peer that is expected in a round need not be due yet.
     """
 
-    def __init__(self, now: float, *, pause_seconds: float = PAUSE_SECONDS, overlaps: bool = False) -> None:
+    def __init__(
+        self, now: float, *, pause_seconds: float = MIN_ABSENCE_SECONDS, overlaps: bool = False
+    ) -> None:
         self._pause_seconds = pause_seconds
         self._overlaps = overlaps
         self._peers: dict[str, _Peer] = {}
@@ -129,8 +131,9 @@ class Attendance:
 
     # ------------------------------------------------------------------ words of other peers
 
-    def hear(self, mine: Progress, words: Mapping[str, Progress], now: float) -> tuple[Seen, ...]:
+    def hear(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> tuple[SeenPeer, ...]:
         """Take in the peers' current words; return each peer with the credit that its word gets."""
+        # The patience with newcomers runs from the moment at which this peer itself has stopped computing.
         if not mine.waiting:
             self._waits_since = None
         elif self._waits_since is None:
@@ -141,13 +144,16 @@ class Attendance:
         self._note(mine, words, now)
         known = self._known.keys() & words.keys()
         seen = self._believed(mine, known, now)
+        # At the start all that are present are expected, also before their first batch.
         if self.is_start(mine):
-            expected = {peer for peer in seen if self._is_awake(peer, START_SECONDS, now)}
+            expected = {peer for peer in seen if self._is_awake(peer, FIRST_BATCH_SECONDS, now)}
         else:
             expected = self._expected(mine, known, now)
+        expected -= {peer for peer in seen if self._peers[peer].progress.left}
+        # A peer that was expected at any time before the round has missed it if it does not come.
         self._due |= expected
         return tuple(
-            Seen(
+            SeenPeer(
                 peer_id=peer,
                 progress=self._peers[peer].progress,
                 samples=samples,
@@ -158,7 +164,7 @@ class Attendance:
             for peer, samples in seen.items()
         )
 
-    def _note(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
+    def _note(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> None:
         before, self._peers = self._peers, {}
         for peer, word in words.items():
             observes = (
@@ -168,10 +174,13 @@ class Attendance:
                 word = replace(word, follows=False)
             elif word.follows or (peer in self._companions and self._takes_soon(word, now)):
                 stays = self._overlaps and word.waiting  # in the round, and computing
+                # Its word is late. It will have this peer's state by the time of the round,
+                # so it counts as if it said so.
                 word = following(word, self._earlier, mine)
                 word = replace(word, waiting=word.waiting or stays)
             last = before.get(peer)
             if last is None or last.progress.state != word.state:
+                # Peers with other parameters do not hold up the start, since they will not be in this peer's rounds.
                 if word.state == mine.state and not self.started:
                     self._news_at = now
                 self._peers[peer] = _Peer(word, now, now, observes)
@@ -180,11 +189,11 @@ class Attendance:
             computed_at = now if went_on else last.computed_at
             self._peers[peer] = _Peer(word, last.since, computed_at, observes)
 
-    def _takes_soon(self, word: Progress, now: float) -> bool:
+    def _takes_soon(self, word: PeerProgress, now: float) -> bool:
         """Return whether a peer of the last round will take its result, if it has not done so."""
         return now < self._took_at + FOLLOW_SECONDS or (self._overlaps and word.waiting)
 
-    def _is_absent(self, peer: str, word: Progress, epoch: int, now: float) -> bool:
+    def _is_absent(self, peer: str, word: PeerProgress, epoch: int, now: float) -> bool:
         """Return whether a peer is ignored because it claimed to be present and did not come to a round."""
         missed = self._missed.get(peer)
         return missed is not None and (
@@ -193,7 +202,7 @@ class Attendance:
 
     # ------------------------------------------------------------------ credit
 
-    def _believed(self, mine: Progress, known: Collection[str], now: float) -> dict[str, float]:
+    def _believed(self, mine: PeerProgress, known: Collection[str], now: float) -> dict[str, float]:
         """Return each peer's samples as far as they are believed."""
         speeds = [self._peers[peer].progress.samples_per_second for peer in known]
         fastest = CLAIM_MARGIN * max(mine.samples_per_second, statistics.median(speeds) if speeds else 0.0)
@@ -201,35 +210,39 @@ class Attendance:
         found = {}
         for peer, word in self._peers.items():
             samples = word.progress.samples
+            # The speed that a newcomer claims does not count here: it could claim any.
             found[peer] = samples if peer in known else min(samples, first + fastest * (now - word.since))
         here = {peer for peer in found if self._peers[peer].progress.state == mine.state}
         if here & set(known):
             most = math.fsum([mine.samples, *(found[peer] for peer in here if peer in known)])
             newcomers = math.fsum(found[peer] for peer in here if peer not in known)
+            # All newcomers together count at most as much as this peer and its known peers, whatever their number.
             if newcomers > most:
                 found |= {peer: found[peer] * (most / newcomers) for peer in here if peer not in known}
         return found
 
-    def _votes(self, peer: str, mine: Progress, known: Collection[str], now: float) -> bool:
+    def _votes(self, peer: str, mine: PeerProgress, known: Collection[str], now: float) -> bool:
         if known and peer not in known:
             return False
         if not self.started:
             return True
+        # This holds for known peers too.
+        # It lets a peer catch up that was suspended, since the limit grows with the time.
         possible = mine.epoch + 1 + (now - self._took_at) * MAX_UPDATES_PER_SECOND
         return self._peers[peer].progress.epoch <= possible
 
     # ------------------------------------------------------------------ peers to wait for
 
-    def is_start(self, mine: Progress) -> bool:
+    def is_start(self, mine: PeerProgress) -> bool:
         """Return whether the run starts: all peers of this state are about to take their first update."""
         others = (peer.progress for peer in self._peers.values() if peer.progress.state == mine.state)
         return not self.started and not (mine.epoch > 0 and any(other.started for other in others))
 
-    def joins(self, mine: Progress) -> bool:
+    def joins(self, mine: PeerProgress) -> bool:
         """Return whether this peer has joined a running run and has taken no update with it yet."""
         return not self.started and not self.is_start(mine)
 
-    def is_settled(self, mine: Progress, peers: int, peers_to_start: int, now: float) -> bool:
+    def is_settled(self, mine: PeerProgress, peers: int, peers_to_start: int, now: float) -> bool:
         """Return whether the first round may begin, because no new peer has come for a while.
 
         Args:
@@ -246,7 +259,7 @@ class Attendance:
             self._enough_at = now
         if self._enough_at is not None and now >= self._enough_at + MAX_SETTLE_SECONDS:
             return True
-        return now >= self._news_at + SETTLE_SECONDS
+        return now >= self._news_at + SETTLE_START_SECONDS
 
     def _is_awake(self, peer: str, at_least: float, now: float) -> bool:
         """Return whether a peer has computed something lately, compared with its batch time."""
@@ -255,7 +268,7 @@ class Attendance:
             PAUSE_BATCHES * word.progress.batch_seconds, at_least
         )
 
-    def _expected(self, mine: Progress, known: Collection[str], now: float) -> set[str]:
+    def _expected(self, mine: PeerProgress, known: Collection[str], now: float) -> set[str]:
         here = [peer for peer, word in self._peers.items() if word.progress.state == mine.state]
         here = [peer for peer in here if self._is_awake(peer, self._pause_seconds, now)]
         old = {
@@ -268,6 +281,7 @@ class Attendance:
         if mine.epoch < self._newcomers_from:
             return old
         new = [peer for peer in new if not self._is_given_up(peer, now)]
+        # Those that were seen first have the places, so that ever new names do not displace a newcomer that waits.
         new.sort(key=lambda peer: (self._peers[peer].since, peer))
         return {*old, *new[: max(NEWCOMERS, len(known))]}
 
@@ -287,10 +301,16 @@ class Attendance:
         grace = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
         return now >= self._waits_since + min(grace, NEWCOMER_SECONDS)
 
+    def is_asleep(self, peer: str, now: float) -> bool:
+        """Return whether a peer has computed nothing for long, by what was last heard of it, or says nothing."""
+        if peer not in self._peers:
+            return True
+        return not (self._peers[peer].progress.left or self._is_awake(peer, self._pause_seconds, now))
+
     # ------------------------------------------------------------------ rounds
 
     def took(
-        self, companions: Iterable[str], mine: Progress, words: Mapping[str, Progress], now: float
+        self, companions: Iterable[str], mine: PeerProgress, words: Mapping[str, PeerProgress], now: float
     ) -> None:
         """Note an update that this peer took with others.
 
@@ -316,19 +336,23 @@ class Attendance:
         self._due.clear()
         self._waits_since = None
 
-    def came_to_nothing(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
+    def came_to_nothing(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> None:
         """Note a round to which no other peer came within the match timeout."""
         self.hear(mine, words, now)
         for peer in tuple(self._due):
             if self._was_due(peer, mine):
                 times = self._missed[peer].times if peer in self._missed else 0
                 # A pause in seconds, not in updates: without these peers there may be no update.
-                pause = min(RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_RETRY_SECONDS) if times > 1 else 0.0
+                pause = (
+                    min(ABSENT_RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_ABSENT_RETRY_SECONDS)
+                    if times > 1
+                    else 0.0
+                )
                 self._note_missed(peer, words[peer], 0, now + pause)
         self._due.clear()
         self._waits_since = None
 
-    def _was_due(self, peer: str, mine: Progress) -> bool:
+    def _was_due(self, peer: str, mine: PeerProgress) -> bool:
         """Return whether a peer's word was of this peer's state, or of one that replays the updates up to it."""
         heard = self._peers.get(peer)
         if heard is None or heard.progress.state != mine.state:
@@ -339,15 +363,17 @@ class Attendance:
         expected = self._due - self._known.keys()
         if not self._known or not expected:
             return
+        # One newcomer that comes shows that not all of them are invented.
         self._fruitless = 0 if expected & self._companions else self._fruitless + 1
         if self._fruitless > 2:
             self._newcomers_from = epoch + 2 ** min(self._fruitless - 2, 8)
 
-    def _note_missed(self, peer: str, word: Progress, epoch: int, until: float) -> None:
+    def _note_missed(self, peer: str, word: PeerProgress, epoch: int, until: float) -> None:
         """Ignore an absent peer until its word changes; if it is repeatedly absent, for exponentially more updates."""
         times = self._missed[peer].times + 1 if peer in self._missed else 1
         updates = 2 ** min(times - 2, 8) if times > 2 and epoch else 0
         self._missed.pop(peer, None)
         self._missed[peer] = _Missed(times, word, epoch + updates, until)
+        # The one that was missed longest ago stands first, because each new absence moves a peer to the end.
         if len(self._missed) > MAX_REMEMBERED:
             del self._missed[next(iter(self._missed))]

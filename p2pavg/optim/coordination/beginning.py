@@ -12,10 +12,10 @@ import torch
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.lineage import Lineage, lineage_from
-from p2pavg.optim.base.recipe import Recipe
+from p2pavg.optim.base.recipe import Recipe, Settings
 from p2pavg.optim.base.state import Origin, digest_in, origin_of, pack_lineage, pack_origin
-from p2pavg.optim.coordination.together import Together
-from p2pavg.optim.coordination.word import Word
+from p2pavg.optim.coordination.together import RoundCoordinator
+from p2pavg.optim.coordination.word import RecipeRecord
 from p2pavg.optim.ranks.shards import Ranks
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Beginning:
 
     def __init__(
         self,
-        together: Together,
+        together: RoundCoordinator,
         ranks: Ranks,
         *,
         recipe: Callable[[], Recipe],
@@ -91,6 +91,12 @@ class Beginning:
                 " beside the optimizer's"
             )
         if self._ranks.all_agree(saved.rules == recipe.rules_digest):
+            if saved.recipe not in (recipe.digest, self._origin and self._origin.recipe):
+                # A rate in this program may be meant to be another one: it must not be replaced without a word.
+                logger.warning(
+                    "the run began with %s; the hyperparameters are those of the run's state now",
+                    _told_differences(saved, recipe, recipe.numbers),
+                )
             return saved
         logger.warning(
             "the state was saved by a peer with other settings; this peer continues with its own settings, and only"
@@ -122,21 +128,20 @@ class Beginning:
             raise ValueError(f"state: its origin is {error}") from None
         if saved.rules == recipe.rules_digest:
             return None
-        names = {name for name, _ in recipe.rules}
-        its, own = dict(saved.fields), dict(recipe.fields)
-        differing = [name for name in {**own, **its} if name in names and its.get(name) != own.get(name)]
-        told = [
-            f"{name} {its.get(name, 'none')}, this peer with {own.get(name, 'none')}" for name in differing
-        ]
-        return f"the run trains with {'; '.join(told) or 'other settings, which are too many or too long to tell'}"
+        return f"the run trains with {_told_differences(saved, recipe, recipe.rules)}"
 
-    def word(self) -> Word:
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names of the settings that never change during the optimizer's life."""
+        return frozenset(name for name, _ in self._recipe().rules)
+
+    def word(self) -> RecipeRecord:
         """Return the record that describes this peer's origin and parameters to the others."""
         return self._word_of(self._present_origin())
 
-    def _word_of(self, origin: Origin) -> Word:
+    def _word_of(self, origin: Origin) -> RecipeRecord:
         parameters = self._parameters()
-        return Word(
+        return RecipeRecord(
             recipe=origin.recipe,
             origin=origin.parameters,
             tensors=len(parameters),
@@ -166,6 +171,18 @@ class Beginning:
 def _is_of(loaded: Mapping[str, Any], parameters: bytes) -> bool:
     """Return whether a loaded state was saved with these parameters, as far as it tells."""
     return loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
+
+
+def _told_differences(saved: Origin, recipe: Recipe, settings: Settings) -> str:
+    """Return the settings of a loaded state's run that are not this peer's, as a part of a sentence."""
+    names = {name for name, _ in settings}
+    its, own = dict(saved.fields), dict(recipe.fields)
+    told = [
+        f"{name} {its.get(name, 'none')}, this peer with {own.get(name, 'none')}"
+        for name in {**own, **its}
+        if name in names and its.get(name) != own.get(name)
+    ]
+    return "; ".join(told) or "other settings, which are too many or too long to tell"
 
 
 def _origin(parameters: bytes, recipe: Recipe) -> Origin:

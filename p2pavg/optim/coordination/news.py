@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.coordination.progress import Progress
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.coordination.waiting import Waiting
 from p2pavg.state.progress import StateProgress
 from p2pavg.telemetry.events import Drifted, Progressed, StateMoved, Waits
 
 
-def tell_progress(averager: Averager, progress: Progress) -> None:
+def tell_progress(averager: Averager, progress: PeerProgress) -> None:
     """Tell of what this peer publishes of its progress."""
     averager.events.emit(
         Progressed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -20,10 +20,15 @@ MAX_EPOCH = 2**53
 MAX_BATCH_SECONDS = 600.0  # the default sync_timeout: no peer is waited for longer
 STATE_BYTES = 32
 _VERSION = 3
+_LEFT = 4
+"""The version of the word of a peer that has left. Earlier programs cannot read it: to them, the peer has gone."""
+
+# Which of both is told by the peers' recipes, a few seconds later: a guess would often be wrong.
+ANOTHER_BEGINNING = "with other first parameters or settings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PeerProgress:
     """The progress that one peer publishes, its *word*.
 
     Raises:
@@ -44,8 +49,12 @@ class Progress:
     """True if it has taken an update with others since it began, or since it loaded a state."""
     follows: bool = False
     """True if it replays the run's last updates, and will observe the next round as soon as it has caught up."""
+    left: bool = False
+    """True if it takes no further update: it has finished, and stays only to hand over what other peers lack."""
 
     def __post_init__(self) -> None:
+        # Words come from any peer of the run. These bounds keep the sums and medians that are made of them
+        # finite.
         if not 0 <= self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
             raise RemoteProtocolError("progress with an epoch or a state out of range")
         if not (0 <= self.samples <= MAX_SAMPLES and 0 <= self.samples_per_second <= MAX_SAMPLES):
@@ -54,12 +63,13 @@ class Progress:
             raise RemoteProtocolError("progress with batches of a duration out of range")
 
 
-def encode_progress(progress: Progress) -> bytes:
+def encode_progress(progress: PeerProgress) -> bytes:
     """Return the bytes that a peer publishes on the board."""
     return pack(
-        _VERSION,
+        _LEFT if progress.left else _VERSION,
         progress.epoch,
         progress.state,
+        # The reader takes exact types, so a whole number would be refused.
         float(progress.samples),
         float(progress.samples_per_second),
         progress.waiting,
@@ -69,14 +79,14 @@ def encode_progress(progress: Progress) -> bytes:
     )
 
 
-def read_progress(value: bytes) -> Progress:
+def read_progress(value: bytes) -> PeerProgress:
     """Read a peer's progress; raise RemoteProtocolError for anything that :func:`encode_progress` does not make."""
     version, epoch, state, samples, speed, waiting, batch, started, follows = unpack(
         value, int, int, bytes, float, float, bool, float, bool, bool
     )
-    if version != _VERSION:
+    if version not in (_VERSION, _LEFT):
         raise RemoteProtocolError(f"progress of version {version}")
-    return Progress(
+    return PeerProgress(
         epoch=epoch,
         state=state,
         samples=samples,
@@ -85,15 +95,16 @@ def read_progress(value: bytes) -> Progress:
         batch_seconds=batch,
         started=started,
         follows=follows,
+        left=version == _LEFT,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenPeer:
     """The word of another peer, and the credit it gets (:mod:`p2pavg.optim.coordination.attendance`)."""
 
     peer_id: str
-    progress: Progress
+    progress: PeerProgress
     samples: float
     """The part of its claimed samples that this peer believes."""
     votes: bool = True
@@ -139,17 +150,30 @@ class Survey:
     """Ids of the other peers that are expected in the next round of this peer's state."""
     apart: str = ""
     """Known reason why no more peers share this peer's state; empty if there is none."""
+    ahead_peers: tuple[str, ...] = ()
+    """Ids of the peers of ``ahead``."""
+    differs: str = ""
+    """Known differences in training between this peer and others; empty if there are none."""
 
 
-def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
-    """Summarise the words of ``others`` for the peer with the progress ``mine``."""
+def survey(mine: PeerProgress, others: Iterable[SeenPeer], differs: Sequence[str] = ()) -> Survey:
+    """Summarise the words of ``others`` for the peer with the progress ``mine``.
+
+    Args:
+        differs: known differences in training between this peer and others, as sentences: the reason why they began
+            otherwise.
+    """
     seen = list(others)
     with_me = [other for other in seen if other.progress.state == mine.state]
     expected = [other for other in with_me if other.expected]
     elsewhere = [other.progress for other in seen if other.progress.state != mine.state]
-    ahead = _ahead(mine, [other.progress for other in seen if other.votes])
+    # Only voters decide: a stranger could otherwise invent peers that are ahead, and this one would wait for
+    # a state.
+    ahead, state = _ahead(mine, [other.progress for other in seen if other.votes])
+    why = "; ".join(differs)
     return Survey(
         peers=1 + len(expected),
+        # Rounded once, so that the sum does not depend on the order of the words.
         samples=math.fsum([mine.samples, *(other.samples for other in expected)]),
         samples_per_second=math.fsum(
             [mine.samples_per_second, *(other.progress.samples_per_second for other in expected)]
@@ -157,18 +181,21 @@ def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
         waiting=mine.waiting and all(other.progress.waiting for other in expected),
         others=len(elsewhere),
         ahead=ahead,
-        unmet_ahead=None if ahead else _ahead(mine, [other.progress for other in seen]),
+        # For the log only: after a split, each part takes the peers of the other one for strangers.
+        unmet_ahead=None if ahead else _ahead(mine, [other.progress for other in seen])[0],
         claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
         others_wait=bool(expected) and all(other.progress.waiting for other in expected),
         computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
         observers=sum(other.observes for other in expected),
-        coming=len(with_me) - len(expected),
+        coming=sum(not other.progress.left for other in with_me) - len(expected),
         expected=tuple(sorted(other.peer_id for other in expected)),
-        apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
+        apart=_apart(mine, elsewhere, why) if seen else "no other peer of this run is seen",
+        ahead_peers=tuple(sorted(other.peer_id for other in seen if ahead and other.progress.state == state)),
+        differs=why,
     )
 
 
-def _ahead(mine: Progress, others: Iterable[Progress]) -> tuple[int, int] | None:
+def _ahead(mine: PeerProgress, others: Iterable[PeerProgress]) -> tuple[tuple[int, int] | None, bytes]:
     counts = Counter((other.state, other.epoch) for other in others)
     with_me = 1 + sum(count for (state, _), count in counts.items() if state == mine.state)
     further = {
@@ -176,22 +203,24 @@ def _ahead(mine: Progress, others: Iterable[Progress]) -> tuple[int, int] | None
         for (state, epoch), count in counts.items()
         if epoch >= mine.epoch and state != mine.state
     }
+    # A total order, so that two parts of equal size do not each wait for the other one's state.
     most, epoch, state = max(further, default=(0, 0, b""))
-    return (epoch, most) if (most, epoch, state) > (with_me, mine.epoch, mine.state) else None
+    return ((epoch, most) if (most, epoch, state) > (with_me, mine.epoch, mine.state) else None), state
 
 
-def _apart(mine: Progress, elsewhere: Iterable[Progress]) -> str:
+def _apart(mine: PeerProgress, elsewhere: Iterable[PeerProgress], differs: str) -> str:
     """Return the differences that keep the peers with other states from this one, most common first."""
     kinds = Counter(_difference(mine, other) for other in elsewhere)
     largest = sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))[:3]
-    return "; ".join(f"{_peers(count)} {what}" for what, count in largest)
+    told = [f"{_peers(count)} {what}" for what, count in largest]
+    return "; ".join([*told, differs] if told and differs else told)
 
 
-def _difference(mine: Progress, other: Progress) -> str:
+def _difference(mine: PeerProgress, other: PeerProgress) -> str:
     if other.epoch != mine.epoch:
         return f"{'ahead' if other.epoch > mine.epoch else 'behind'}, at epoch {other.epoch}"
     if mine.epoch == 0:
-        return "at other first parameters: another seed or other first weights?"
+        return ANOTHER_BEGINNING
     return f"at epoch {mine.epoch} too, from other updates"
 
 
@@ -203,7 +232,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitForPeers:
     """Stop computing; look again when a peer has published something."""
 
     reason: str
@@ -218,7 +247,7 @@ class Average:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class LeftBehind:
     """Most of the run has other parameters, and this peer cannot follow by itself."""
 
     epoch: int
@@ -226,11 +255,11 @@ class Behind:
     reason: str
 
 
-Decision: TypeAlias = Compute | Wait | Average | Behind
+Decision: TypeAlias = Compute | WaitForPeers | Average | LeftBehind
 
 
 def decide(
-    mine: Progress,
+    mine: PeerProgress,
     seen: Survey,
     *,
     target: float,
@@ -252,12 +281,15 @@ def decide(
         hurries: true if the peers that are due have waited long enough for those that still compute.
     """
     starting = seen.peers < peers_to_start
+    # First of all: what this peer has accumulated belongs to parameters with which the run does not go on.
     if seen.ahead is not None:
         epoch, peers = seen.ahead
         # At the start, with no more peers in the other state, this peer may just not have heard of its own yet.
         if not ((starting or not settled) and epoch == mine.epoch and peers <= seen.peers):
-            return Behind(
-                epoch, f"{_where(mine, epoch, peers)}; {seen.peers} with this one at epoch {mine.epoch}"
+            return LeftBehind(
+                epoch,
+                f"{_where(mine, epoch, peers)}; {seen.peers} with this one at epoch"
+                f" {mine.epoch}{'; ' if seen.differs else ''}{seen.differs}",
             )
     if mine.samples <= 0:
         return Compute("nothing is accumulated")
@@ -266,24 +298,29 @@ def decide(
         there = f"{seen.peers} of {peers_to_start} peers are there to start"
         reason = f"{there if starting else 'more peers may be about to start'}{apart}"
         # Further samples would only raise this peer's part in the first update.
-        return Wait(reason) if mine.waiting or seen.samples >= target else Compute(reason)
+        return WaitForPeers(reason) if mine.waiting or seen.samples >= target else Compute(reason)
+    # A round of so few could not form a group, so the time is better spent on further batches.
     if seen.peers < least:
         return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
     ready = seen.peers - len(seen.computing)
+    # A slow peer may not hold up the others for ever: after the grace period, those that are due begin
+    # without it.
     if hurries and mine.waiting and max(least, 2) <= ready < seen.peers and math.isinf(target):
         return Average(
             ready, f"{seen.peers - ready} of {seen.peers} peers still compute after the grace period"
         )
+    # The round waits for the others by itself, and this peer goes on computing meanwhile.
     if at_once and mine.waiting:
         return Average(seen.peers, "the round runs in the background")
     return _when_there(mine, seen, target, apart)
 
 
-def _when_there(mine: Progress, seen: Survey, target: float, apart: str) -> Decision:
+def _when_there(mine: PeerProgress, seen: Survey, target: float, apart: str) -> Decision:
     """Decide what a peer does next once enough peers are present: it depends on samples, or on all peers waiting."""
     far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
     if seen.samples >= target:
         return Average(seen.peers, far)
+    # Peers that count steps need no samples together: each of them has done its part.
     if seen.waiting and math.isinf(target):
         return Average(seen.peers, f"all {seen.peers} peers wait")
     # Unbelieved claims count when all the others have stopped because of them: then honest peers believe them.
@@ -291,14 +328,14 @@ def _when_there(mine: Progress, seen: Survey, target: float, apart: str) -> Deci
         return Average(seen.peers, f"the other {seen.peers - 1} say that {seen.claimed:g} samples are there")
     if seen.waiting:
         return Compute(f"{far}, and all wait")  # the others do the part of a peer that is gone
-    return Wait(far) if mine.waiting else Compute(far)
+    return WaitForPeers(far) if mine.waiting else Compute(far)
 
 
-def _where(mine: Progress, epoch: int, peers: int) -> str:
+def _where(mine: PeerProgress, epoch: int, peers: int) -> str:
     if epoch > mine.epoch:
         return f"{_peers(peers)} at epoch {epoch}"
     if epoch == 0:
-        return f"{_peers(peers)} at epoch 0 with other first parameters: another seed or other first weights?"
+        return f"{_peers(peers)} at epoch 0, {ANOTHER_BEGINNING}"
     return f"{_peers(peers)} at epoch {epoch} too, from other updates"
 
 
@@ -306,7 +343,7 @@ def _peers(number: int) -> str:
     return "1 peer is" if number == 1 else f"{number} peers are"
 
 
-def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
+def following(progress: PeerProgress, earlier: Collection[bytes], mine: PeerProgress) -> PeerProgress:
     """Return a peer's expected next word, if its word is of one of this peer's earlier states.
 
     Such a peer took this peer's last update and its word is still from before, or it replays the last updates.
@@ -323,17 +360,19 @@ def following(progress: Progress, earlier: Collection[bytes], mine: Progress) ->
         epoch=mine.epoch,
         state=mine.state,
         samples=0.0,
+        # It observes the next round, and computes nothing for it.
         waiting=progress.follows,
         started=not progress.follows,
     )
 
 
-def read_all(said: Mapping[str, bytes]) -> dict[str, Progress]:
+def read_all(said: Mapping[str, bytes]) -> dict[str, PeerProgress]:
     """Return each peer's progress; leave out malformed words."""
     found = {}
     for peer_id, value in said.items():
         try:
             found[peer_id] = read_progress(value)
+        # Its publisher is not seen then. It must not hide the words of the others.
         except RemoteProtocolError:
             continue
     return found

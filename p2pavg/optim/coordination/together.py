@@ -14,24 +14,27 @@ from p2pavg.base.codes import FailedCode
 from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.group.places.meeting import Stage
+from p2pavg.group.places.meeting import SearchStage
 from p2pavg.optim.base.lineage import Lineage, first_lineage
 from p2pavg.optim.base.state import checked_amount, checked_count
-from p2pavg.optim.coordination.attendance import PAUSE_SECONDS
+from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
+from p2pavg.optim.coordination.ending import RunEnd
 from p2pavg.optim.coordination.news import tell_waiting
-from p2pavg.optim.coordination.progress import Average, Behind, Compute, Decision, Survey, Wait
+from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftBehind, Survey, WaitForPeers
+from p2pavg.optim.coordination.turns import Turn
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.coordination.waiting import GrowingPauses, Waiting
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
+PEER_LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
 OBSERVER_LOOK_SECONDS = 0.25
 """The same for a peer that has caught up, and looks for the group of the next round: if the others end one without it,
-it has to replay that update before they have formed their next group, which takes about a second."""
+it has to replay that update before they have formed their next group, which takes about a second. Also for a peer whose
+loop steps the optimizer of another run, which may become due meanwhile."""
 
 
-class Together:
+class RoundCoordinator:
     """Coordinates one optimizer with the other peers of its run; not thread-safe.
 
     Args:
@@ -65,7 +68,7 @@ class Together:
         peers_to_start: int | None,
         sync_timeout: float,
         min_peers: int | None = None,
-        pause_seconds: float = PAUSE_SECONDS,
+        pause_seconds: float = MIN_ABSENCE_SECONDS,
         recipe: bytes = b"",
         overlaps: bool = False,
         grace: float = math.inf,
@@ -79,7 +82,7 @@ class Together:
         self._grace = grace
         self._looks_since = math.inf
         """The time at which this peer began to look for the group of its background round."""
-        self._stages: tuple[Stage, ...] | None = None
+        self._stages: tuple[SearchStage, ...] | None = None
         """Where the next round's group is looked for, if not among all peers that are ready."""
         self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
         self.run = self._view(
@@ -93,14 +96,18 @@ class Together:
         )
         self.on_look: Callable[[], None] = lambda: None
         """Called at least once a second while this peer waits."""
-        self.why: Callable[[], str] = lambda: ""
-        """Returns further reasons why this peer waits, or an empty text; an optimizer may replace it."""
         self.has_later: Callable[[], str] = lambda: ""
         """Returns the reason why this peer must fetch another state before it goes on, or an empty text; an optimizer
         with a :class:`~p2pavg.optim.RunState` replaces it."""
         self.pauses: Callable[[Survey], str] = lambda _: ""
         """Returns the reason why this peer takes no update alone now, or an empty text; an optimizer with a
         :class:`~p2pavg.optim.RunState` replaces it."""
+        self.run_end: Callable[[], RunEnd | None] = lambda: None
+        """Returns the end of the run, if it has ended without this peer; an optimizer replaces it."""
+        self.turn = Turn(averager.config.run_id)
+        """The turn of this optimizer among those that the same loop steps."""
+        self._has_failed = False
+        """True if this peer's last step was in a round that failed."""
         self.waiting = Waiting()
         self._waited_for_start: int | None = None
         """Number of peers that were there when a call had waited in vain for the peers to start with."""
@@ -110,11 +117,14 @@ class Together:
         self._regroups = False
         self._stopped = False
         self._observes = False
+        self._peers = 1
+        """Number of peers with which the last round of the optimizer's own averager began."""
         self._observers = 0  # among the peers that the last decision or round counted
         self._expected: tuple[str, ...] = ()  # these peers
 
     def computed(self, batch: float) -> None:
         """Note that a batch of this many samples was computed."""
+        self._has_failed = False
         self.waiting.begin()
         self.run.computed(batch)
 
@@ -124,28 +134,63 @@ class Together:
         until = began + self.patience
         try:
             while True:
+                # The version is read before the words are,
+                # so that a word that comes in between ends the wait below at once.
                 version = self.run.version
                 self._hurry(began)
                 self.on_look()
                 seen = self.run.survey()
                 self._observers, self._expected = self._observers_in(seen), seen.expected
                 decision, left = self.run.decide(seen), until - time.monotonic()
+                # Whatever the decision is, it is about a state that this peer will replace.
                 if later := self.has_later():
                     return Compute(later)
-                if isinstance(decision, Average) and self._leaves_no_log(decision, seen):
+                if (end := self.run_end()) is not None:
+                    return Compute(end.reason)
+                # Only a step that would wait can keep its loop from another run. One that computes returns anyway.
+                if isinstance(decision, Average | WaitForPeers) and (first := self.turn.gives_way()):
+                    return Compute(first)
+                if isinstance(decision, Average) and self.goes_alone(decision.peers):
+                    # No group signs the average, so no peer that joins could replay the update.
                     why = self.pauses(seen)
                     return Compute(why) if why else decision
-                if not isinstance(decision, Wait):
+                if not isinstance(decision, WaitForPeers):
                     return decision
                 if seen.peers < self.run.peers_to_start and self._has_waited_to_start(seen.peers, left):
                     return decision
                 if left <= 0:
                     return Average(seen.peers, f"waited {self.patience:g} s: {decision.reason}")
+                # The others may wait for exactly this word, so it is said before the wait.
                 self.run.stand_by()
-                self._waits(decision.reason, seen.computing)
-                self.run.wait(version, min(left, self._grace, LOOK_SECONDS))
+                self.waits(decision.reason, seen.computing)
+                self.run.wait(version, min(left, self._grace, self._look_seconds))
         finally:
-            self._waits_no_more()
+            self.waits_no_more()
+
+    def wants_step(self, at: float) -> bool:
+        """Return whether the next update waits for a step of this optimizer, while the loop is in a step of another.
+
+        It does not if its last round failed, or it has waited in vain for more peers to start: such a run must not keep
+        the loop from its other runs. Nor does it if the loop no longer steps it, or its averager is closing. After a
+        round to which no other peer came, it does as soon as one says something new: two loops that have waited for
+        each other, each in another run's round, would swap their places for ever otherwise.
+
+        Args:
+            at: when the step of the other optimizer began; minus infinity if the loop surely steps this one.
+        """
+        if self._has_failed or self.run.mine.left or not self.run.was_stepped(at):
+            return False
+        if self.averager.round_state is not None:
+            return False
+        seen = self.run.survey()
+        if seen.peers < self.run.peers_to_start and seen.peers <= (self._waited_for_start or 0):
+            return False
+        others_wait = len(seen.computing) < len(seen.expected)
+        return others_wait or isinstance(self.run.decide(seen), Average | WaitForPeers)
+
+    @property
+    def _look_seconds(self) -> float:
+        return OBSERVER_LOOK_SECONDS if self._observes or self.turn.is_shared else PEER_LOOK_SECONDS
 
     def _hurry(self, began: float) -> None:
         """Leave out the peers that still compute if the grace period, which began at this time, is over."""
@@ -162,9 +207,8 @@ class Together:
             self._waited_for_start = peers
         return left <= 0 or (before is not None and peers <= before)
 
-    def _waits(self, reason: str, peers: Sequence[str]) -> None:
+    def waits(self, reason: str, peers: Sequence[str]) -> None:
         """Note the reason for waiting; warn the user when it lasts."""
-        reason = "; ".join(part for part in (reason, self.why()) if part)
         now = time.monotonic()
         warning = self.waiting.waits(reason, peers, now)
         if self.waiting.is_to_be_told(now):
@@ -172,7 +216,8 @@ class Together:
         if warning is not None:
             logger.warning("this peer %s", warning)
 
-    def _waits_no_more(self) -> None:
+    def waits_no_more(self) -> None:
+        """Note that this call has stopped waiting."""
         now = time.monotonic()
         self.run.rested(now)
         self.waiting.ends(now)
@@ -185,7 +230,7 @@ class Together:
         Returns InProgress, unless the round has ended at once.
         """
         logger.debug("epoch %d: averaging with %d peers", self.run.lineage.epoch, peers)
-        self._looks_since = time.monotonic()
+        self._looks_since, self._peers = time.monotonic(), peers
         return self._step(0.0, peers, self.averager, self.run.lineage.state)
 
     def goes_alone(self, peers: int) -> bool:
@@ -199,7 +244,7 @@ class Together:
 
     def look(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
-        return self._step(0.0, 2, self.averager, self.run.lineage.state)
+        return self._step(0.0, self._peers, self.averager, self.run.lineage.state)
 
     def look_on(self) -> RoundResult:
         """Return the background round's result, or InProgress; end it if the run has gone on without this peer."""
@@ -213,6 +258,7 @@ class Together:
         """Cancel matchmaking if the grace period is over, and enough peers are due for a group without the others."""
         before = self.run.hurries
         self._hurry(self._looks_since)
+        # Only when the grace period ends: a search that begins later is without these peers from the start.
         if self.run.hurries and not before:
             seen = self.run.survey()
             decision = self.run.decide(seen)
@@ -223,6 +269,8 @@ class Together:
         """Cancel matchmaking if no other peer will join this one's group; return whether none will."""
         behind = self.left_behind()
         later = self.has_later() or ("" if behind is None else behind.reason)
+        if not later and (end := self.run_end()) is not None:
+            later = end.reason
         if later:
             self._stopped = averager.cancel_matchmaking(later)
         return bool(later)
@@ -243,19 +291,23 @@ class Together:
             self._observes = False
 
     def average(
-        self, peers: int, averager: Averager | None = None, state: bytes | None = None
+        self, peers: int | None = None, averager: Averager | None = None, state: bytes | None = None
     ) -> RoundResult:
         """Average in a round with this many peers, or in the round that runs already.
 
         Returns InProgress if the round takes longer than ``sync_timeout``.
 
         Args:
+            peers: ``None`` for the round that runs already: the peers with which it began.
             averager: another averager than the optimizer's, for some of the tensors.
             state: state of the tensors, if it is not the lineage's.
         """
         is_mine = averager is None
+        peers = self._peers if peers is None else peers
         try:
             while True:
+                if is_mine:
+                    self._peers = peers
                 result = self._round(
                     peers,
                     averager or self.averager,
@@ -264,41 +316,51 @@ class Together:
                 )
                 if not self._regroups:
                     return result
+                # The group that was looked for has changed,
+                # so this peer decides anew with the peers that are there now.
                 self._regroups = False
                 decision = self.decide_when_all_are_ready()
                 if not isinstance(decision, Average):
                     return result
                 peers = decision.peers
         finally:
-            self._waits_no_more()
+            self.waits_no_more()
 
     def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
         until = time.monotonic() + self.patience
         if is_mine:
             self.run.stand_by()
         while True:
-            look = OBSERVER_LOOK_SECONDS if self._observes else LOOK_SECONDS
-            wait = min(max(until - time.monotonic(), 0.0), look)
+            wait = min(max(until - time.monotonic(), 0.0), self._look_seconds)
             result = self._step(wait, peers, averager, state)
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
             self.on_look()
+            # An observer that hears late of a round without it cannot replay that update before the next group forms.
             if self._observes and result.reason != EXCHANGES:
                 self.run.look()
-            if self._stop_if_left_behind(averager):
-                if not self._stopped:
-                    return result
-            elif result.reason != EXCHANGES:
-                self._look_again(peers, averager, result.reason, is_mine)
+            # The others are ahead also if they have heard the end of this peer's own exchange before it has. It will
+            # hear it too: a call that returned now would be a step without its update.
+            is_behind = self._stop_if_left_behind(averager)
+            if result.reason == EXCHANGES:
+                # A round that has a group is not cancelled. It may yet be the update of the others.
+                self.waits("; ".join(filter(None, (EXCHANGES, result.waits_for))), ())
+            elif is_behind:
+                # The search was cancelled, or has found its group meanwhile. The next step tells.
+                continue
+            elif not self._observes and (first := self.turn.gives_way()):
+                self._stopped = averager.cancel_matchmaking(first)
             else:
-                self._waits("; ".join(filter(None, (EXCHANGES, result.waits_for))), ())
+                self._look_again(peers, averager, result.reason, is_mine)
 
     def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
         """Cancel matchmaking if the group to be formed has changed since this peer began it."""
         seen = self.run.survey()
-        self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
+        self.waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
         # A peer that arrives late, but before the first round, must not be left out of the group.
         came = seen.peers > peers and not self.run.has_started
+        # The search goes on for a group of the size that it was given.
+        # For a peer that has gone, it would last until its deadline.
         size, before = self._group_size(seen.peers), self._group_size(peers)
         went = size < before or size - self._observers_in(seen) < before - self._observers
         if is_mine and (came or went):
@@ -317,10 +379,14 @@ class Together:
             observe=self._observes,
             **({} if self._stages is None else {"meeting": self._stages}),
         )
+        # After a search that this peer has cancelled itself, no other peer is to blame for not coming.
         if isinstance(result, NoPeers) and not self._stopped and not self._observes:
             self.run.came_to_nothing()
         if not isinstance(result, InProgress):
+            self._has_failed = isinstance(result, Failed)
             self._stopped = False
+        # The round may have begun with parameters that were replaced since.
+        # Its average belongs to those, even if the update's number is the same.
         if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
             return result
         self._not_ours = False
@@ -338,11 +404,11 @@ class Together:
     def _group_size(self, peers: int) -> int:
         return min(max(peers, self.averager.config.min_group_size), MAX_GROUP_SIZE)
 
-    def left_behind(self) -> Behind | None:
+    def left_behind(self) -> LeftBehind | None:
         """Return the evidence that the others went on without this peer while it waited; ``None`` if they did not."""
         seen = self.run.survey()
         decision = self.run.decide(seen)
-        if not isinstance(decision, Behind):
+        if not isinstance(decision, LeftBehind):
             self._warn_of_a_split(seen)
             return None
         if not self._behind.is_due(time.monotonic()):
@@ -355,10 +421,6 @@ class Together:
                 decision.reason,
             )
         return decision
-
-    def _leaves_no_log(self, decision: Average, seen: Survey) -> bool:
-        """Return whether no peer that joins could replay the update: no group signs its average."""
-        return self.goes_alone(decision.peers) or not self.averager.certifies(seen.expected)
 
     def _warn_of_a_split(self, seen: Survey) -> None:
         """Warn if another part of the run may have split off: both parts may have enough peers to continue."""
@@ -376,8 +438,10 @@ class Together:
 
     def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
         """Note an update by an average; ``result`` and ``numbers`` are as for :meth:`Lineage.after`."""
+        # A member that was lost in the round may not have taken the update.
         companions = {*success.peers, *success.observers} - success.lost.keys() - {self.averager.peer_id}
         self.run.took(companions, self.run.lineage.after(success.group_id, result, numbers))
+        # From now on the run goes on with the peers that are left.
         self.run.peers_to_start = 1
         self.waiting.updated()
 
@@ -390,5 +454,6 @@ class Together:
         """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
         self.run.is_at(lineage)
         self._behind.reset()
+        # A round that runs at this moment has the former parameters' contribution.
         self._not_ours = self.averager.round_state is not None
         self.run.say(0.0, waiting=False)

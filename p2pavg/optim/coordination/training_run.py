@@ -15,8 +15,8 @@ from p2pavg.optim.base.model import ModelParts
 from p2pavg.optim.base.recipe import Recipe, Settings, numbers_digest
 from p2pavg.optim.base.report import SPEED, StepReport, report_of
 from p2pavg.optim.coordination.beginning import Beginning
-from p2pavg.optim.coordination.together import Together
-from p2pavg.optim.coordination.watch import Watch
+from p2pavg.optim.coordination.together import RoundCoordinator
+from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.optim.ranks.shards import Ranks, local_of
 
 
@@ -34,7 +34,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        together: Together,
+        together: RoundCoordinator,
         ranks: Ranks,
         parts: ModelParts,
         *,
@@ -46,7 +46,7 @@ class TrainingRun:
         self._ranks = ranks
         self._parts = parts
         self._beginning = Beginning(together, ranks, recipe=recipe, parameters=parameters)
-        self.watch = Watch(
+        self.watch = DriftMonitor(
             together.averager,
             every=check_every,
             labels=parts.labels,
@@ -55,6 +55,7 @@ class TrainingRun:
         self.compares = True
         """False for peers whose parameters differ by design: nothing is published of them."""
         together.on_look = self.look
+        together.run.differs = lambda: self.watch.differs
 
     @property
     def lineage(self) -> Lineage:
@@ -71,7 +72,7 @@ class TrainingRun:
             return False
         changed = self._beginning.begin()
         self._parts.begin()
-        self.watch.begins(self._beginning.word(), self.lineage)
+        self.watch.begins(self._beginning.word(), self.lineage, self._beginning.rules)
         return changed
 
     def load(self, state: Mapping[str, Any], lineage: Lineage) -> None:
@@ -116,12 +117,13 @@ class TrainingRun:
         self._tell(numbers, parameters)
 
     def replayed(
-        self, group_id: str, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
+        self, success: Success, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
     ) -> None:
         """Note an update of the run that this peer has taken later than the others; see :meth:`took`."""
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
-        after = self.lineage.after(self._ranks.as_one(group_id), joint, numbers_digest(numbers))
+        after = self.lineage.after(self._ranks.as_one(success.group_id), joint, numbers_digest(numbers))
         self._together.is_at(after)
+        self._together.run.was_in({*success.peers, *success.observers} - {self._together.averager.peer_id})
         self._tell(numbers, parameters)
 
     def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:

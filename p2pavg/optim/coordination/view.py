@@ -5,23 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.attendance import PAUSE_SECONDS, Attendance
+from p2pavg.optim.coordination.attendance import KNOWN_UPDATES, MIN_ABSENCE_SECONDS, PAUSE_BATCHES, PeerTrust
 from p2pavg.optim.coordination.news import tell_progress
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
     MAX_SAMPLES,
     Average,
-    Behind,
     Decision,
-    Progress,
+    LeftBehind,
+    PeerProgress,
     Survey,
-    Wait,
+    WaitForPeers,
     decide,
     encode_progress,
     read_all,
@@ -33,7 +34,7 @@ SPEED_WEIGHT = 0.2  # weight of the newest batch in the moving average of sample
 BATCHES = 8  # in the median of batch times, which ignores a single batch delayed by an evaluation
 
 
-class Pace:
+class BatchPace:
     """The speed of one peer and the time that its batches take; calls are given ``now``.
 
     Args:
@@ -44,7 +45,8 @@ class Pace:
         self.samples_per_second = 0.0
         """A moving average; 0 before the first batch."""
         self._batches: deque[float] = deque(maxlen=BATCHES)
-        self._last = now
+        self.last = now
+        """When the last batch was computed, or the wait after it ended."""
 
     @property
     def batch_seconds(self) -> float:
@@ -53,16 +55,17 @@ class Pace:
 
     def computed(self, batch: float, now: float) -> None:
         """Note that a batch of this many samples was computed."""
-        if now > self._last:
-            self._batches.append(min(now - self._last, MAX_BATCH_SECONDS))
-            speed = batch / (now - self._last)
+        if now > self.last:
+            self._batches.append(min(now - self.last, MAX_BATCH_SECONDS))
+            speed = batch / (now - self.last)
+            # The first batch counts in full: an average that begins at 0 would take many batches to come near.
             share = SPEED_WEIGHT if self.samples_per_second else 1.0
             self.samples_per_second = min((1 - share) * self.samples_per_second + share * speed, MAX_SAMPLES)
-        self._last = now
+        self.last = now
 
     def rested(self, now: float) -> None:
         """Exclude the time up to now from the next batch's time."""
-        self._last = now
+        self.last = now
 
 
 class RunView:
@@ -87,23 +90,28 @@ class RunView:
         target: float,
         peers_to_start: int,
         least: int,
-        pause_seconds: float = PAUSE_SECONDS,
+        pause_seconds: float = MIN_ABSENCE_SECONDS,
         overlaps: bool = False,
     ) -> None:
         self.lineage = lineage
         self.peers_to_start = peers_to_start
         self._remembered: frozenset[str] = frozenset()
         self._follows = False
+        self._left = False
+        self._groups: deque[frozenset[str]] = deque(maxlen=KNOWN_UPDATES)
         self._target = target
         self._least = least
         self._overlaps = overlaps
         self.hurries = False
         """True if the next round is to be without the peers that still compute."""
+        self.differs: Callable[[], tuple[str, ...]] = lambda: ()
+        """Returns the known differences in training between this peer and others; an optimizer replaces it."""
         self._board = averager.board(TOPIC)
         self._tell = partial(tell_progress, averager)
         now = time.monotonic()
-        self._pace = Pace(now)
-        self._attendance = Attendance(now, pause_seconds=pause_seconds, overlaps=overlaps)
+        self._pace = BatchPace(now)
+        self._pause_seconds = pause_seconds
+        self._attendance = PeerTrust(now, pause_seconds=pause_seconds, overlaps=overlaps)
         self._mine = self._progress(0.0, waiting=False)
         # The others learn of this peer before its first batch, because the first round includes all present peers.
         self._publish(now=True)
@@ -123,6 +131,15 @@ class RunView:
         """Exclude the time up to now from the next batch's time."""
         self._pace.rested(now)
 
+    def was_stepped(self, at: float) -> bool:
+        """Return whether the loop that computed this peer's batches still did so at a moment.
+
+        Other peers judge in the same way whether to expect this peer. Optimizers with rounds in the background count
+        as not stepped: they do not keep the loop.
+        """
+        pause = max(PAUSE_BATCHES * self._pace.batch_seconds, self._pause_seconds)
+        return not self._overlaps and at < self._pace.last + pause
+
     def say(self, samples: float, *, waiting: bool) -> None:
         """Publish this peer's progress.
 
@@ -134,7 +151,8 @@ class RunView:
         if self._overlaps:  # the round goes on for many steps
             self._publish(now=waiting and not before.waiting)
         else:
-            self._publish(now=isinstance(self.decide(), Average | Wait))
+            # Others may wait for a word that leads to a round, so it goes out at once. Any other one goes out soon.
+            self._publish(now=isinstance(self.decide(), Average | WaitForPeers))
 
     def stand_by(self) -> None:
         """Publish that this peer has stopped computing, because it is in a call that waits for the others."""
@@ -149,6 +167,16 @@ class RunView:
             self._mine = self._progress(0.0, waiting=follows)
             self._publish(now=True)
 
+    def end(self) -> None:
+        """Publish that this peer takes no further update, and stays to hand over what other peers lack."""
+        self._left = True
+        self._mine = self._progress(0.0, waiting=False)
+        self._publish(now=True)
+
+    def resume(self) -> None:
+        """Note that this peer takes part again after :meth:`end`; its next word says so."""
+        self._left = False
+
     def _publish(self, *, now: bool = False) -> None:
         self._board.publish(encode_progress(self._mine), now=now)
         self._tell(self._mine)
@@ -157,16 +185,18 @@ class RunView:
         """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
         self._board.withdraw()
 
-    def _progress(self, samples: float, *, waiting: bool) -> Progress:
-        return Progress(
+    def _progress(self, samples: float, *, waiting: bool) -> PeerProgress:
+        return PeerProgress(
             epoch=self.lineage.epoch,
             state=self.lineage.state,
             samples=samples,
             samples_per_second=self._pace.samples_per_second,
+            # A peer that replays updates computes no batch, so the others need not wait for one.
             waiting=waiting or self._follows,
             batch_seconds=self._pace.batch_seconds,
             started=self._attendance.started,
             follows=self._follows,
+            left=self._left,
         )
 
     # ------------------------------------------------------------------ the other peers
@@ -187,13 +217,41 @@ class RunView:
         """Ids of the peers that took one of the last updates with this one; after a start, the remembered ones."""
         return self._attendance.known or self._remembered
 
+    @property
+    def last_group(self) -> frozenset[str]:
+        """Ids of the other members of the last group with which this peer's process took an update, or replayed one."""
+        return self._groups[-1] if self._groups else frozenset()
+
+    @property
+    def last_members(self) -> frozenset[str]:
+        """Ids of the other members of its last groups."""
+        return frozenset().union(*self._groups)
+
+    def was_in(self, group: Iterable[str]) -> None:
+        """Note the other members of a group whose update this peer has taken, in its round or from the log."""
+        if members := frozenset(group):
+            self._groups.append(members)
+
+    def forget_groups(self) -> None:
+        """Note that this peer begins anew, from a state that its program loaded."""
+        self._groups.clear()
+
+    def are_asleep(self, peers: Iterable[str]) -> bool:
+        """Return whether all of these peers have computed nothing for long, or say nothing at all."""
+        self.survey()  # the next line depends on it
+        return all(self._attendance.is_asleep(peer, time.monotonic()) for peer in peers)
+
     def remember(self, companions: AbstractSet[str]) -> None:
         """Note the companions of an earlier process of this peer."""
         self._remembered = frozenset(companions)
 
+    def peers_ahead(self) -> tuple[str, ...]:
+        """Return the ids of the peers whose state the run goes on with; empty if it goes on with this peer's."""
+        return self.survey().ahead_peers
+
     def is_behind(self) -> bool:
         """Return whether the run goes on with another state than this peer's."""
-        return isinstance(self.decide(), Behind)
+        return isinstance(self.decide(), LeftBehind)
 
     @property
     def version(self) -> int:
@@ -211,9 +269,19 @@ class RunView:
     def survey(self) -> Survey:
         """Return the run as this peer sees it."""
         seen = self._attendance.hear(self._mine, self._words(), time.monotonic())
-        return survey(self._mine, seen)
+        return survey(self._mine, seen, self.differs())
 
-    def _words(self) -> dict[str, Progress]:
+    @property
+    def mine(self) -> PeerProgress:
+        """This peer's own word."""
+        return self._mine
+
+    @property
+    def words(self) -> dict[str, PeerProgress]:
+        """The live words of the other peers."""
+        return self._words()
+
+    def _words(self) -> dict[str, PeerProgress]:
         return read_all({peer_id: word.value for peer_id, word in self._board.entries.items()})
 
     @property
@@ -250,7 +318,9 @@ class RunView:
         now = time.monotonic()
         self._follows = self.hurries = False
         self._pace.rested(now)
+        # The words are judged by this peer's state before the update, so the lineage changes last.
         self._attendance.took(companions, self._mine, self._words(), now)
+        self.was_in(companions)
         self.lineage = after
 
     def came_to_nothing(self) -> None:
@@ -260,4 +330,5 @@ class RunView:
     def is_at(self, lineage: Lineage) -> None:
         """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
         self.lineage = lineage
+        # No other peer has taken an update with these parameters yet, so all are newcomers.
         self._attendance.begin(time.monotonic())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-WARN_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
-TELL_SECONDS = 1.0  # between two events of one wait
-MAX_PAUSE_SECONDS = 600.0  # maximum between two warnings: the log of a night shows that it lasted all night
+WARN_WAITING_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
+TELL_WAIT_SECONDS = 1.0  # between two events of one wait
+MAX_WARNING_PAUSE_SECONDS = (
+    600.0  # maximum between two warnings: the log of a night shows that it lasted all night
+)
 MAX_NAMED = 5  # peers; they fit on a line of a terminal
 SHORT_ID = 6  # last characters of an id; the first ones are the same for all peers
 
@@ -29,7 +31,7 @@ class GrowingPauses:
         """Return whether to warn now; if so, the next pause begins."""
         if self._pause and now < self._quiet_until:
             return False
-        self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS) if self._pause else WARN_SECONDS
+        self._pause = min(2 * self._pause, MAX_WARNING_PAUSE_SECONDS) if self._pause else WARN_WAITING_SECONDS
         self._quiet_until = now + self._pause
         return True
 
@@ -51,11 +53,11 @@ class Waiting:
         self.reason: str | None = None
         self.peers: tuple[str, ...] = ()
         self._since: float | None = None
-        self._told_at = -TELL_SECONDS
+        self._told_at = -TELL_WAIT_SECONDS
 
     def is_to_be_told(self, now: float) -> bool:
         """Return whether subscribers are to hear of the wait again; if so, the next time is later."""
-        if now < self._told_at + TELL_SECONDS:
+        if now < self._told_at + TELL_WAIT_SECONDS:
             return False
         self._told_at = now
         return True
@@ -72,7 +74,7 @@ class Waiting:
             self._since = now - self.seconds  # continues an earlier wait of this call
         self.seconds, self.reason = now - self._since, reason
         self.peers = tuple(peers) or self.peers
-        if self.seconds < WARN_SECONDS or not self._warnings.is_due(now):
+        if self.seconds < WARN_WAITING_SECONDS or not self._warnings.is_due(now):
             return None
         missing = f" (for {named(peers)})" if peers else ""
         return f"has waited {self.seconds:.0f} s for other peers{missing}: {reason}"
@@ -84,5 +86,5 @@ class Waiting:
 
     def updated(self) -> None:
         """Note an update; after one without a long wait, the next long wait is warned of at once."""
-        if self.seconds < WARN_SECONDS:
+        if self.seconds < WARN_WAITING_SECONDS:
             self._warnings.reset()

@@ -15,17 +15,25 @@ from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.recipe import Rate, Settings, rate_of
 from p2pavg.optim.coordination.drift import drifted, outnumbered
 from p2pavg.optim.coordination.news import tell_drift
-from p2pavg.optim.coordination.word import MAX_RATES, TOPIC, Word, differences, encode_word, read_words
+from p2pavg.optim.coordination.word import (
+    MAX_RATES,
+    TOPIC,
+    RecipeRecord,
+    differences,
+    encode_word,
+    keeps_apart,
+    read_words,
+)
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0  # between two look-ups of the others' records; no decision depends on them
+DRIFT_LOOK_SECONDS = 5.0  # between two look-ups of the others' records; no decision depends on them
 ERROR_SECONDS = 60.0  # between two log lines about drift: a lying peer causes at most one line a minute
 MAX_WARNINGS = 16  # different sentences to log: a peer that changes its record each time cannot fill the disk
 MAX_CHECKS = 4  # of this peer's own digests to keep, for peers that are an update or two away
 
 
-class Watch:
+class DriftMonitor:
     """Compares recipes and parameters with the other peers; not thread-safe.
 
     Args:
@@ -44,12 +52,15 @@ class Watch:
         labels: Sequence[str],
         companions: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        self._board = averager.board(TOPIC, LOOK_SECONDS)
+        self._board = averager.board(TOPIC, DRIFT_LOOK_SECONDS)
         self._tell = partial(tell_drift, averager)
         self._every = every
         self._labels = tuple(labels)
         self._companions = companions
-        self._word: Word | None = None
+        self._word: RecipeRecord | None = None
+        self._rules: frozenset[str] = frozenset()
+        self._words: dict[str, RecipeRecord] = {}
+        """The other peers' records, as they were when this peer looked last."""
         self._rates: deque[Rate] = deque(maxlen=MAX_RATES)
         self._checks: dict[tuple[int, bytes], bytes] = {}
         self._update = 0
@@ -64,10 +75,15 @@ class Watch:
         self.differs: tuple[str, ...] = ()
         """Differences in training between this peer and others, one sentence each."""
 
-    def begins(self, word: Word, lineage: Lineage) -> None:
-        """Publish the recipe with which this peer continues from a lineage; forget what belongs to an earlier one."""
+    def begins(self, word: RecipeRecord, lineage: Lineage, rules: Collection[str] = ()) -> None:
+        """Publish the recipe with which this peer continues from a lineage; forget what belongs to an earlier one.
+
+        Args:
+            rules: names of the recipe's settings that never change.
+        """
         self._rates.clear()
         self._checks.clear()
+        self._rules = frozenset(rules)
         self._word, self._update, self.outnumbered = word, lineage.epoch, False
         self._note(None)
         self._say()
@@ -105,14 +121,24 @@ class Watch:
         if forked and self._word.until < self._update:
             self._say()
         version, now = self._board.version, time.monotonic()
-        if version == self._seen and now < self._looked_at + LOOK_SECONDS:
+        if version == self._seen and now < self._looked_at + DRIFT_LOOK_SECONDS:
             return
         self._seen, self._looked_at = version, now
-        words = read_words({peer_id: said.value for peer_id, said in self._board.entries.items()})
+        words = self._words = read_words(
+            {peer_id: said.value for peer_id, said in self._board.entries.items()}
+        )
         mine = replace(self._word, rates=tuple(self._rates), until=self._update)
         self.differs = differences(mine, words.values())
         self._warn()
         self._compare(words)
+
+    def keeps_apart(self, peers: Collection[str]) -> str:
+        """Return the difference that keeps this peer from following any of these peers, by their last known records.
+
+        Empty if it could follow one of them, or if none of their records is known.
+        """
+        known = [self._words[peer_id] for peer_id in peers if peer_id in self._words]
+        return "" if self._word is None else keeps_apart(self._word, known, self._rules)
 
     def _warn(self) -> None:
         for sentence in self.differs:
@@ -120,7 +146,7 @@ class Watch:
                 self._warned.add(sentence)
                 logger.warning("%s", sentence)
 
-    def _compare(self, words: dict[str, Word]) -> None:
+    def _compare(self, words: dict[str, RecipeRecord]) -> None:
         """Compare the parameters after the last update for which others of this lineage published digests."""
         for (epoch, state), mine in sorted(self._checks.items(), reverse=True):
             theirs = {

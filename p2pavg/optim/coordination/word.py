@@ -6,7 +6,7 @@ A record may come from any stranger: lengths, ranges and characters are checked 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from p2pavg.allreduce.vector.accumulation import MAX_TENSORS
@@ -27,7 +27,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class RecipeRecord:
     """One peer's record of its recipe and parameters.
 
     Raises:
@@ -72,7 +72,7 @@ class Word:
             raise RemoteProtocolError("a recipe with digests of another length")
 
 
-def encode_word(word: Word) -> bytes:
+def encode_word(word: RecipeRecord) -> bytes:
     """Return a record's value; leave out the last fields if it would be too long."""
     fields = word.fields
     while len(packed := _packed(word, fields)) > MAX_WORD_BYTES:
@@ -80,20 +80,20 @@ def encode_word(word: Word) -> bytes:
     return packed
 
 
-def _packed(word: Word, fields: tuple[tuple[str, str], ...]) -> bytes:
+def _packed(word: RecipeRecord, fields: tuple[tuple[str, str], ...]) -> bytes:
     rates = tuple((rate.update, rate.digest, rate.text) for rate in word.rates)
     counts = (word.tensors, word.elements, word.until, word.epoch)
     return pack(_VERSION, word.recipe, word.origin, *counts, fields, rates, word.state, word.digests)
 
 
-def read_word(value: bytes) -> Word:
+def read_word(value: bytes) -> RecipeRecord:
     """Read a word; raise RemoteProtocolError for anything that :func:`encode_word` does not make."""
     version, recipe, origin, tensors, elements, until, epoch, fields, rates, state, digests = unpack(
         value, int, bytes, bytes, int, int, int, int, tuple, tuple, bytes, bytes
     )
     if version != _VERSION:
         raise RemoteProtocolError(f"a recipe of version {version}")
-    return Word(
+    return RecipeRecord(
         recipe=recipe,
         origin=origin,
         tensors=tensors,
@@ -107,7 +107,7 @@ def read_word(value: bytes) -> Word:
     )
 
 
-def read_words(said: Mapping[str, bytes]) -> dict[str, Word]:
+def read_words(said: Mapping[str, bytes]) -> dict[str, RecipeRecord]:
     """Return each peer's word; leave out malformed ones."""
     found = {}
     for peer_id, value in said.items():
@@ -118,13 +118,32 @@ def read_words(said: Mapping[str, bytes]) -> dict[str, Word]:
     return found
 
 
-def differences(mine: Word, others: Iterable[Word]) -> tuple[str, ...]:
+def differences(mine: RecipeRecord, others: Iterable[RecipeRecord]) -> tuple[str, ...]:
     """Return one sentence for each difference in training between other peers and this one, most common first."""
     kinds = Counter(what for word in others for what in _differences(mine, word))
     return tuple(_sentence(count, *what) for what, count in kinds.most_common(MAX_TOLD))
 
 
-def _differences(mine: Word, other: Word) -> list[tuple[str, str, str]]:
+def keeps_apart(mine: RecipeRecord, others: Iterable[RecipeRecord], rules: Collection[str]) -> str:
+    """Return the difference that keeps this peer from following any of these peers; empty if it could follow one.
+
+    A rate or a first parameter comes with the run's state. An architecture, or a rule of training, does not.
+
+    Args:
+        rules: names of the settings that never change during an optimizer's life.
+    """
+    found: Counter[tuple[str, str, str]] = Counter()
+    for word in others:
+        kinds = _differences(mine, word)
+        if (word.tensors, word.elements) == (mine.tensors, mine.elements):
+            kinds = [_field_difference(*field) for field in _other_fields(mine, word) if field[0] in rules]
+        if not kinds:
+            return ""
+        found.update(kinds[:MAX_TOLD])
+    return "; ".join(_sentence(count, *what) for what, count in found.most_common(MAX_TOLD))
+
+
+def _differences(mine: RecipeRecord, other: RecipeRecord) -> list[tuple[str, str, str]]:
     """Return the parts of sentences on one other peer: verb in the singular, verb in the plural, rest."""
     if (other.tensors, other.elements) != (mine.tensors, mine.elements):
         one = f"{other.tensors} tensors of {other.elements} elements"
@@ -148,7 +167,7 @@ def _differences(mine: Word, other: Word) -> list[tuple[str, str, str]]:
     return found
 
 
-def _other_fields(mine: Word, other: Word) -> list[tuple[str, str, str]]:
+def _other_fields(mine: RecipeRecord, other: RecipeRecord) -> list[tuple[str, str, str]]:
     own, its = dict(mine.fields), dict(other.fields)
     names = [*own, *(name for name in its if name not in own)]
     return [

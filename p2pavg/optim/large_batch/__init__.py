@@ -1,0 +1,1 @@
+"""Large batches: gradients are averaged, and all peers take the same step."""

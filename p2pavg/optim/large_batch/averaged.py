@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +22,19 @@ from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.recipe import hyperparameters
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
+from p2pavg.optim.base.touched import TouchedCheck
 from p2pavg.optim.base.wrapper import PeerOptimizer
-from p2pavg.optim.catching_up.run_state import RunState
+from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.progress import Average
+from p2pavg.optim.coordination.waiting import GrowingPauses
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import local_of, spread_like
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+logger = logging.getLogger(__name__)
 
 
 class AveragedOptimizer(PeerOptimizer):
@@ -35,12 +43,14 @@ class AveragedOptimizer(PeerOptimizer):
     Every peer computes batches of its own and calls :meth:`step` after each backward pass. When the peers together have
     computed ``target_batch_size`` samples, their gradients are averaged, weighted by samples, and each peer takes the
     same step. The parameters of all peers stay identical to the last bit (on machines of one kind, see
-    :mod:`p2pavg.optim.base.lineage`). A round that fails loses nothing: the accumulated gradients are kept for the next one.
+    :mod:`p2pavg.optim.base.lineage`). A round that fails loses nothing: the accumulated gradients are kept for the next
+    one.
 
     All peers of a run begin with the same parameters, optimizer and schedule. They take each update with exactly the
     same hyperparameters: a learning rate that is set by hand has to be a function of :attr:`epoch`, and is set in
     ``on_update``, since one call of :meth:`step` may take two updates. A peer differs from most others if it began with
-    other parameters, stepped with other settings or missed a round. It cannot follow the run then:
+    other parameters, stepped with other settings or missed a round. It fetches the run's state from the others then,
+    within :meth:`step`: see docs/how-to/share-states.md. With ``state=False`` it cannot follow the run, and
     :attr:`StepReport.behind` says so, until the peer loads a state that another peer saved. The algorithm is
     synchronous data-parallel training with a fixed batch size, to which any peer may contribute, as in Ryabinin et al.
     2021 ("Distributed Deep Learning in Open Collaborations").
@@ -77,9 +87,10 @@ class AveragedOptimizer(PeerOptimizer):
             ignores buffers, and frozen parameters outside ``inner``.
         buffers: names of ``model``'s buffers to average, instead of the running statistics.
         check_every: number of updates between two comparisons of the peers' parameter digests; ``None`` or 0 for never.
-        state: fetches the run's state when this peer begins late or was left behind, offers it to others, and writes
-            checkpoints. Its model counts as ``model``. The model itself stands for ``RunState(model)``. Without it, a
-            peer that is behind takes no further part.
+        state: a peer that begins late or was left behind fetches the run's state from others, and offers it to them.
+            If not given, that is the state of the parameters and their optimizer. Give the model if it has buffers; it
+            stands for ``RunState(model)``, and counts as ``model``. Give a :class:`RunState` for checkpoints and
+            limits. ``False`` shares no states: a peer that is behind takes no further part then.
         batch_size: number of samples behind each call of :meth:`step` that names none.
         samples_of: function that returns the number of samples behind a call of :meth:`step` that names none.
         accumulate: number of calls of :meth:`step`, each after a backward pass, whose gradients autograd adds up, as
@@ -109,7 +120,7 @@ class AveragedOptimizer(PeerOptimizer):
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
-        state: RunState | torch.nn.Module | None = None,
+        state: StateOption = None,
         batch_size: float | None = None,
         samples_of: SamplesOf | None = None,
         accumulate: int = 1,
@@ -163,16 +174,48 @@ class AveragedOptimizer(PeerOptimizer):
         )
         self.states_loaded = 0
         """Number of states of other peers that have replaced this peer's."""
+        # Shards are moved by the library that made them.
+        # The check takes each change of a tensor that is no update for the loop's.
+        is_whole = not self._ranks.are_several and not any(hasattr(p, "to_local") for p in self._parameters)
+        if is_whole:
+            self._touched = TouchedCheck(self._parameters)
+        self._tells_touched = GrowingPauses()
+        # A peer that has computed no batch yet may observe a round, and share states: both need the shapes.
         averager.declare(self._contribution())
         self._share_states("parameter/", self._parameters, self.inner, self.scheduler)
 
     def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
-        self._training.begin()
+        self._begin()
         self._check_parameters()
+        # Looked at before the batch: what this call does to the parameters itself is right.
+        changed = self._changed()
+        report = self._take_or_follow(samples, metrics)
+        self.note_parameters()
+        return replace(report, changed=changed) if changed else report
+
+    def _take_or_follow(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         if self._is_following():
             return self._catch_up()
         report = self._step(samples, metrics)
         return self._catch_up() if self._must_follow(report) else report
+
+    def note_parameters(self) -> None:
+        """Note that the parameters are what they should be; see :attr:`StepReport.changed`."""
+        self._touched.note()
+
+    def _changed(self) -> str:
+        """Return a sentence on parameters that something else than an update has changed; empty if there are none."""
+        if why := self._find_interruption():
+            return why
+        if (position := self._touched.touched()) is None:
+            return ""
+        why = (
+            f"{self._parts.labels[position]} was changed since the last step. Peers drift apart unless all change"
+            " their parameters alike after each update: do it in on_update"
+        )
+        if self._tells_touched.is_due(time.monotonic()):
+            logger.warning("%s", why)
+        return why
 
     def _skip_batch(self) -> StepReport:
         if self._is_following():
@@ -182,6 +225,7 @@ class AveragedOptimizer(PeerOptimizer):
     def _step(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         self._parts.mend()
         measured, gradients = self._training.with_speed(metrics), self._contribution()
+        # All ranks accumulate this batch or none does: the shards of one update must be of the same batches.
         self._ranks.check_batch(gradients, samples)
         try:
             self._ranks.on_all(lambda: self._averager.accumulate(gradients, weight=samples, metrics=measured))
@@ -194,9 +238,11 @@ class AveragedOptimizer(PeerOptimizer):
         if self._zeroing is not None:
             self._zeroing.stepped()
         self._together.computed(samples)
+        # A round that runs is first asked for its end: an update that is taken now changes what is due.
         before = self._collect() if self._any_running() else None
         if before is not None and self._any_running():
             return before  # this batch belongs to the next round
+        # The others hear of this batch before this peer decides: it may be the one that completes the update.
         self._together.run.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
         decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
         report = (
@@ -204,10 +250,12 @@ class AveragedOptimizer(PeerOptimizer):
             if isinstance(decision, Average)
             else self._training.report(goes_on=False)
         )
+        # One call may end a round and begin the next one. The report of the update is the one that the loop must see.
         return report if before is None or report.updated else before
 
     def _contribution(self) -> list[torch.Tensor]:
         """Return the gradients, then the averaged buffers."""
+        # A parameter that no layer used in this batch has no gradient. All peers send the same tensors.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         return [local_of(tensor) for tensor in (*gradients, *self._parts.averaged)]
 
@@ -224,10 +272,13 @@ class AveragedOptimizer(PeerOptimizer):
         if not self._running:  # a rank without a round follows the rank that has one
             reason = "the round of another rank of this peer is still running"
             return self._take(Failed(reason=reason, code=FailedCode.OTHER_RANK))
+        # Without overlap, a round still runs here only if its call ended early: by
+        # `sync_timeout`, by Ctrl-C, or on another rank.
         must_wait = not self._overlap or self._averager.weight >= self._limit
-        return self._take(self._together.average(2) if must_wait else self._together.look())
+        return self._take(self._together.average() if must_wait else self._together.look())
 
     def _take(self, result: RoundResult) -> StepReport:
+        # Each rank averages its shard in a round of its own, and these may end differently.
         kinds = set(self._ranks.gather(type(result).__name__))
         goes_on = InProgress.__name__ in kinds
         if Success.__name__ in kinds and len(kinds) > 1:
@@ -244,32 +295,43 @@ class AveragedOptimizer(PeerOptimizer):
                 ),
             )
         assert isinstance(result.averaged, list)
+        # Read before the update, which may change the averages in place. The scheduler changes the rates after it.
         averaged, numbers, rates = (
             digest_of(result.averaged),
             hyperparameters(self.inner),
             self.learning_rates,
         )
+        # If the call is interrupted from here on, the next one finds the mark and fetches the run's state.
+        self._touched.begin_update()
         norm = self._update(result.averaged, result)
         self._training.took(result, numbers, averaged, self._parameters)
+        self.note_parameters()
+        # Batches that were computed while the round ran count for the next update.
         self._together.run.say(self._averager.weight, waiting=False)
         self._step_scheduler()
-        report = self._updated(self._training.report(result, norm, goes_on=False), rates)
-        self._took(result)
-        return report
+        try:
+            return self._updated(self._training.report(result, norm, goes_on=False), rates)
+        finally:
+            # Also if `on_update` raises: the update is taken, and peers that lack it need its average.
+            self._took(result)
 
     # ------------------------------------------------------------------ states of other peers
 
     def adopted(self) -> None:
         """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
         self.states_loaded += 1
+        self.note_parameters()
+        # Gradients that were accumulated belong to the parameters that were replaced.
         self._averager.clear()
         self.zero_grad()
 
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
         """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
         digest, numbers, rates = digest_of(averaged), hyperparameters(self.inner), self.learning_rates
+        self._touched.begin_update()
         norm = self._update(averaged, success)
-        self._training.replayed(success.group_id, numbers, digest, self._parameters)
+        self._training.replayed(success, numbers, digest, self._parameters)
+        self.note_parameters()
         self._step_scheduler()
         self._updated(self._training.report(success, norm, goes_on=True), rates)
 
@@ -288,6 +350,7 @@ class AveragedOptimizer(PeerOptimizer):
         """Apply the averaged gradient and buffers of a round; return the gradient's L2 norm."""
         count = len(self._parameters)
         self._parts.take(averaged[count:])
+        # Ranks that hold copies of a parameter take the bits of one of them, and the norm counts it once.
         gradients = self._ranks.settle(averaged[:count])
         norm = self._ranks.norm(gradients)
         if self._max_grad_norm is not None:
@@ -302,17 +365,20 @@ class AveragedOptimizer(PeerOptimizer):
         return self._saved() | {"parameters": digest_of(self._locals()).hex()}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Both raise if the state is malformed. Nothing has changed then.
         lineage = lineage_of(state)
         origin_of(state)
         check_holds(state, "inner", "parameters")
         check_both("scheduler", state, self.scheduler)
         self._load_inner(state)
         self._training.load(state, lineage)
+        # The parameters may be loaded after this call, so they must not be taken for changed.
+        self._touched.forget()
 
 
 @torch.no_grad()
 def _clip(gradients: Sequence[torch.Tensor], limit: float, norm: float) -> None:
     """Scale gradients of this L2 norm down to one of at most ``limit``, as ``torch.nn.utils`` does."""
-    factor = torch.clamp(limit / (torch.tensor(norm) + 1e-6), max=1.0)
+    factor = torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32, device="cpu") + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))

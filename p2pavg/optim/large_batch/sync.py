@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 RUN_SUFFIX = "/sync"
 TOPIC = "sync"
-AGAIN_SECONDS = 0.2  # pause after a failed round
-LOOK_SECONDS = 1.0  # between two looks at the digests of the others
+FAILED_SYNC_PAUSE_SECONDS = 0.2  # pause after a failed round
+DIGEST_LOOK_SECONDS = 1.0  # between two looks at the digests of the others
 
 _VERSION = 1
 
@@ -153,7 +153,7 @@ def _until_all_came(
             logger.info("not all peers are present yet: %s", result.reason)
         if not isinstance(result, InProgress):
             averager.clear()  # the next attempt contributes the same tensors again
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(FAILED_SYNC_PAUSE_SECONDS)
 
 
 def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float) -> None:
@@ -178,7 +178,7 @@ def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float
         left = until - time.monotonic()
         if left <= 0:
             raise SyncError(f"{_peers(missing)} published no digest of the received parameters")
-        board.wait(version, min(left, LOOK_SECONDS))
+        board.wait(version, min(left, DIGEST_LOOK_SECONDS))
 
 
 def _peers(ids: list[str]) -> str:

@@ -1,0 +1,1 @@
+"""Local updates: peers train apart, and take an outer step together."""

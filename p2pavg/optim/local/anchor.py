@@ -73,7 +73,7 @@ class Anchor:
         """Tensors with the shapes, dtypes and devices of what is averaged; their values mean nothing."""
         if self.fragments == 1:
             return self.tensors
-        return [torch.zeros(1, device=self._device).expand(self._length)]
+        return [torch.zeros(1, device=self._device, dtype=torch.float32).expand(self._length)]
 
     @property
     def _device(self) -> torch.device:
@@ -152,7 +152,7 @@ class Anchor:
         away = self.away(fragment)
         if self.fragments == 1:
             return away
-        vector = torch.zeros(self._length, device=self._device)
+        vector = torch.zeros(self._length, device=self._device, dtype=torch.float32)
         at = 0
         for piece in away:
             vector[at : at + piece.numel()].copy_(piece.reshape(-1))

@@ -92,13 +92,6 @@ class ErrorFeedback:
         """Factor of the residual in the next contribution."""
         return self._beta
 
-    @property
-    def residual_norm(self) -> float:
-        """L2 norm of the residual, in the tensors' units; 0 before the first call."""
-        if self._residual is None:
-            return 0.0
-        return float(torch.linalg.vector_norm(self._residual, dtype=torch.float64).item())
-
     @torch.no_grad()
     def compensate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors plus the residual; contribute these instead.
@@ -125,12 +118,15 @@ class ErrorFeedback:
         total = torch.empty(schema.elements, dtype=torch.float32, device=schema.device)
         pieces = torch.split(total, schema.sizes)
         for piece, tensor in zip(pieces, given, strict=True):
+            # In float32: in the tensors' own dtype, adding a small residual to a large value would lose it.
             piece.copy_(tensor.reshape(-1))
         if self._residual is not None:
             total.add_(self._residual.to(total.device), alpha=self._beta)
+        # Before anything is kept: a residual with NaN would spoil every later contribution.
         _check_values(total, schema.sizes)
         returned = [_as_given(piece, tensor) for piece, tensor in zip(pieces, given, strict=True)]
         self._shapes, self._pending = schema.shapes, (total, returned)
+        # Copies: the caller may change them, and `delivered` needs what was contributed.
         return [tensor.clone() for tensor in returned]
 
     @torch.no_grad()
@@ -160,13 +156,16 @@ class ErrorFeedback:
         for first, last in own:
             if not 0 <= first <= last <= total.numel():
                 raise ValueError(f"a share from {first} to {last} of a vector of {total.numel()} elements")
+        # As it was rounded to the tensors' dtype: the error of that stays in the residual, too.
         sent = torch.cat([tensor.reshape(-1).to(total) for tensor in returned])
         if self._codec.is_sparse:
             taken = self._taken(sent, averaged)
         else:
             taken = self._codec.decode(self._codec.encode(sent), sent.numel()).to(sent)
             for first, last in own:
+                # This peer reduces these ranges itself, from its own values as they are.
                 taken[first:last] = sent[first:last]
+        # In place: the vector becomes the residual, and takes no memory of its own.
         self._residual, self._pending = total.sub_(taken), None
 
     def found_out(self, averaged: Sequence[torch.Tensor]) -> None:
@@ -185,6 +184,7 @@ class ErrorFeedback:
         average = torch.cat([tensor.reshape(-1).to(sent) for tensor in averaged])
         if torch.equal(average, sent):  # this peer went on alone: nothing was encoded
             return sent
+        # What the average left out was lost on the way, so it counts as not sent.
         return self._codec.decode(self._codec.encode(sent), sent.numel()).to(sent).mul_(average != 0)
 
     def clear(self) -> None:
@@ -205,12 +205,14 @@ class ErrorFeedback:
             ValueError: an entry is missing or unknown; the residual is not finite, or not flat float32 of the shapes'
                 length; or the shapes differ from those of the tensors seen here. Nothing is loaded then.
         """
+        # All checks come first, so a state that is refused changes nothing.
         shapes, residual = _checked_state(state)
         if residual is None:
             self.clear()
             return
         if self._shapes is not None:
             _check_same(self._shapes, shapes)
+        # A contribution that is pending has the residual of before in it.
         self._pending = None
         self._shapes, self._residual = shapes, residual.detach().clone()
 
@@ -240,6 +242,7 @@ def feedback_for(codec: Codec, given: ErrorFeedback | bool | None) -> ErrorFeedb
         raise ValueError(
             f"feedback is for the codec {given.codec.name}, and the averager has the codec {codec.name}"
         )
+    # With a sparse codec the residual takes the place of momentum, so it has to decay.
     return given if isinstance(given, ErrorFeedback) else ErrorFeedback(codec, beta=SPARSE_BETA)
 
 

@@ -9,7 +9,7 @@ from p2pavg.optim.base.state import checked_count
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-MAX_SECONDS = 30 * 24 * 3600.0
+MAX_INTERVAL_SECONDS = 30 * 24 * 3600.0
 
 SyncEvery = int | str
 """A number of inner steps, or a time such as ``"30s"``, ``"5min"`` or ``"1h"``."""
@@ -46,7 +46,7 @@ def checked_interval(value: SyncEvery) -> Interval:
         return Interval(steps=checked_count("sync_every", value))
     found = _TIME.fullmatch(value)
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 0 < seconds <= MAX_SECONDS:
+    if not 0 < seconds <= MAX_INTERVAL_SECONDS:
         raise ValueError(
             f'sync_every must be a number of steps, or a time such as "30s", "5min" or "1h", got {value!r}'
         )

@@ -22,7 +22,7 @@ from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.base.wrapper import PeerOptimizer
-from p2pavg.optim.catching_up.run_state import RunState
+from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.progress import Average
 from p2pavg.optim.local.anchor import Anchor, Outer
 from p2pavg.optim.local.feedback import ErrorFeedback, feedback_for, warn_of_momentum
@@ -49,23 +49,25 @@ class LocalUpdates(PeerOptimizer):
     Each peer keeps the *anchor*: the parameters after the last outer step, the same bits for all peers. After
     ``sync_every`` inner steps the *pseudo-gradients* (anchor - parameters) are averaged, weighted by samples. The outer
     optimizer takes a step from the anchor with that average as its gradient, and all peers continue from the result.
-    The inner optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg; :mod:`p2pavg.optim.local.recipes`
-    has others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated Optimization").
+    The inner optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg;
+    :mod:`p2pavg.optim.local.recipes` has others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated
+    Optimization").
 
     With ``delay``, the average is made while the inner steps go on, and with ``fragments``, a part of the model at a
     time, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). All peers have the same anchor and the same
     outer optimizer's state after each outer step, as without; their parameters differ by their inner steps.
 
     A round that fails loses nothing: the peer trains on, and its next pseudo-gradient covers everything since the
-    anchor. A peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until the
-    peer loads a state. With ``state``, it takes the outer steps that it has missed, and what it has computed meanwhile
-    counts in its next round. If a parameter is NaN or infinite after an inner step, this peer returns to the anchor,
-    with a cleaned inner optimizer state. Its work since the last outer step is lost, and :attr:`StepReport.restored`
-    says so.
+    anchor. A peer whose anchor differs from most peers' takes the outer steps that it has missed, which the others
+    keep, and what it has computed meanwhile counts in its next round. With ``state=False`` it cannot follow:
+    :attr:`StepReport.behind` says so, until the peer loads a state. If a parameter is NaN or infinite after an inner
+    step, this peer returns to the anchor, with a cleaned inner optimizer state. Its work since the last outer step is
+    lost, and :attr:`StepReport.restored` says so.
 
     Beside the parameters it keeps float32 vectors on their device: the anchor, and the outer optimizer's state (one
     vector of momentum, for DiLoCo). The averager keeps one for the contribution, of a fragment's length. While a round
-    runs and the peer trains on, there is one more of this length, unless ``alpha`` is given.
+    runs and the peer trains on, there is one more of this length, unless ``alpha`` is given; also after a round whose
+    end this peer does not know.
 
     Args:
         inner: any torch optimizer of this peer's parameters that needs no closure, or a list of several, each with
@@ -97,7 +99,7 @@ class LocalUpdates(PeerOptimizer):
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
         grace: seconds that peers that are due wait for those that still compute. After it a round begins without these,
             if the peers that are due are as many as a group needs (``config.min_group_size``, the quorum). Peers that
-            are left out need ``state``. ``None``: for as long as these peers are expected.
+            are left out cannot come back with ``state=False``. ``None``: for as long as these peers are expected.
         process_group: for a peer of several ranks that hold parts of the parameters; see :class:`AveragedOptimizer`. It
             cannot be combined with ``delay``, and not with ``fragments`` if ranks hold the same parameters.
         on_update: called after every outer step, with its report.
@@ -133,7 +135,7 @@ class LocalUpdates(PeerOptimizer):
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
-        state: RunState | torch.nn.Module | None = None,
+        state: StateOption = None,
         batch_size: float | None = None,
         samples_of: SamplesOf | None = None,
         accumulate: int = 1,
@@ -178,7 +180,10 @@ class LocalUpdates(PeerOptimizer):
         """The rates of the last inner step."""
         self._restored = 0
         """Inner steps since the last one that was not destroyed."""
+        # After a destroyed step, a state that is made at the first step may be cleared. A
+        # state that exists now would not be made again.
         self._fills_at_first_step = not self.inner.state
+        # States are shared after this, since peers have to know of which tensors a state is.
         averager.declare([*self._outer_steps.like, *self._parts.averaged])
         self._share_states("anchor/", self._anchor.tensors, self.outer, None)
 
@@ -223,31 +228,48 @@ class LocalUpdates(PeerOptimizer):
     # ------------------------------------------------------------------ steps
 
     def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
+        # All that may raise comes before the inner step, so after an error nothing has changed.
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
         self._outer_steps.work.check_room(self._training.with_speed(measured))
         self._ranks.check_batch([], weight)
-        if self._training.begin():
-            self._anchor.take()
+        self._begin()
         self._check_parameters()
+        interrupted = self._find_interruption()
+        report = self._take_or_follow(weight, measured)
+        return replace(report, changed=interrupted) if interrupted else report
+
+    def _take_or_follow(self, weight: float, measured: Mapping[str, float]) -> StepReport:
         if self._is_following():
             return self._catch_up()
         report = self._step(weight, measured)
         return self._catch_up() if self._must_follow(report) else report
 
+    def _begin(self) -> None:
+        # The program has set other parameters since this optimizer was made, e.g.
+        # by loading a model. The run begins with those.
+        if self._training.begin():
+            self._anchor.take()
+
     def _skip_batch(self) -> StepReport:
         if self._is_following():
             return self._catch_up()
+        # There is no inner step, but the result of a round that has ended must not wait for the next good batch.
         if self._any_running() and self._outer_steps.may_take:
             return self._take(self._together.look())
         return self._training.report(goes_on=self._running)
 
     def _step(self, weight: float, measured: Mapping[str, float]) -> StepReport:
-        self._outer_steps.before_inner_step(running=self._running)
+        # The parameters that were sent are kept before they change. The update
+        # adds only the inner steps that came after them.
+        self._outer_steps.before_inner_step()
         self._anchor.pull(self._options.proximal)
+        # The report names the rates of this step. The scheduler sets other ones below.
         self._rates = self.learning_rates
         self.inner.step()
         if self._zeroing is not None:
             self._zeroing.stepped()
+        # One rank with a destroyed shard takes all ranks of this peer back to the
+        # anchor, or the shards would not belong together.
         if not self._ranks.all_agree(are_finite(self._locals())):
             return self._restore()
         self._restored = 0
@@ -255,7 +277,10 @@ class LocalUpdates(PeerOptimizer):
         self._outer_steps.stepped(weight, measured)
         self._together.computed(weight)
         running = self._any_running()
+        # An interval may be a time, and the ranks' clocks differ. All of them
+        # must begin the same round, so the first decides.
         due = self._ranks.as_the_first(lambda: self._is_due(running=running))
+        # A peer whose round runs in the background keeps no other peer waiting, although it computes on.
         waiting = due or (running and self._options.overlaps)
         self._together.run.say(self._samples, waiting=waiting)
         self._step_scheduler()
@@ -266,17 +291,21 @@ class LocalUpdates(PeerOptimizer):
     def _is_due(self, *, running: bool) -> bool:
         if self._boundaries.is_due(time.monotonic()):
             return True
+        # A peer that joined in the middle of an interval would make all others wait for a whole one. With a round
+        # in the background it is ready for them already.
         return not (running and self._options.overlaps) and self._together.run.is_called
 
     def _collect(self, *, due: bool) -> StepReport:
         """Take the running round's result, if it is there and not too early; at a boundary, wait for it."""
+        # An averager has one round at a time, so at a boundary the running one has to end before the next one begins.
         if due:
-            report = self._take(self._together.average(2))
+            report = self._take(self._together.average())
         elif self._outer_steps.may_take:
             overlaps = self._options.overlaps
             report = self._take(self._together.look_on() if overlaps else self._together.look())
         else:
             return self._training.report(goes_on=True)
+        # Only in the background does a round begin in the step that takes the result of the one before.
         if not (due and self._options.overlaps and report.updated):
             return report
         if not self._boundaries.is_due(time.monotonic()):
@@ -295,10 +324,15 @@ class LocalUpdates(PeerOptimizer):
         now = time.monotonic()
         tensors, weight, means = self._outer_steps.contribute(self._fragment, now)
         self._averager.clear()  # drops a failed round's contribution: the new pseudo-gradients contain it
+        # A peer that met no group for long has more samples than the run lets count. An averager refuses more.
+        weight = min(weight, self._averager.config.most_weight)
         self._averager.accumulate(tensors, weight=weight, metrics=self._training.with_speed(means))
         del tensors  # the averager has a copy
+        # The next interval runs while this round does, so it begins with the contribution.
+        # Without overlap it begins when the round has ended.
         if self._options.overlaps:
             self._boundaries.passed(now)
+        # What was accumulated becomes the average of this peer alone.
         if self._together.goes_alone(decision.peers):
             return self._take(self._together.alone())
         if not self._options.overlaps:
@@ -311,6 +345,7 @@ class LocalUpdates(PeerOptimizer):
     @torch.no_grad()
     def _restore(self) -> StepReport:
         """Return to the anchor after an inner step that made a parameter NaN or infinite."""
+        # The names are read first: the next line replaces the values.
         wrong = destroyed(self._parts.labels, self._locals())
         lost = self._outer_steps.lose()
         mend(self.inner, fills_at_first_step=self._fills_at_first_step)
@@ -320,6 +355,7 @@ class LocalUpdates(PeerOptimizer):
             f" {lost:g} samples since the last outer step are lost"
         )
         logger.warning("%s", reason)
+        # No sample of this peer is left to count, and it is not ready for a round.
         if self._restored < MAX_RESTORED:
             self._together.run.say(0.0, waiting=False)
         else:
@@ -330,6 +366,8 @@ class LocalUpdates(PeerOptimizer):
     # ------------------------------------------------------------------ rounds
 
     def _take(self, result: RoundResult) -> StepReport:
+        # Each rank averages its shard in a round of its own, and these may end
+        # differently. The update is taken on all ranks or on none.
         kinds = set(self._ranks.gather(type(result).__name__))
         goes_on = InProgress.__name__ in kinds
         if Success.__name__ in kinds and len(kinds) > 1:
@@ -343,18 +381,28 @@ class LocalUpdates(PeerOptimizer):
             self._missed(result)
             return self._training.report(result, goes_on=goes_on)
         assert isinstance(result.averaged, list)
+        # Read before the update: the outer optimizer may change the average in place, and its own
+        # hyperparameters. The update also forgets what was sent.
         averaged, numbers, now = digest_of(result.averaged), self._anchor.numbers, time.monotonic()
         sent = self._outer_steps.sent
+        # If the call is interrupted from here on, the next one finds the mark: the log would bring this step again.
+        self._touched.begin_update()
         norm = self._outer_steps.update(self._fragment, result, result.averaged, self._averager.peer_id)
         self._training.took(result, numbers, averaged, self._anchor.tensors)
+        self._touched.note()
         if not self._options.overlaps:
             self._boundaries.passed(now)
         elif sent is not None and result.exchange_duration:
+            # The group was complete at this moment, the same one for all members.
+            # So their next intervals end together.
             self._boundaries.align(sent.at + result.duration - result.exchange_duration)
         self._together.run.say(self._samples, waiting=False)
-        report = self._updated(self._training.report(result, norm, goes_on=False), self._rates)
-        self._took(result)
-        return report
+        try:
+            return self._updated(self._training.report(result, norm, goes_on=False), self._rates)
+        finally:
+            # Also if `on_update` raises: the update is taken, and peers that lack it need its average. This may raise
+            # itself, if the state cannot be saved. The update is noted and told by then.
+            self._took(result)
 
     def _missed(self, result: RoundResult) -> None:
         """Note that there is no result, or not yet: the next attempt follows after a whole interval.
@@ -362,9 +410,11 @@ class LocalUpdates(PeerOptimizer):
         In the background, this peer looks for a group until it finds one: the others may be at another step.
         """
         if isinstance(result, InProgress):
+            # This call has waited for `sync_timeout`. The peer computes a whole interval before it waits again.
             if self._boundaries.is_due(time.monotonic()):
                 self._boundaries.passed(time.monotonic())
             return
+        # The work is not lost: the next pseudo-gradient contains it.
         self._outer_steps.missed(result)
         if not self._options.overlaps:
             self._boundaries.passed(time.monotonic())
@@ -375,20 +425,25 @@ class LocalUpdates(PeerOptimizer):
 
     def adopted(self) -> None:
         """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        # What this peer has computed belongs to the anchor that was replaced.
         self._averager.clear()
         self._outer_steps.begin_at_anchor()
         self._boundaries.passed(time.monotonic())
+        # The schedule counts inner steps, so it stands where the other peers' schedules are.
         advance(self.scheduler, self.epoch * self._options.interval.steps)
 
     @torch.no_grad()
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
-        """See :class:`~p2pavg.optim.catching_up.following.Replays`. The inner steps of this peer count in a later round."""
+        """See :class:`~p2pavg.optim.catching_up.following.Replays`. The inner steps of this peer count in a later
+        round."""
         digest, numbers = digest_of(averaged), self._anchor.numbers
+        self._touched.begin_update()
         norm = self._outer_steps.update(
             self._fragment, success, averaged, self._averager.peer_id, replayed=True
         )
         self._boundaries.align(time.monotonic())  # the others have just taken their last one
-        self._training.replayed(success.group_id, numbers, digest, self._anchor.tensors)
+        self._training.replayed(success, numbers, digest, self._anchor.tensors)
+        self._touched.note()
         advance(self.scheduler, self.epoch * self._options.interval.steps)
         self._updated(self._training.report(success, norm, goes_on=True), self.learning_rates)
 
@@ -407,6 +462,7 @@ class LocalUpdates(PeerOptimizer):
         check_both("feedback", saved, self._has_feedback or None)
         if [tuple(t.shape) for t in saved["parameters"]] != [tuple(p.shape) for p in self._locals()]:
             raise ValueError("it has other parameters")
+        # This refuses a state that does not fit, before the inner optimizer and the parameters change.
         self._outer_steps.load(saved)
         self._boundaries.passed(time.monotonic(), steps=int(saved["steps"]))
         self._load_inner(saved)
@@ -427,11 +483,14 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Both raise if the state is malformed.
         lineage = lineage_of(state)
         origin_of(state)
         check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
         check_both("scheduler", state, self.scheduler)
         check_both("feedback", state, self._has_feedback or None)
+        # The anchor and the outer optimizer are the run's. Residuals, samples and
+        # inner steps belong to the peer that saved them.
         is_mine = state["peer_id"] == self._averager.peer_id
         self._anchor.check(state["anchor"])
         # Loads that may raise come first, before the anchor and the lineage change.
@@ -443,9 +502,11 @@ class LocalUpdates(PeerOptimizer):
         self._load_inner(state)
         self.outer.load_state_dict(state["outer"])
         self._anchor.load(state["anchor"])
+        # Without its inner steps, this peer begins at the anchor.
         if not is_mine:
             self._anchor.give()
         self._boundaries.passed(time.monotonic(), steps=steps)
         if lineage.epoch == 0 and not steps:  # other parameters at the next step begin the run
             state = {**state, "parameters": digest_of(self._locals()).hex()}
         self._training.load(state, lineage)
+        self._touched.forget()

@@ -13,6 +13,8 @@ torch:
 All operations are elementwise. m starts at 0 and v at tau^2, without bias correction, as in the paper. ``tau`` is the
 degree of adaptivity, in units of the pseudo-gradient: the smaller it is, the more equal are the step lengths of all
 elements.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations

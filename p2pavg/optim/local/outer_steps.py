@@ -82,10 +82,13 @@ class OuterSteps:
         """True if the result of the running round is not too early."""
         return self.sent is None or self.sent.steps >= self._options.delay
 
-    def before_inner_step(self, *, running: bool) -> None:
-        """Keep the parameters that were sent, if the inner step is the first one since and the round runs."""
+    def before_inner_step(self) -> None:
+        """Keep the parameters that were sent, if the inner step is the first one since.
+
+        The round may have failed by then: the log may still bring the average that has this contribution.
+        """
         sent = self.sent
-        if running and sent is not None and not sent.steps and sent.is_kept and self._options.alpha is None:
+        if sent is not None and not sent.steps and sent.is_kept and self._options.alpha is None:
             sent.parameters = self.anchor.copy(sent.fragment)
 
     def stepped(self, samples: float, metrics: Mapping[str, float]) -> None:

@@ -1,0 +1,1 @@
+"""Displays and loggers of what an optimizer reports."""

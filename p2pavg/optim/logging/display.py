@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from p2pavg.base.formats import in_bytes
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.coordination.waiting import WARN_SECONDS
+from p2pavg.optim.coordination.waiting import WARN_WAITING_SECONDS
 from p2pavg.telemetry.events import AnyEvent, StateMoved, Waits
 from p2pavg.telemetry.hub import OnEvent, Subscription
 
@@ -59,7 +59,9 @@ class RunProgress:
         self._target = target
         self._metric = metric
         self._value: float | None = None
-        text, rest = TextColumn("{task.description}"), TextColumn("{task.fields[rest]}")
+        # Without markup: reasons and metrics' names come from other peers, and "[/b]" would raise MarkupError.
+        text = TextColumn("{task.description}", markup=False)
+        rest = TextColumn("{task.fields[rest]}", markup=False)
         is_plain = target is None and averager is None
         columns = (text, rest) if is_plain else (text, BarColumn(bar_width=20), rest)
         self._progress = Progress(*columns, console=console)
@@ -114,7 +116,7 @@ class RunProgress:
         if report.others:
             peers += f" and {report.others} with other parameters"
         rest = f"{samples} samples  {peers}  {report.samples_per_second:,.0f} samples/s"
-        if report.waited_seconds >= WARN_SECONDS:
+        if report.waited_seconds >= WARN_WAITING_SECONDS:
             rest += f"  waited {report.waited_seconds:,.0f} s"
         if report.behind is not None:
             rest = f"behind: {report.behind}"

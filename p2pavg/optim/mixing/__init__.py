@@ -1,0 +1,1 @@
+"""Mixing: peers without a common anchor average in small groups."""

@@ -13,14 +13,14 @@ import torch
 from p2pavg.base.result import EXCHANGES, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.gossip import next_round, rounds_of_others, stages_of
-from p2pavg.group.places.meeting import Meeting, Stage
+from p2pavg.group.places.meeting import SearchPlace, SearchStage
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.progress import Average, Behind, Compute, Decision
-from p2pavg.optim.coordination.together import LOOK_SECONDS, Together
+from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftBehind
+from p2pavg.optim.coordination.together import PEER_LOOK_SECONDS, RoundCoordinator
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.mixing.mixing import ROUND, MixingOptions, is_too_far, lag_behind
 
-STOP_SECONDS = 10.0  # that a search may take to end when this peer ends it; usually it is over at once
+STOP_SEARCH_SECONDS = 10.0  # that a search may take to end when this peer ends it; usually it is over at once
 
 
 class MixingView(RunView):
@@ -46,7 +46,7 @@ class MixingView(RunView):
         """Do nothing: a peer that was not there may be in another group."""
 
 
-class Meetings(Together):
+class Meetings(RoundCoordinator):
     """Coordinates one optimizer with a few peers at a time; not thread-safe.
 
     The state that is the name of a run's peers to matchmaking is that of the run's beginning, so peers meet whatever
@@ -54,7 +54,7 @@ class Meetings(Together):
 
     Args:
         mixing: how to mix.
-        options: as for :class:`Together`.
+        options: as for :class:`RoundCoordinator`.
     """
 
     _view: ClassVar[type[RunView]] = MixingView
@@ -98,19 +98,19 @@ class Meetings(Together):
                     return
                 self.on_look()
                 self.run.stand_by()
-                self._waits(f"{peers} of {self.run.peers_to_start} peers are there to start", ())
-                self.run.wait(version, min(LOOK_SECONDS, max(until - time.monotonic(), 0.0)))
+                self.waits(f"{peers} of {self.run.peers_to_start} peers are there to start", ())
+                self.run.wait(version, min(PEER_LOOK_SECONDS, max(until - time.monotonic(), 0.0)))
         finally:
-            self._waits_no_more()
+            self.waits_no_more()
 
-    def left_behind(self) -> Behind | None:
+    def left_behind(self) -> LeftBehind | None:
         """Return the evidence that this peer is too many rounds behind the run; ``None`` if it is not."""
         said, own = self.run.others_rounds, self.run.lineage.epoch
         known = [number for peer, number in said.items() if peer in self.run.companions]
         lag = lag_behind(own, known or said.values(), self._mixing.max_lag)
         if not lag:
             return None
-        return Behind(
+        return LeftBehind(
             own + lag,
             f"half of the other peers are at outer step {own + lag} or later, this one at {own}, and max_lag is"
             f" {self._mixing.max_lag}: its parameters would pull theirs back",
@@ -135,13 +135,13 @@ class Meetings(Together):
         )
 
     def _others(self, success: Success, own: float) -> float:
-        mean = success.metrics.get(ROUND, own)
-        return rounds_of_others(own, mean, success.weights, self.averager.peer_id)
+        median = success.metrics.get(ROUND, own)
+        return rounds_of_others(own, median, success.weights, self.averager.peer_id)
 
     # ------------------------------------------------------------------ rounds
 
     def average(
-        self, peers: int, averager: Averager | None = None, state: bytes | None = None
+        self, peers: int | None = None, averager: Averager | None = None, state: bytes | None = None
     ) -> RoundResult:
         """Average with a group, or in the round that runs already.
 
@@ -153,16 +153,16 @@ class Meetings(Together):
         try:
             self.run.stand_by()
             while True:
-                result = self._poll(LOOK_SECONDS / 4)
+                result = self._poll(PEER_LOOK_SECONDS / 4)
                 if not isinstance(result, InProgress):
                     return result
                 limit = self._mixing.partner_timeout if self.is_looking else self.patience
                 if time.monotonic() >= began + limit:
                     return result
-                self._waits(result.reason, ())
+                self.waits(result.reason, ())
                 self.on_look()
         finally:
-            self._waits_no_more()
+            self.waits_no_more()
 
     def begin_round(self, peers: int) -> RoundResult:  # noqa: ARG002 - a group has its own size
         """Begin to look for a group in the background; anything accumulated from now on belongs to the next round."""
@@ -182,7 +182,7 @@ class Meetings(Together):
             return None
         self._stopped = True
         self.is_looking = False
-        return self._go_on(STOP_SECONDS)
+        return self._go_on(STOP_SEARCH_SECONDS)
 
     def _poll(self, wait: float) -> RoundResult:
         """Look for a group, in one place after the other, or at the round that has one."""
@@ -201,7 +201,7 @@ class Meetings(Together):
         if isinstance(result, NoPeers) and self.averager.weight > 0:
             # It found no group in any place: it looks again in the last one, among all peers.
             self._why = result.reason
-            self._stages = (Stage(Meeting(patience=self._mixing.partner_timeout)),)
+            self._stages = (SearchStage(SearchPlace(patience=self._mixing.partner_timeout)),)
             return self._go_on(0.0)
         return result
 

@@ -13,7 +13,7 @@ from p2pavg.base.codes import FailedCode
 from p2pavg.base.result import Failed, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.coordination.together import Together
+from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.local.anchor import Outer
 from p2pavg.optim.local.feedback import ErrorFeedback
 from p2pavg.optim.local.intervals import SyncEvery
@@ -90,14 +90,15 @@ class MixedUpdates(LocalUpdates):
             ahead=ahead,
             least=config.min_group_size,
         )
-        given = {"peers_to_start": 1, **options, "check_every": None}
+        # No other peer has this one's anchor, so there is no state to share.
+        given = {"peers_to_start": 1, **options, "check_every": None, "state": False}
         super().__init__(inner, outer, averager, sync_every=sync_every, **given)
 
     def _join(self, **given: Any) -> None:
         super()._join(**{**given, "rules": (*given["rules"], *self._mixing.rules)})
         self._training.compares = False
 
-    def _coordination(self, **options: Any) -> Together:
+    def _coordination(self, **options: Any) -> RoundCoordinator:
         return Meetings(self._averager, self._locals(), mixing=self._mixing, **options)
 
     def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
@@ -158,5 +159,3 @@ def _check_company(averager: Averager, options: Mapping[str, Any]) -> None:
         raise ValueError(
             "a config with participation cannot be used by peers that mix: all of a group contribute"
         )
-    if not averager.has_places:
-        raise ValueError("a process that shares its peer with others cannot mix: give it a peer of its own")

@@ -44,14 +44,16 @@ def sketch_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Element i is added with a sign that is drawn from i to the value i modulo 1,024. So the expected square of the
     difference of two projections is that of the difference of the tensors (Charikar et al. 2002, count sketch).
     """
-    found = torch.zeros(SKETCH)
+    found = torch.zeros(SKETCH, dtype=torch.float32, device="cpu")
     at = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), _AT_ONCE):
             part = flat[start : start + _AT_ONCE].float().cpu()
             first = at % SKETCH
-            signed = torch.zeros(-(-(first + part.numel()) // SKETCH) * SKETCH)
+            signed = torch.zeros(
+                -(-(first + part.numel()) // SKETCH) * SKETCH, dtype=torch.float32, device="cpu"
+            )
             signed[first : first + part.numel()] = part * _signs(at, part.numel())
             found += signed.view(-1, SKETCH).sum(0)
             at += part.numel()
@@ -60,7 +62,7 @@ def sketch_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _signs(first: int, count: int) -> torch.Tensor:
     """Return the signs of ``count`` elements from the position ``first`` on, by splitmix64."""
-    mixed = torch.arange(first + 1, first + count + 1, dtype=torch.int64) * _MIX[0]
+    mixed = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device="cpu") * _MIX[0]
     mixed = (mixed ^ _shifted(mixed, 30)) * _MIX[1]
     mixed = (mixed ^ _shifted(mixed, 27)) * _MIX[2]
     return 1.0 - 2.0 * (_shifted(mixed, 31) & 1).float()
@@ -99,7 +101,7 @@ class MixedSteps(OuterSteps):
         super().__init__(anchor, parts, None, options, ranks, change)
         self._ahead = ahead
         self._origin: torch.Tensor | None = None
-        self._mine = torch.zeros(SKETCH)
+        self._mine = torch.zeros(SKETCH, dtype=torch.float32, device="cpu")
         elements = sum(tensor.numel() for tensor in anchor.tensors)
         # Codecs scale values in blocks, so the projection's are made as large as those of the anchors' changes.
         self._scale = math.sqrt(SKETCH / max(elements, 1))
@@ -111,7 +113,7 @@ class MixedSteps(OuterSteps):
     @property
     def like(self) -> list[torch.Tensor]:
         """Tensors with the shapes, dtypes and devices of what is averaged beside the buffers."""
-        return [*self.anchor.like, torch.zeros(SKETCH)]
+        return [*self.anchor.like, torch.zeros(SKETCH, dtype=torch.float32, device="cpu")]
 
     @property
     def origin(self) -> torch.Tensor:

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.group.places.gossip import OUTER_STEP
 from p2pavg.group.topology import Gossip
 from p2pavg.optim.base.recipe import Settings
 from p2pavg.optim.base.state import checked_amount, checked_count
 from p2pavg.runs.config import AveragingConfig
 
-ROUND = "outer_step"
+ROUND = OUTER_STEP
 """Metric of a contribution: the number of this peer's outer steps."""
 
 
@@ -88,9 +89,9 @@ def contraction(momentum: float, pull: float, group_size: int) -> float:
     momentum and a pull of 1.
     """
     k, a, c = 1 - 1 / group_size, momentum, pull
-    steps = torch.tensor([c * c * k, -2 * a * c * k, a * a], dtype=torch.float64)
-    products = torch.tensor([-c * k, a, 0.0], dtype=torch.float64) + steps
-    squares = torch.tensor([1 - 2 * c * k, 2 * a, 0.0], dtype=torch.float64) + steps
+    steps = torch.tensor([c * c * k, -2 * a * c * k, a * a], dtype=torch.float64, device="cpu")
+    products = torch.tensor([-c * k, a, 0.0], dtype=torch.float64, device="cpu") + steps
+    squares = torch.tensor([1 - 2 * c * k, 2 * a, 0.0], dtype=torch.float64, device="cpu") + steps
     return float(torch.linalg.eigvals(torch.stack([squares, products, steps])).abs().max())
 
 

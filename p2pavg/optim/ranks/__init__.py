@@ -1,0 +1,1 @@
+"""Peers that consist of several ranks."""

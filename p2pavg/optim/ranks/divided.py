@@ -15,7 +15,7 @@ from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 from p2pavg.optim.local.local import LocalUpdates
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.replicas import ReplicatedOptimizer
-from p2pavg.optim.ranks.shards import Ranks, RefusedError
+from p2pavg.optim.ranks.shards import RankRefusedError, Ranks
 
 Recipe = Callable[..., AveragedOptimizer | LocalUpdates]
 
@@ -78,7 +78,7 @@ def _make(
     ranks = Ranks(place)
     try:
         made = recipe(inner, averager, process_group=place, model=model, **options)
-    except RefusedError:
+    except RankRefusedError:
         raise  # of another rank
     except Exception as error:
         ranks.refuse(error)

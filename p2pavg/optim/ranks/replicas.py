@@ -15,16 +15,25 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 import torch
 from torch.optim import Optimizer
 
-from p2pavg.base.errors import AccumulateError, ClosedError, P2PAvgError
+from p2pavg.base.errors import AccumulateError, ClosedError, P2PAvgError, RunEndedError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.batches import NO_METRICS
+from p2pavg.optim.base.naming import plain_buffers
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
 from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 from p2pavg.optim.local.local import LocalUpdates
 from p2pavg.optim.ranks.shards import Ranks, local_of
-from p2pavg.optim.ranks.whole import WholeCopy, difference, is_sharded, layout_of, reshard, wrong_network
+from p2pavg.optim.ranks.whole import (
+    WholeCopy,
+    chosen_buffers,
+    difference,
+    is_sharded,
+    layout_of,
+    reshard,
+    wrong_network,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,7 +42,13 @@ L = TypeVar("L")
 Groups = list[dict[str, Any]]
 """Parameter groups whose parameters are given by their positions in the network."""
 
-_RAISED: tuple[type[Exception], ...] = (AccumulateError, ClosedError, ValueError, TypeError)
+_RAISED: tuple[type[Exception], ...] = (
+    AccumulateError,
+    ClosedError,
+    RunEndedError,
+    ValueError,
+    TypeError,
+)
 """Errors that all ranks raise as they are; the other ranks raise any other one as a RuntimeError."""
 
 
@@ -127,17 +142,24 @@ class ReplicatedOptimizer(TorchOptimizer):
         self.optimizer = optimizer
         """The peer's optimizer, on rank 0 only."""
         self._epoch = 0
+        # Only rank 0 has the copy, and all ranks have to take part in the same collectives below.
         has_whole = self._ranks.as_the_first(lambda: whole is not None)
         if has_whole:
+            # After a forward pass FSDP may hold whole parameters, which do not look sharded to the checks that follow.
             reshard(network)
+        # Every rank learns what is wrong on any of them: a rank that raised alone would leave the others waiting.
         found = self._ranks.gather(self._wrong(whole, has_whole))
         for rank, text in enumerate(found):
             if text:
                 raise ValueError(text if found[dist.get_rank(self._group)] else f"on rank {rank}: {text}")
-        self._copy = WholeCopy(network, whole, self._ranks, self._group) if has_whole else None
+        # Ranks may have enlarged their caches, which are buffers that are not persistent, differently.
+        self._buffers = self._ranks.as_the_first(self._shared_buffers)
+        """Names of the buffers that the ranks share."""
+        self._copy = WholeCopy(network, whole, self._ranks, self._group, self._buffers) if has_whole else None
         self._mirror = self._mirrored()
         self._is_pending = False
         self._become_optimizer()
+        # From here on the ranks hold the same parameters, also if each of them initialised its own.
         self.synchronize()
 
     @classmethod
@@ -171,6 +193,7 @@ class ReplicatedOptimizer(TorchOptimizer):
         except Exception as error:  # noqa: BLE001 - raised below
             wrong = error  # raised after the other ranks have heard of it: they wait for this one
         found = Ranks(process_group or _all_processes()).gather("" if wrong is None else _text_of(wrong))
+        # The rank concerned raises the error itself, with its type and traceback.
         if wrong is not None:
             raise wrong
         for rank, text in enumerate(found):
@@ -195,8 +218,13 @@ class ReplicatedOptimizer(TorchOptimizer):
             )
         return True
 
+    def _shared_buffers(self) -> frozenset[str]:
+        averaged = frozenset() if self.optimizer is None else self.optimizer.averaged_buffers
+        return frozenset(plain_buffers(self._trained, also=averaged))
+
     def _mirrored(self) -> Optimizer:
         """Return rank 0's optimizer, and on the other ranks one with the same groups."""
+        # Parameters cannot be sent; their positions in the network are the same on all ranks.
         places = {id(parameter): place for place, parameter in enumerate(self._trained.parameters())}
 
         def groups() -> tuple[Groups, dict[str, Any]]:
@@ -210,6 +238,7 @@ class ReplicatedOptimizer(TorchOptimizer):
         told, defaults = self._ranks.as_the_first(groups)
         if self.optimizer is not None:
             return self.optimizer
+        # Of the network: these ranks have no copy.
         mine = list(self._network.parameters())
         return _Mirror(
             [{**group, "params": [mine[place] for place in group["params"]]} for group in told], defaults
@@ -223,11 +252,13 @@ class ReplicatedOptimizer(TorchOptimizer):
             return wrong
         if self.optimizer is None:
             return ""
+        # Those ranks have no optimizer, so the collectives of this one would wait for them for ever.
         if others := self.optimizer.ranks.others_in(self._group):
             return (
                 f"optimizer has a process_group with rank {others[0]}, and that is a rank of the process_group whose"
                 " parameters are copied: make it without a process_group, or with one of ranks that hold other parts"
             )
+        # Others would change on rank 0 alone: a broadcast takes the parameters of the network, or of the copy.
         known = {id(parameter) for parameter in self._trained.parameters()}
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if not all(id(parameter) in known for parameter in trained):
@@ -246,10 +277,12 @@ class ReplicatedOptimizer(TorchOptimizer):
             return "whole must be given on rank 0 of the peer, and there alone"
         if has_whole and not is_sharded(self._network):
             return "whole is for a network whose parameters are sharded: leave it out"
+        # Gradients and parameters are passed by position, so the order has to be the same too.
         if whole is not None and (wrong := difference(layout_of(whole), layout_of(self._network))):
             return wrong
         if has_whole:
             return wrong_network(self._network, dist.get_process_group_ranks(self._group))
+        # An optimizer whose ranks average their own parts is fit for a network that is sharded.
         divides = self.optimizer is not None and self.optimizer.are_several
         if self.optimizer is not None and not divides and is_sharded(self._network):
             return (
@@ -268,6 +301,7 @@ class ReplicatedOptimizer(TorchOptimizer):
 
         Between two backward passes that the optimizer's ``accumulate`` joins, it leaves them as they are.
         """
+        # Rank 0 has told this in the last step, so all ranks keep their gradients, or none does.
         if not self._is_pending:
             self._network.zero_grad(set_to_none)
             if self._copy is not None:
@@ -328,14 +362,33 @@ class ReplicatedOptimizer(TorchOptimizer):
         if self.optimizer is not None:
             self.optimizer.note(metrics)
 
+    def leave(self) -> None:
+        """Stop taking part until :meth:`step` is called again; rank 0's call counts. See the optimizer's ``leave``."""
+        if self.optimizer is not None:
+            self.optimizer.leave()
+
+    def finish(self) -> None:
+        """End this peer's training; rank 0's call counts. See the optimizer's ``finish``."""
+        if self.optimizer is not None:
+            self.optimizer.finish()
+
     def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+        # Rank 0's own report is not sent: averaged tensors are as large as the model, and an exception may not survive
+        # a pickle.
         mine: list[StepReport | Exception] = []
         if self._copy is not None:
+            # Raises on all ranks together if gradients are missing on some, so none of them waits in the step below.
             self._copy.collect()
+        # The other ranks wait in this broadcast for as long as rank 0 waits for other peers.
         told = self._ranks.as_the_first(lambda: self._act(samples, metrics, mine))
         if told.changed:
+            # Also after an error: rank 0 may have changed its parameters before it raised, and the copies have to
+            # follow.
             self._broadcast()
+            if isinstance(self.optimizer, AveragedOptimizer):
+                self.optimizer.note_parameters()  # a broadcast may count as a change of its source
         self._is_pending = told.is_pending
+        # The optimizer's scheduler runs on rank 0 only.
         self._take_options(told.options)
         if mine:  # on rank 0
             found = mine[0]
@@ -344,6 +397,7 @@ class ReplicatedOptimizer(TorchOptimizer):
             self._epoch = found.epoch
             return found
         if told.error is not None:
+            # The same type where a text is enough to make it, so the caller's `except` is the same on all ranks.
             kind = _RAISED[told.error] if told.error >= 0 else RuntimeError
             raise kind(f"on rank 0 of this peer: {told.text}")
         assert told.report is not None
@@ -362,6 +416,7 @@ class ReplicatedOptimizer(TorchOptimizer):
         """Take the step on rank 0; put its report or error into ``mine``, and return it for the other ranks."""
         assert self.optimizer is not None
         before = self._version()
+        # A `GradScaler` sets these on the object that it steps, and the optimizer inside has to see them.
         scaled = {name: getattr(self, name) for name in ("found_inf", "grad_scale") if hasattr(self, name)}
         vars(self.optimizer).update(scaled)  # of a GradScaler
         try:
@@ -369,16 +424,23 @@ class ReplicatedOptimizer(TorchOptimizer):
         except Exception as error:  # noqa: BLE001 - raised again after the other ranks have heard of it
             mine.append(error)
             kinds = [number for number, kind in enumerate(_RAISED) if isinstance(error, kind)]
+            # An error of this library that has no type of its own in the table becomes an AccumulateError there.
             other = 0 if isinstance(error, P2PAvgError) else -1
             return _Told(
-                changed=self._version() != before, error=kinds[0] if kinds else other, text=str(error)
+                changed=self._version() != before,
+                error=kinds[0] if kinds else other,
+                text=str(error),
+                is_pending=self.optimizer.is_pending,
             )
         finally:
+            # As the scaler itself does. Left behind, they would mark the next step, which may be one without a scaler,
+            # as an overflow.
             for name in scaled:
                 delattr(self.optimizer, name)
         mine.append(report)
         result = report.result
         if isinstance(result, Success):
+            # The report goes to the other ranks through a pickle.
             result = replace(result, averaged=[])
         return _Told(
             changed=self._version() != before,
@@ -398,6 +460,7 @@ class ReplicatedOptimizer(TorchOptimizer):
 
     def synchronize(self) -> None:
         """Replace the other ranks' parameters and buffers by rank 0's; call it after a state was loaded by hand."""
+        # Only rank 0 knows the number of updates of a state that it has loaded.
         self._epoch = self._ranks.as_the_first(lambda: 0 if self.optimizer is None else self.optimizer.epoch)
         self._broadcast()
 
@@ -413,6 +476,7 @@ class ReplicatedOptimizer(TorchOptimizer):
                 self.optimizer.load_state_dict(state)
         except Exception as error:  # noqa: BLE001 - raised after the other ranks have heard of it
             wrong = error
+        # The other ranks hear of an error before rank 0 raises it; else they would wait for its parameters.
         told = self._ranks.as_the_first(lambda: None if wrong is None else _text_of(wrong))
         if wrong is not None:
             raise wrong
@@ -428,9 +492,13 @@ class ReplicatedOptimizer(TorchOptimizer):
             self._copy.spread()
             return
 
+        # All broadcasts are begun before the first is waited for, so that they overlap.
         works = [
             dist.broadcast(local_of(tensor.detach()), group=self._group, group_src=0, async_op=True)
-            for tensor in (*self._network.parameters(), *self._network.buffers())
+            for tensor in (
+                *self._network.parameters(),
+                *chosen_buffers(self._network, self._buffers).values(),
+            )
         ]
         for work in works:
             assert work is not None

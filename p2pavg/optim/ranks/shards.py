@@ -76,11 +76,12 @@ def _place_of(parameter: torch.Tensor, stage: int) -> Hashable:
         return (stage,)
     like = cast(Any, parameter)
     at = like.device_mesh.get_coordinate() or ()
+    # Coordinates along dimensions of replicas are left out: ranks that differ only in these hold the same part.
     divided = [not placement.is_replicate() for placement in like.placements]
     return (stage, *(each for each, is_divided in zip(at, divided, strict=False) if is_divided))
 
 
-class RefusedError(ValueError):
+class RankRefusedError(ValueError):
     """Another rank of this peer could not make its optimizer."""
 
 
@@ -120,6 +121,7 @@ class Ranks:
             return
         import torch.distributed as dist
 
+        # Layouts are compared before values: digests of all parameters would take long.
         keys = self.gather([_place_of(parameter, self._stage) for parameter in parameters])
         common = are_common(keys)
         self.hold_copies = any(common)
@@ -129,6 +131,7 @@ class Ranks:
                 for parameter, is_common in zip(parameters, common, strict=False)
             ]
         )
+        # Two different layers may have the same layout. Averaged as one, they would replace each other.
         if differing := first_difference(keys, values):
             index, one, other = differing
             names = self.gather(list(labels))
@@ -152,12 +155,14 @@ class Ranks:
         import torch.distributed as dist
 
         exchanges = []
+        # Each of these ranks has averaged in a round of its own, and may differ in the last bits: the first one counts.
         for index, other in self._sharing.gives:
             tensor = found[index].contiguous()
             exchanges.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=other))
         for index, first in self._sharing.takes:
             found[index] = torch.empty_like(found[index], memory_format=torch.contiguous_format)
             exchanges.append(dist.P2POp(dist.irecv, found[index], group=self._group, group_peer=first))
+        # All at once: two ranks that each send first would wait for each other.
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
         return found
@@ -179,6 +184,7 @@ class Ranks:
             return decide()
         import torch.distributed as dist
 
+        # The other ranks do not even look: their clocks and records may say something else.
         found = [decide() if dist.get_rank(self._group) == 0 else None]
         dist.broadcast_object_list(found, group=self._group, group_src=0)
         return cast(T, found[0])
@@ -187,6 +193,7 @@ class Ranks:
         """Return one common name for the ranks' different names: their digest, or the name itself for a single rank."""
         if self._group is None:
             return name
+        # Each rank averages in a run of its own, whose groups have other ids.
         return hashlib.sha256(pack(*self.gather(name))).hexdigest()
 
     @property
@@ -219,6 +226,7 @@ class Ranks:
         """
         if self._group is None:
             return
+        # Before any rank accumulates: of a batch that one rank refuses, no other may keep its shards.
         found = self.gather((all(bool(tensor.isfinite().all()) for tensor in tensors), samples))
         if not all(finite for finite, _ in found):
             raise AccumulateError(
@@ -235,6 +243,7 @@ class Ranks:
         try:
             act()
         except P2PAvgError as error:
+            # Kept until the ranks have met: the others wait for this one in the collective below.
             wrong = error
         found = self.gather(None if wrong is None else str(wrong))
         if wrong is not None:
@@ -268,8 +277,10 @@ class Ranks:
         import torch.distributed as dist
 
         found: list[T | None] = [None] * dist.get_world_size(self._group)
+        # Objects and not tensors: what is agreed on is small, and of many types.
         dist.all_gather_object(found, mine, group=self._group)
         for rank, other in enumerate(found):
+            # A rank that refuses is in no later collective. Without this, the others would wait for it in the next one.
             if isinstance(other, _Refusal) and not is_refusal:
-                raise RefusedError(f"on rank {rank} of this peer: {other.text}")
+                raise RankRefusedError(f"on rank {rank} of this peer: {other.text}")
         return cast(list[T], found)

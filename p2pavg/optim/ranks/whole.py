@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from p2pavg.base.errors import AccumulateError
+from p2pavg.optim.base.naming import plain_buffers, plain_parameters
 from p2pavg.optim.ranks.shards import Ranks, local_of
 
 if TYPE_CHECKING:
@@ -32,10 +33,16 @@ class WholeCopy:
         whole: on rank 0, a module with the same parameters and buffers, not sharded; ``None`` on the other ranks.
         ranks: the ranks.
         group: their group of ``torch.distributed``.
+        buffers: names of the buffers that are copied.
     """
 
     def __init__(
-        self, network: nn.Module, whole: nn.Module | None, ranks: Ranks, group: dist.ProcessGroup | None
+        self,
+        network: nn.Module,
+        whole: nn.Module | None,
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        buffers: frozenset[str],
     ) -> None:
         self._network = network
         self._ranks = ranks
@@ -43,6 +50,7 @@ class WholeCopy:
         self._parameters = list(network.parameters())
         self._whole = [] if whole is None else list(whole.parameters())
         self._module = whole
+        self._buffers = buffers
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -64,7 +72,7 @@ class WholeCopy:
                 mine = self._whole[place]
                 mine.grad = None if gradient is None else gradient.to(mine.device, mine.dtype)
         if self._module is not None:
-            _copy_buffers(self._network, self._module)
+            _copy_buffers(self._network, self._module, self._buffers)
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -75,8 +83,8 @@ class WholeCopy:
         for place, parameter in enumerate(self._parameters):
             self._scatter(parameter, self._whole[place] if self._whole else None)
         if self._module is not None:
-            _copy_buffers(self._module, self._network)
-        for buffer in self._network.buffers():
+            _copy_buffers(self._module, self._network, self._buffers)
+        for buffer in chosen_buffers(self._network, self._buffers).values():
             dist.broadcast(buffer, group=self._group, group_src=0)
 
     def _scatter(self, parameter: torch.Tensor, source: torch.Tensor | None) -> None:
@@ -121,8 +129,8 @@ def reshard(network: nn.Module) -> None:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Return the layout of a module's whole parameters and buffers, in their order."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    """Return the layout of a module's whole parameters and persistent buffers, in their order."""
+    tensors = [*plain_parameters(module).items(), *plain_buffers(module).items()]
     return {
         name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in tensors
     }
@@ -165,10 +173,15 @@ def _told(layout: tuple[tuple[int, ...], str, bool]) -> str:
     return f"is {dtype} of shape {shape}{'' if trained else ', not trained,'}"
 
 
-def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
+def chosen_buffers(module: nn.Module, names: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Return a module's buffers of these names, in the module's order."""
+    return {name: buffer for name, buffer in plain_buffers(module, also=names).items() if name in names}
+
+
+def _copy_buffers(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
     """Copy the buffers that differ: a buffer that is written to is checked for changes."""
-    found = dict(source.named_buffers())
-    for name, buffer in target.named_buffers():
+    found = chosen_buffers(source, names)
+    for name, buffer in chosen_buffers(target, names).items():
         value = found[name].to(buffer.device)
         if not torch.equal(value, buffer):
             buffer.copy_(value)

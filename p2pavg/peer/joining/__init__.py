@@ -1,0 +1,1 @@
+"""A peer's place in a run that has an authority: its folder, its files, and the links by which others join."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from p2pavg.base.errors import AddressError, ConfigError
-from p2pavg.base.files import PRIVATE, read_text, replace_file
+from p2pavg.base.files import PRIVATE, read_text, replace_file, what_to_do
 from p2pavg.net.addresses import parse_listen_address, parse_peer_address
 
 MAX_REMEMBERED = 32
@@ -63,9 +63,14 @@ class Home:
         return self.folder / "control.sock"
 
     @property
+    def lock(self) -> Path:
+        """The lock of the one process that is this peer."""
+        return self.socket.with_name(f"{self.socket.name}.lock")
+
+    @property
     def has_been_used(self) -> bool:
-        """True if a daemon has run here: its lock stays when it ends."""
-        return self.socket.with_name(f"{self.socket.name}.lock").exists()
+        """True if a peer has run here: its lock stays when it ends."""
+        return self.lock.exists()
 
     def run_file(self, run_id: str) -> Path:
         """Return the place of the run file, if an invitation link brought it."""
@@ -85,7 +90,10 @@ class Home:
             self.folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
             found = self.folder.stat()
         except OSError as error:
-            raise ConfigError(f"cannot make the folder {self.folder}: {error.strerror}") from None
+            raise ConfigError(
+                f"cannot make the folder {self.folder}: {error.strerror}",
+                remedy=what_to_do(error, self.folder),
+            ) from None
         if os.name == "posix" and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022):
             raise ConfigError(
                 f"other users can write to the folder {self.folder}; chmod 700 it, or name another with --home"
@@ -104,6 +112,34 @@ class Home:
         """
         self._write("peers", list(addresses)[:MAX_REMEMBERED])
 
+    @property
+    def port(self) -> int:
+        """The port that the peer has at each start; 0 if it has none yet."""
+        last = self._lines("port")
+        port = int(last[0]) if last and last[0].isascii() and last[0].isdigit() else 0
+        return port if port < 65536 else 0
+
+    def keep_port(self, port: int) -> None:
+        """Note the port for the next start.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self._keep("port", str(port))
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses at which others dial this peer, as its user named them when the run was made."""
+        return [line for line in self._lines("addresses") if _is_peer_address(line)]
+
+    def keep_address(self, address: str) -> None:
+        """Note an address at which others dial this peer.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self._keep("addresses", address)
+
     def listen_again(self, wanted: Sequence[str]) -> list[str]:
         """Return addresses to listen on: one port of this daemon's own, start after start, in place of port 0.
 
@@ -115,13 +151,8 @@ class Home:
         """
         if not any(_port(address) == 0 for address in wanted):
             return list(wanted)
-        last = self._lines("port")
-        port = int(last[0]) if last and last[0].isascii() and last[0].isdigit() else 0
-        port = _free_port(port if port < 65536 else 0)
-        try:
-            self._write("port", [str(port)])
-        except OSError as error:
-            raise ConfigError(f"cannot write into the folder {self.folder}: {error.strerror}") from None
+        port = _free_port(self.port)
+        self.keep_port(port)
         return [_with_port(address, port) if _port(address) == 0 else address for address in wanted]
 
     def _lines(self, name: str) -> list[str]:
@@ -129,6 +160,15 @@ class Home:
         if not file.exists():
             return []
         return read_text(file, "file of a daemon", max_bytes=_MAX_FILE_BYTES).split()
+
+    def _keep(self, name: str, line: str) -> None:
+        try:
+            self._write(name, [line])
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into the folder {self.folder}: {error.strerror}",
+                remedy=what_to_do(error, self.folder),
+            ) from None
 
     def _write(self, name: str, lines: Iterable[str]) -> None:
         replace_file(self.folder / name, "".join(f"{line}\n" for line in lines).encode(), mode=PRIVATE)

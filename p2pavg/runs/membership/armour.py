@@ -13,7 +13,7 @@ from p2pavg.runs.membership.certificate import Certificate, MemberCertificateErr
 from p2pavg.runs.membership.revocation import RevocationList, read_revocations
 
 MAX_TEXT_CHARS = 8192
-"""Length of a text with comments. A list of 200 serials has 4500 characters."""
+"""Length of a text with comments. A list of 200 identifiers has 4500 characters."""
 
 
 def certificate_text(certificate: Certificate) -> str:
@@ -24,7 +24,7 @@ def certificate_text(certificate: Certificate) -> str:
 def revocations_text(revocations: RevocationList) -> str:
     """Return a list of revoked certificates as text."""
     return _armoured(
-        f"p2pavg list of revoked certificates, number {revocations.number}, serials: {len(revocations.serials)}",
+        f"p2pavg list of revoked certificates, number {revocations.number}, entries: {len(revocations.identifiers)}",
         revocations.data,
     )
 

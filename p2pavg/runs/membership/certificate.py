@@ -10,6 +10,7 @@ The format is canonical: a certificate has one encoding. Its signature covers ev
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from p2pavg_dht.identity import PeerIdError, public_key_of
 DOMAIN = b"p2pavg-member/1\0"
 AUTHORITY_BYTES = 32
 SERIAL_BYTES = 16
+IDENTIFIER_BYTES = 16
+_IDENTIFIER_DOMAIN = b"p2pavg-certificate/1\0"
 SIGNATURE_BYTES = 64
 MAX_TIME = 253402300799.0  # the last second of the year 9999
 CLOCK_SKEW_SECONDS = 60.0
@@ -69,7 +72,7 @@ class Certificate:
     not_before: float
     expires: float
     serial: bytes
-    """16 bytes that name this certificate, for its revocation."""
+    """16 bytes that tell this certificate from others of the same issuer for the same peer."""
     issuer: Certificate | None = None
     """The certificate of the delegate that signed this one; ``None``: the authority signed it."""
     signature: bytes = field(default=b"", repr=False)
@@ -77,6 +80,8 @@ class Certificate:
     @property
     def statement(self) -> bytes:
         """The bytes that are signed."""
+        # The domain keeps this signature from counting as one of another kind. The issuer's certificate is signed
+        # along, so that no other one can take its place.
         return DOMAIN + _pack_body(self) + (b"" if self.issuer is None else self.issuer.data)
 
     @property
@@ -85,9 +90,22 @@ class Certificate:
         return pack(1, _pack_body(self), self.signature, b"" if self.issuer is None else self.issuer.data)
 
     @property
-    def serials(self) -> tuple[bytes, ...]:
-        """The serials on which this certificate depends: its own, and that of the delegate's certificate."""
-        return (self.serial,) if self.issuer is None else (self.serial, self.issuer.serial)
+    def identifier(self) -> bytes:
+        """16 bytes that name this certificate, for its revocation: a digest of its issuer, its peer and its serial.
+
+        The issuer chooses the serial, so a serial alone may be that of another certificate: revoking one would revoke
+        the other. With the issuer and the peer in the digest, no delegate can give the identifier of another peer's
+        certificate. Times and weight are not in it: a peer that uses its invitation link again, after the delegate's
+        own certificate was renewed, gets a certificate with the same identifier, which stays revoked.
+        """
+        issuer = "" if self.issuer is None else self.issuer.peer_id
+        packed = pack(self.authority, issuer, self.peer_id, self.serial)
+        return hashlib.sha256(_IDENTIFIER_DOMAIN + packed).digest()[:IDENTIFIER_BYTES]
+
+    @property
+    def identifiers(self) -> tuple[bytes, ...]:
+        """The certificates on which this one depends: itself, and the delegate's certificate."""
+        return (self.identifier,) if self.issuer is None else (self.identifier, self.issuer.identifier)
 
 
 def _pack_body(certificate: Certificate) -> bytes:
@@ -133,6 +151,7 @@ def issue(
         serial=serial,
         issuer=issuer,
     )
+    # The same checks as in reading: what is signed here is accepted everywhere.
     _check_fields(unsigned)
     if (wrong := _exceeds(unsigned)) is not None:
         raise MemberCertificateError(wrong)
@@ -151,6 +170,7 @@ def read_certificate(data: bytes) -> Certificate:
 
 
 def _read(data: bytes, depth: int) -> Certificate:
+    # Checked before anything is unpacked, since any stranger can send these bytes.
     if len(data) > MAX_CERTIFICATE_BYTES:
         raise MemberCertificateError(
             f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are allowed"
@@ -165,10 +185,12 @@ def _read(data: bytes, depth: int) -> Certificate:
         raise MemberCertificateError(f"not a certificate: {error}") from None
     if version != 1:
         raise MemberCertificateError(f"a certificate of version {version}; this peer reads version 1")
+    # Sorted and without repetitions: a certificate has one encoding, on which caches and identifiers rely.
     if not set(names) <= set(Role) or list(names) != sorted(set(names)):
         raise MemberCertificateError("a certificate whose roles are unknown or out of order")
     if len(signature) != SIGNATURE_BYTES:
         raise MemberCertificateError(f"a certificate without a signature of {SIGNATURE_BYTES} bytes")
+    # Refused before it is read, so the nesting of a hostile certificate costs nothing.
     if issuer and depth:
         raise MemberCertificateError("a delegate's certificate that another delegate has signed")
     certificate = Certificate(
@@ -193,6 +215,7 @@ def _check_fields(certificate: Certificate) -> None:
         raise MemberCertificateError("a certificate whose authority or serial has the wrong length")
     if not certificate.roles:
         raise MemberCertificateError("a certificate without a role")
+    # Written so that NaN is refused as well: each comparison with it is false.
     if not 0 < certificate.max_weight <= MAX_WEIGHT:
         raise MemberCertificateError(
             f"a certificate with a max_weight of {certificate.max_weight:g}; "
@@ -211,6 +234,7 @@ def _exceeds(certificate: Certificate) -> str | None:
     issuer = certificate.issuer
     if issuer is None:
         return None
+    # With chains of two, revoking a delegate takes along all that it has admitted.
     if issuer.issuer is not None or Role.DELEGATE in certificate.roles:
         return "a delegate cannot make other peers delegates"
     if Role.DELEGATE not in issuer.roles:
@@ -236,7 +260,7 @@ def refusal(
         authority: public key of the run's authority.
         peer_id: the authenticated id of the peer that shows it.
         now: wall clock, seconds.
-        revoked: serials of revoked certificates.
+        revoked: identifiers of revoked certificates.
     """
     if not data:
         return "it has shown no certificate of this run"
@@ -244,18 +268,25 @@ def refusal(
         certificate = read_certificate(data)
     except MemberCertificateError as error:
         return str(error)
+    # A certificate contains its authority, so a genuine one proves nothing until this is the run's own.
     if certificate.authority != authority:
         return "its certificate is of another run"
+    # Certificates are shown to all members, so each of them could show that of another peer.
     if certificate.peer_id != peer_id:
         return "its certificate is for another peer"
+    # After the cheap checks: signatures take time.
     if not is_genuine(certificate):
         return "its certificate is forged"
-    for serial in certificate.serials:
-        if serial in revoked:
-            whose = "its certificate" if serial == certificate.serial else "its delegate's certificate"
+    for identifier in certificate.identifiers if revoked else ():
+        if identifier in revoked:
+            whose = (
+                "its certificate" if identifier == certificate.identifier else "its delegate's certificate"
+            )
             return f"{whose} was revoked"
     if now >= certificate.expires:
         return f"its certificate expired on {date_of(certificate.expires)}"
+    # Only the beginning has tolerance. A certificate that has just been
+    # issued must work at peers whose clocks are slow.
     if now < certificate.not_before - CLOCK_SKEW_SECONDS:
         return f"its certificate begins on {date_of(certificate.not_before)}"
     return None
@@ -266,6 +297,7 @@ def is_genuine(certificate: Certificate) -> bool:
     issuer = certificate.issuer
     if issuer is None:
         return _signed_by(certificate.authority, certificate.data)
+    # A delegate signs what it likes. Only what its own certificate grants counts.
     if _exceeds(certificate) is not None or not _signed_by(issuer.authority, issuer.data):
         return False
     return _signed_by(public_key_of(issuer.peer_id).public_bytes_raw(), certificate.data)

@@ -39,14 +39,16 @@ def parse_ledger(text: str) -> list[Certificate]:
     return certificates
 
 
-def serials_of(peer_id: str, certificates: Iterable[Certificate], *, now: float) -> frozenset[bytes]:
-    """Return the serials of a peer's certificates that have not expired."""
-    return frozenset(each.serial for each in certificates if each.peer_id == peer_id and each.expires > now)
+def identifiers_of(peer_id: str, certificates: Iterable[Certificate], *, now: float) -> frozenset[bytes]:
+    """Return the identifiers of a peer's certificates that have not expired."""
+    return frozenset(
+        each.identifier for each in certificates if each.peer_id == peer_id and each.expires > now
+    )
 
 
 def still_revoked(
-    serials: Collection[bytes], certificates: Iterable[Certificate], *, now: float
+    identifiers: Collection[bytes], certificates: Iterable[Certificate], *, now: float
 ) -> frozenset[bytes]:
-    """Return the serials without those of certificates that are known to have expired: these admit no peer anyway."""
-    expired = {each.serial for each in certificates if each.expires <= now}
-    return frozenset(serials) - expired
+    """Return the identifiers without those of certificates that have expired: these admit no peer anyway."""
+    expired = {each.identifier for each in certificates if each.expires <= now}
+    return frozenset(identifiers) - expired

@@ -6,7 +6,7 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role, read_certificate, refusal
-from p2pavg.runs.membership.revocation import RevocationList, no_revocations
+from p2pavg.runs.membership.revocation import KnownRevocations
 
 
 class Membership:
@@ -15,31 +15,20 @@ class Membership:
     Args:
         access: this peer's access to the run.
         peer_id: this peer's id.
+        known: the revocations that all users of the authority's runs at this peer share; ``None``: none are known yet.
 
     Raises:
         ConfigError: the certificate is for another peer.
     """
 
-    def __init__(self, access: RunAccess, peer_id: str) -> None:
+    def __init__(self, access: RunAccess, peer_id: str, known: KnownRevocations | None = None) -> None:
         if access.peer_id != peer_id:
             raise ConfigError(
                 f"certificate: it is for {access.peer_id}, and this peer is {peer_id}; "
                 "open the peer with the identity file for which the certificate was made"
             )
         self.access = access
-        self._revocations = no_revocations(access.authority)
-
-    @property
-    def revocations(self) -> RevocationList:
-        """The newest list of revoked certificates that this peer has seen."""
-        return self._revocations
-
-    def learn(self, revocations: RevocationList) -> bool:
-        """Take a list of revoked certificates, which was checked; return whether it is newer than all others."""
-        if revocations.number <= self._revocations.number:
-            return False
-        self._revocations = revocations
-        return True
+        self.known = known or KnownRevocations(access.authority)
 
     def own_refusal(self, now: float) -> str | None:
         """Return the reason for which other members refuse this peer, or ``None``."""
@@ -58,7 +47,7 @@ class Membership:
             authority=self.access.authority,
             peer_id=peer_id,
             now=now,
-            revoked=self._revocations.serials,
+            revoked=self.known.newest.identifiers,
         )
 
     def refuses(self, candidate: Candidate, now: float) -> str | None:

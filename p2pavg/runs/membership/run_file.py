@@ -39,12 +39,11 @@ from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
 from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups
 from p2pavg.runs.membership.access import SECRET_BYTES
 from p2pavg.runs.membership.certificate import AUTHORITY_BYTES
+from p2pavg.runs.membership.peer_addresses import MAX_ADDRESS_CHARS, is_peer_address
 from p2pavg_compression import resolve_codec
-from p2pavg_dht import PeerIdError, public_key_of
 
 VERSION = 1
 MAX_BOOTSTRAP = 8
-MAX_ADDRESS_CHARS = 256
 MAX_RUN_FILE_BYTES = 7168
 """Length of :attr:`RunFile.text`. A file that a user has edited may have comments, up to ``MAX_EDITED_BYTES``."""
 MAX_EDITED_BYTES = 16 * 1024
@@ -102,6 +101,7 @@ class RunFile:
         _check_text("run_id", self.run_id, MAX_RUN_ID_CHARS)
         _check_bytes("authority", self.authority, AUTHORITY_BYTES)
         _check_bytes("secret", self.secret, SECRET_BYTES)
+        # The topology comes first, because it has a say in the size of groups.
         _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
         topology = resolve_topology(self.topology)
         _check_size("group_size", self.group_size, MAX_GROUP_SIZE)
@@ -173,12 +173,14 @@ def parse_run_file(text: str) -> RunFile:
     version = found.pop("version")
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"version must be {VERSION}, got {_shown(version)}; this p2pavg reads no other")
+    # A misspelt key would leave its setting at the default, and this member apart from the others.
     if unknown := sorted(found.keys() - _KEYS.keys()):
         raise ConfigError(f"unknown key {_shown(unknown[0])}; a run file has version, {', '.join(_KEYS)}")
     if missing := [name for name, required in _KEYS.items() if required and name not in found]:
         raise ConfigError(f"{missing[0]} is missing")
     for name in ("authority", "secret"):
         found[name] = _from_hex(name, found[name])
+    # Anything else than a list is refused by name when the run file is made.
     if isinstance(addresses := found.get("bootstrap"), list):
         found["bootstrap"] = tuple(addresses)
     if "strategy" in found:
@@ -222,6 +224,7 @@ def _check_bytes(name: str, value: object, size: int) -> None:
 
 
 def _check_size(name: str, value: object, most: int) -> None:
+    # Not isinstance: True is an int for Python.
     if type(value) is not int or not 2 <= value <= most:
         raise ConfigError(f"{name} must be a whole number from 2 to {most}, got {_shown(value)}")
 
@@ -259,16 +262,6 @@ def _check_bootstrap(value: object) -> None:
                 "each address of bootstrap must be like /ip4/203.0.113.7/tcp/4001/p2p/PEER_ID, "
                 f"got {_shown(address)}"
             )
-
-
-def is_peer_address(text: str) -> bool:
-    """Return whether a text looks like an address of a peer. Dialling it checks the rest."""
-    start, _, peer_id = text.rpartition("/p2p/")
-    try:
-        public_key_of(peer_id)
-    except PeerIdError:
-        return False
-    return start.startswith("/") and start.isascii() and start.isprintable()
 
 
 def _shown(value: object) -> str:

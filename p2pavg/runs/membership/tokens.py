@@ -24,13 +24,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Certificate, Role, issue
-from p2pavg.runs.membership.run_file import MAX_ADDRESS_CHARS, is_peer_address
+from p2pavg.runs.membership.peer_addresses import MAX_ADDRESS_CHARS, is_peer_address
 
 MAC_BYTES = 16
 MAX_TOKEN_BYTES = 160
 MAX_LINK_CHARS = 640
 SCHEME = "p2pavg:"
 _VERSION = 1
+_ASK_AGAIN = "copy the whole link from the message that brought it, or ask the run's owner for a new one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class InvitationLink:
     """An invitation link."""
 
     address: str
@@ -69,7 +70,7 @@ class Link:
         return SCHEME + base64.urlsafe_b64encode(packed).decode("ascii").rstrip("=")
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> InvitationLink:
     """Read a link. Only its delegate can say whether its token is genuine.
 
     Raises:
@@ -77,19 +78,24 @@ def parse_link(text: str) -> Link:
     """
     if not text.startswith(SCHEME) or len(text) > MAX_LINK_CHARS:
         raise ConfigError(
-            f"an invitation link begins with {SCHEME} and has at most {MAX_LINK_CHARS} characters"
+            f"an invitation link begins with {SCHEME} and has at most {MAX_LINK_CHARS} characters",
+            remedy=_ASK_AGAIN,
         )
     encoded = text[len(SCHEME) :]
     try:
         data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
         version, address, token = unpack(data, int, str, bytes)
     except (binascii.Error, ValueError, RemoteProtocolError):
-        raise ConfigError("the link is damaged; copy all of it") from None
+        raise _damaged() from None
     if version != _VERSION:
         raise ConfigError(f"the link has version {version}; this p2pavg reads version {_VERSION}")
     if len(address) > MAX_ADDRESS_CHARS or not is_peer_address(address) or len(token) > MAX_TOKEN_BYTES:
-        raise ConfigError("the link is damaged; copy all of it")
-    return Link(address, token)
+        raise _damaged()
+    return InvitationLink(address, token)
+
+
+def _damaged() -> ConfigError:
+    return ConfigError("the link is damaged; copy all of it", remedy=_ASK_AGAIN)
 
 
 def token_key(seed: bytes, authority: bytes) -> bytes:

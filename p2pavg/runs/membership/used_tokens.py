@@ -11,7 +11,7 @@ from p2pavg.runs.membership.tokens import Token
 from p2pavg_dht import PeerIdError, public_key_of
 
 MAX_USED = 4096
-KEEP_SECONDS = 86400.0
+KEEP_TOKEN_SECONDS = 86400.0
 """A used token is remembered this long after its link has expired, in case the clock is set back."""
 MAX_USED_BYTES = 1024 * 1024
 COMMENT = "# p2pavg: invitation links that were used: serial, when the link expires, peer"
@@ -62,7 +62,7 @@ class UsedTokens:
         return "\n".join([COMMENT, *lines, ""])
 
     def _kept(self, now: float) -> dict[bytes, Use]:
-        return {serial: use for serial, use in self._uses.items() if now < use.expires + KEEP_SECONDS}
+        return {serial: use for serial, use in self._uses.items() if now < use.expires + KEEP_TOKEN_SECONDS}
 
 
 def parse_used_tokens(text: str) -> UsedTokens:

@@ -77,7 +77,7 @@ def of_certificate(certificate: Certificate, *, now: float) -> list[str]:
         f"  max weight   {certificate.max_weight:g} samples a contribution",
         f"  valid from   {date_of(certificate.not_before)}",
         f"  valid until  {date_of(certificate.expires)}: {_validity(certificate, now)}",
-        f"  serial       {certificate.serial.hex()}",
+        f"  identifier   {certificate.identifier.hex()}",
     ]
 
 
@@ -86,8 +86,8 @@ def of_revocations(revocations: RevocationList) -> list[str]:
     return [
         f"list of revoked certificates, number {revocations.number}",
         f"  authority    {revocations.authority.hex()}",
-        *(f"  revoked      {serial.hex()}" for serial in sorted(revocations.serials)),
-        *(["  revoked      no certificate"] if not revocations.serials else []),
+        *(f"  revoked      {each.hex()}" for each in sorted(revocations.identifiers)),
+        *(["  revoked      no certificate"] if not revocations.identifiers else []),
     ]
 
 

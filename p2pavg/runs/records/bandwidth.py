@@ -28,7 +28,7 @@ GRANTED, BUSY = pack(1, True), pack(1, False)
 
 SENDING_SECONDS = 0.5
 """Time after which one side begins no further round. At 0.1 Mbit/s, the first round takes 1.3 s."""
-STREAM_SECONDS = 10.0
+BANDWIDTH_STREAM_SECONDS = 10.0
 """Timeout of the whole conversation on the serving side."""
 
 _MAX_NOTE_BYTES = 64
@@ -61,7 +61,7 @@ class BandwidthService:
         Raises:
             RemoteProtocolError: the other peer breaks the protocol.
         """
-        with trio.move_on_after(STREAM_SECONDS):
+        with trio.move_on_after(BANDWIDTH_STREAM_SECONDS):
             if await receive_message(stream, max_bytes=_MAX_NOTE_BYTES) != QUESTION:
                 raise RemoteProtocolError("a measurement that begins with another question")
             if not self._budget.begin(trio.current_time(), stream.remote, prefix_of(stream.remote_host)):

@@ -22,10 +22,10 @@ from p2pavg.base.errors import ClosedError
 from p2pavg_dht import Published, Record
 
 SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this
-SAY_SECONDS = 0.2  # between two entries that no peer waits for
+SAY_ENTRY_SECONDS = 0.2  # between two entries that no peer waits for
 MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_CALLS = 4  # at once
-LOOK_SECONDS = 1.0  # between two look-ups on a peer that does not store the entries
+BOARD_LOOK_SECONDS = 1.0  # between two look-ups on a peer that does not store the entries
 MAX_ENTRY_BYTES = 4096
 MAX_PUBLISHERS = 1024
 """Entries of more publishers are ignored: a peer that stores records can invent publishers, at 4 KB an entry. Known
@@ -74,8 +74,23 @@ class Topic(Protocol):
     def wait(self, version: int, timeout: float) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """The way in which entries of a board outlive their publishers, so that others read last words later."""
+
+    seconds: float
+    """The life of an entry that is renewed no more."""
+    release: Callable[[bytes], None]
+    """Ends the renewals of this peer's record under a key without withdrawing it."""
+
+
 class Board:
-    """One topic. :meth:`run` belongs to trio; the rest may be called from any thread."""
+    """One topic. :meth:`run` belongs to trio; the rest may be called from any thread.
+
+    Args:
+        lasting: for entries that outlive their publishers; if ``None``, an entry is withdrawn when the board closes,
+            and forgotten when its publisher's process has ended.
+    """
 
     def __init__(
         self,
@@ -84,9 +99,12 @@ class Board:
         key: bytes,
         peer_id: str,
         wall_clock: Callable[[], float],
-        look_seconds: float = LOOK_SECONDS,
+        look_seconds: float = BOARD_LOOK_SECONDS,
+        lasting: Lasting | None = None,
     ) -> None:
         self._records = records
+        self._lasting = lasting
+        self._ttl = SAID_TTL_SECONDS if lasting is None else lasting.seconds
         self._key = key
         self._peer_id = peer_id
         self._wall_clock = wall_clock
@@ -98,6 +116,8 @@ class Board:
         self._version = 0
         self._to_publish: bytes | None = None  # None: nothing new; empty: withdraw the entry
         self._urgent = False
+        self._unsaid = b""
+        """The entry that no call has published yet."""
         self._ended = False
         self._token = trio.lowlevel.current_trio_token()
         self._woken = trio.Event()
@@ -121,13 +141,16 @@ class Board:
         if not 0 < len(value) <= MAX_ENTRY_BYTES:
             raise ValueError(f"value must have 1 to {MAX_ENTRY_BYTES} bytes, got {len(value)}")
         with self._changed:
+            # An urgent entry that has not been published yet stays urgent when a later one replaces it.
             self._to_publish, self._urgent = value, self._urgent or now
+            self._unsaid = value
         self._wake()
 
     def withdraw(self) -> None:
         """Withdraw this peer's entry, until :meth:`publish` is called again."""
         with self._changed:
             self._to_publish, self._urgent = b"", True
+            self._unsaid = b""
         self._wake()
 
     def look(self) -> None:
@@ -176,9 +199,12 @@ class Board:
         which the publisher's clock sets. So the entries of a peer whose clock is slow count that much later again, and
         if its clock is fast, its last entry may still count.
         """
+        if self._lasting is not None:
+            return  # its last word is for the time after its end
         with self._changed:
             self._departed[peer_id] = self._wall_clock()
             known = self._entries.get(peer_id)
+            # The sequence stays, so the same entry does not count again when it arrives from another keeper.
             if known is not None and known.value:
                 self._entries[peer_id] = Entry(b"", known.sequence, known.expiration_time)
                 self._version += 1
@@ -194,6 +220,7 @@ class Board:
                     await self._speak_and_look(nursery)
         finally:
             self._records.unwatch(self._key)
+            # Threads that wait for a change would otherwise sleep until their timeout.
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
@@ -213,7 +240,7 @@ class Board:
         while True:
             woken = self._woken = trio.Event()  # made before the check: no wake-up is missed
             with self._changed:
-                most = SAY_SECONDS if self._to_publish is not None else self._look_seconds
+                most = SAY_ENTRY_SECONDS if self._to_publish is not None else self._look_seconds
                 until = began if self._urgent else began + most
             if trio.current_time() >= until:
                 return
@@ -230,15 +257,26 @@ class Board:
             elif not value:
                 await self._records.withdraw(self._key)
             else:
-                published = await self._records.publish(self._key, value, ttl=SAID_TTL_SECONDS)
+                published = await self._records.publish(self._key, value, ttl=self._ttl)
+                with self._changed:
+                    if self._unsaid == value:
+                        self._unsaid = b""
                 self._take(published.records)
         finally:
             self._calling.release()
 
     async def aclose(self) -> None:
-        """End :meth:`run` and withdraw this peer's entry."""
+        """End :meth:`run` and withdraw this peer's entry, unless it is to last."""
+        # No other call may publish after the withdrawal.
         self._scope.cancel()
-        await self._records.withdraw(self._key)
+        if self._lasting is not None:
+            with self._changed:
+                unsaid, self._unsaid = self._unsaid, b""
+            if unsaid:  # the program ends right after its last word: this call is the one that tells it
+                await self._records.publish(self._key, unsaid, ttl=self._ttl)
+            self._lasting.release(self._key)
+        else:
+            await self._records.withdraw(self._key)
 
     def _wake(self) -> None:
         try:
@@ -257,7 +295,8 @@ class Board:
                 peer: at for peer, at in self._departed.items() if at <= now < at + SAID_TTL_SECONDS
             }
             for record in records:
-                if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
+                latest = now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS
+                if self._lasting is None and record.expiration_time > latest:
                     continue  # an entry that lives longer would make others wait for a dead peer
                 known = self._entries.get(record.publisher)
                 if known is None and len(self._entries) >= MAX_PUBLISHERS:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import trio
 
 from p2pavg.net.transport import Transport
-from p2pavg.runs.records.board import Board, board_key
+from p2pavg.runs.records.board import Board, Lasting, board_key
 from p2pavg.runs.records.departures import Departures
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.runs.records.spread_records import SpreadRecords
 from p2pavg.telemetry.status import TOPIC as STATUS
+from p2pavg_dht.limits import Limits
 
 SAMPLED = frozenset({STATUS})
 """Topics of which a peer of a large run reads the entries of some others only."""
@@ -46,8 +47,12 @@ class Boards:
         self._boards: dict[str, Board] = {}
         self._departures = Departures(transport, companions=lambda: records.companions, departed=self._depart)
 
-    def open(self, topic: str, look_seconds: float) -> Board:
-        """Return the board of a topic; the first call for a topic begins to look for its entries."""
+    def open(self, topic: str, look_seconds: float, lasts: float | None = None) -> Board:
+        """Return the board of a topic; the first call for a topic begins to look for its entries.
+
+        Args:
+            lasts: seconds for which entries outlive their publishers; ``None``: not at all.
+        """
         if not self._boards:
             self._nursery.start_soon(self._departures.run)
         if topic not in self._boards:
@@ -57,6 +62,9 @@ class Boards:
                 peer_id=self._peer_id,
                 wall_clock=self._wall_clock,
                 look_seconds=look_seconds,
+                lasting=None
+                if lasts is None
+                else Lasting(min(lasts, Limits().max_ttl), self._records.release),
             )
             self._nursery.start_soon(self._boards[topic].run)
         return self._boards[topic]

@@ -18,8 +18,8 @@ from p2pavg_dht import PROTOCOL, Contact
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
-CHECK_SECONDS = 5.0
+DEPARTURES_LOOK_SECONDS = 0.5
+CHECK_DEPARTURES_SECONDS = 5.0
 MAX_CHECKS = 4  # at once
 
 
@@ -57,14 +57,17 @@ class Departures:
                     ):
                         checked.add(companion.peer_id)
                         nursery.start_soon(self._check, companion, checked)
-                await trio.sleep(LOOK_SECONDS)
+                await trio.sleep(DEPARTURES_LOOK_SECONDS)
 
     async def _check(self, companion: Contact, checked: set[PeerId]) -> None:
         """Dial a companion once, and again only if it answers and loses its connection once more."""
         async with self._checking:
             try:
                 stream = await self._transport.open_stream(
-                    companion.peer_id, PROTOCOL, addresses=companion.addresses, timeout=CHECK_SECONDS
+                    companion.peer_id,
+                    PROTOCOL,
+                    addresses=companion.addresses,
+                    timeout=CHECK_DEPARTURES_SECONDS,
                 )
             except RefusedError as error:
                 logger.debug("%s has ended: %s", companion.peer_id, error)

@@ -15,8 +15,8 @@ from p2pavg.runs.records.hello import (
     MAX_HELLO_BYTES,
     PROTOCOL,
     QUESTION,
-    Heard,
-    Hello,
+    HelloAnswer,
+    PeerHello,
     compare,
     encode_hello,
     other_versions,
@@ -28,10 +28,10 @@ from p2pavg_dht import Contact
 logger = logging.getLogger(__name__)
 
 ASKED_AT_ONCE = 8  # the median of eight clocks stays right with three false ones
-HELLO_SECONDS = 3.0
-FIRST_SECONDS = 1.0  # joining the network comes first
-AGAIN_SECONDS = 300.0  # clocks drift slowly
-FRESH_SECONDS = 10.0  # for which answers are reused
+GREETING_SECONDS = 3.0
+FIRST_GREETING_SECONDS = 1.0  # joining the network comes first
+GREET_AGAIN_SECONDS = 300.0  # clocks drift slowly
+FRESH_GREETING_SECONDS = 10.0  # for which answers are reused
 MIN_SECONDS_BETWEEN = 0.5  # between two questions of one peer; an honest peer asks at most every ten seconds
 MAX_REMEMBERED = 1024  # askers
 
@@ -59,25 +59,25 @@ class Greeter:
         self._protocols = tuple(protocols)
         self._runs = runs
         self._contacts = contacts
-        self._heard: tuple[Heard, ...] = ()
+        self._heard: tuple[HelloAnswer, ...] = ()
         self._looked = float("-inf")
         self._said = ""
         self._askers: OrderedDict[str, float] = OrderedDict()
 
     async def run(self) -> None:
         """Compare clocks and versions soon after the start and then periodically, until cancelled."""
-        await trio.sleep(FIRST_SECONDS)
+        await trio.sleep(FIRST_GREETING_SECONDS)
         while True:
             await self.look()
             # The first peer of a network has no other peer to ask yet.
-            await trio.sleep(AGAIN_SECONDS if self._heard else FRESH_SECONDS)
+            await trio.sleep(GREET_AGAIN_SECONDS if self._heard else FRESH_GREETING_SECONDS)
 
-    async def look(self) -> tuple[Heard, ...]:
+    async def look(self) -> tuple[HelloAnswer, ...]:
         """Return the answers of a few peers; reuse answers of the last seconds."""
-        if trio.current_time() < self._looked + FRESH_SECONDS:
+        if trio.current_time() < self._looked + FRESH_GREETING_SECONDS:
             return self._heard
         self._looked = trio.current_time()
-        heard: list[Heard] = []
+        heard: list[HelloAnswer] = []
         async with trio.open_nursery() as nursery:
             for contact in tuple(self._contacts())[:ASKED_AT_ONCE]:
                 nursery.start_soon(self._ask, contact, heard)
@@ -85,7 +85,7 @@ class Greeter:
         self._warn()
         return self._heard
 
-    def differences(self, heard: Sequence[Heard]) -> list[str]:
+    def differences(self, heard: Sequence[HelloAnswer]) -> list[str]:
         """Return sentences on how this peer's clock and versions differ from the answers."""
         found = [wrong_clock(heard), other_versions(self._protocols, heard)]
         return [sentence for sentence in found if sentence]
@@ -99,12 +99,12 @@ class Greeter:
         if self._heard:
             self._said = kind
 
-    async def _ask(self, contact: Contact, heard: list[Heard]) -> None:
+    async def _ask(self, contact: Contact, heard: list[HelloAnswer]) -> None:
         stream: Stream | None = None
-        with trio.move_on_after(HELLO_SECONDS):
+        with trio.move_on_after(GREETING_SECONDS):
             try:
                 stream = await self._transport.open_stream(
-                    contact.peer_id, PROTOCOL, addresses=contact.addresses, timeout=HELLO_SECONDS
+                    contact.peer_id, PROTOCOL, addresses=contact.addresses, timeout=GREETING_SECONDS
                 )
                 asked = self._wall_clock()
                 await send_message(stream, QUESTION)
@@ -125,9 +125,9 @@ class Greeter:
             self._askers.popitem(last=False)
         if now < last + MIN_SECONDS_BETWEEN:
             return
-        with trio.move_on_after(HELLO_SECONDS):
+        with trio.move_on_after(GREETING_SECONDS):
             if await receive_message(stream, max_bytes=MAX_HELLO_BYTES) is None:
                 return
-            mine = Hello(clock=self._wall_clock(), protocols=self._protocols, runs=self._runs())
+            mine = PeerHello(clock=self._wall_clock(), protocols=self._protocols, runs=self._runs())
             await send_message(stream, encode_hello(mine))
             await stream.aclose()

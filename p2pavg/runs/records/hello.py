@@ -33,7 +33,7 @@ _VERSIONED = re.compile(r"/p2pavg/([a-z]{1,16})/([0-9]{1,4}(?:\.[0-9]{1,4}){0,2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class PeerHello:
     """One peer's answer."""
 
     clock: float
@@ -43,19 +43,19 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class HelloAnswer:
     """An answer, and how far its clock is ahead of this peer's, in seconds."""
 
-    hello: Hello
+    hello: PeerHello
     ahead: float
 
 
-def encode_hello(hello: Hello) -> bytes:
+def encode_hello(hello: PeerHello) -> bytes:
     """Return the bytes of an answer."""
     return pack(1, float(hello.clock), hello.protocols, hello.runs)
 
 
-def read_hello(message: bytes) -> Hello:
+def read_hello(message: bytes) -> PeerHello:
     """Return the answer in a message.
 
     Raises:
@@ -64,7 +64,7 @@ def read_hello(message: bytes) -> Hello:
     version, clock, protocols, runs = unpack(message, int, float, tuple, int)
     if version != 1 or not 0 <= clock <= MAX_CLOCK or not 0 <= runs <= MAX_RUNS:
         raise RemoteProtocolError("a hello with numbers out of range")
-    return Hello(clock=clock, protocols=_read_protocols(protocols), runs=runs)
+    return PeerHello(clock=clock, protocols=_read_protocols(protocols), runs=runs)
 
 
 def _read_protocols(protocols: tuple[Any, ...]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _read_protocols(protocols: tuple[Any, ...]) -> tuple[str, ...]:
     return texts
 
 
-def compare(hello: Hello, asked: float, answered: float) -> Heard:
+def compare(hello: PeerHello, asked: float, answered: float) -> HelloAnswer:
     """Return an answer with the certain part of the clock difference: what the call's duration cannot explain.
 
     Args:
@@ -84,11 +84,11 @@ def compare(hello: Hello, asked: float, answered: float) -> Heard:
         answered: this peer's wall clock when the answer arrived.
     """
     if hello.clock > answered:
-        return Heard(hello, hello.clock - answered)
-    return Heard(hello, min(0.0, hello.clock - asked))
+        return HelloAnswer(hello, hello.clock - answered)
+    return HelloAnswer(hello, min(0.0, hello.clock - asked))
 
 
-def clock_error(heard: Sequence[Heard]) -> float:
+def clock_error(heard: Sequence[HelloAnswer]) -> float:
     """Return the seconds by which the median of other peers' clocks is ahead of this one; 0.0 if it shows no error."""
     if not heard:
         return 0.0
@@ -98,7 +98,7 @@ def clock_error(heard: Sequence[Heard]) -> float:
     return 0.0 if abs(ahead) <= SKEW_SECONDS else ahead
 
 
-def wrong_clock(heard: Sequence[Heard]) -> str:
+def wrong_clock(heard: Sequence[HelloAnswer]) -> str:
     """Return a sentence that this peer's clock is off; empty when the median of the answers shows no error."""
     ahead = clock_error(heard)
     if not ahead:
@@ -109,7 +109,7 @@ def wrong_clock(heard: Sequence[Heard]) -> str:
     return f"your clock is {abs(ahead):.0f} s {way} {like}{of} peer{'s' if len(heard) > 1 else ''}; set it"
 
 
-def other_versions(mine: Sequence[str], heard: Sequence[Heard]) -> str:
+def other_versions(mine: Sequence[str], heard: Sequence[HelloAnswer]) -> str:
     """Return a sentence on the peers that speak another version of one of this peer's protocols; empty if none does."""
     own = _versions(mine)
     found = Counter[tuple[str, str]]()
@@ -137,7 +137,9 @@ def _versions(protocols: Sequence[str]) -> dict[str, set[str]]:
     return found
 
 
-def no_peer_of_the_run(run_id: str, *, known: int, heard: Sequence[Heard], addresses: Sequence[str]) -> str:
+def no_peer_of_the_run(
+    run_id: str, *, known: int, heard: Sequence[HelloAnswer], addresses: Sequence[str]
+) -> str:
     """Describe the network to a peer that finds no other peer of its run.
 
     Args:

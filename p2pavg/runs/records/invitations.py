@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
 
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import (
+    BootstrapError,
     ClosedError,
     ConfigError,
     InvitationError,
@@ -23,6 +25,7 @@ from p2pavg.base.errors import (
     UnreachableError,
 )
 from p2pavg.base.files import PRIVATE, read_text, replace_file
+from p2pavg.base.peer_text import PeerText
 from p2pavg.base.threads.workers import RunInThread
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -35,20 +38,26 @@ from p2pavg.runs.membership.certificate import (
 )
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.run_file import MAX_RUN_FILE_BYTES, RunFile, parse_run_file
-from p2pavg.runs.membership.tokens import MAX_TOKEN_BYTES, Link, certify, read_token, token_key
+from p2pavg.runs.membership.tokens import MAX_TOKEN_BYTES, InvitationLink, certify, read_token, token_key
 from p2pavg.runs.membership.used_tokens import MAX_USED_BYTES, UsedTokens, parse_used_tokens
+from p2pavg.runs.records.bootstrap import BootstrapDials
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/p2pavg/invite/1"
 MAX_STREAMS = 8  # that a delegate serves at once, one of each peer
-STREAM_SECONDS = 10.0
+INVITATION_STREAM_SECONDS = 10.0
 MAX_REQUEST_BYTES = MAX_TOKEN_BYTES + 16
 MAX_ANSWER_BYTES = 8192
 MAX_REASON_CHARS = 300
 REDEEM_SECONDS = 20.0
 _VERSION = 1
+_ONLINE = (
+    "start the program on the machine that made the link, and then this one again: links work while it runs. If it"
+    " runs, `p2pavg doctor` on both machines finds what lies between them; `p2pavg run link FOLDER --address` makes a"
+    " link to another address"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +109,10 @@ class Invitations:
 
     async def serve(self, stream: Stream) -> None:
         """Answer one newcomer. A peer beyond the limits loses its stream."""
+        # The end of the stream tells the newcomer that this delegate is busy.
         if len(self._served) >= MAX_STREAMS or stream.remote in self._served:
             return
-        with self._place(stream.remote), trio.move_on_after(STREAM_SECONDS):
+        with self._place(stream.remote), trio.move_on_after(INVITATION_STREAM_SECONDS):
             request = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
             if request is None:
                 return
@@ -131,6 +141,7 @@ class Invitations:
     async def _admit(self, peer_id: PeerId, data: bytes) -> Certificate:
         """Return a newcomer's certificate. Raise InvitationError with a sentence for it."""
         try:
+            # First, because it checks that this delegate has made the token. Nothing else in it is believed before.
             token = read_token(self._key, data)
         except RemoteProtocolError:
             raise InvitationError(
@@ -138,8 +149,10 @@ class Invitations:
             ) from None
         now = self._wall_clock()
         membership = self._delegate.membership
+        # Members would refuse what a delegate signs whose own certificate was revoked or has expired.
         if (wrong := membership.own_refusal(now)) is not None:
             raise InvitationError(f"this delegate admits no peer: {wrong}")
+        # The peer that has used the link may ask again, since the first answer may have been lost.
         if (wrong := self._used.refusal(token, peer_id, now)) is not None:
             raise InvitationError(wrong)
         own = read_certificate(membership.access.certificate)
@@ -147,15 +160,18 @@ class Invitations:
             certificate = certify(token, peer_id, own, self._signer.sign)
         except MemberCertificateError as error:
             raise InvitationError(f"this delegate can no longer grant what the link says: {error}") from None
+        # No wait stands between the check above and this line, so two streams cannot both use one token.
         self._unsaved |= self._used.use(token, peer_id, now)
         await self._save()
         return certificate
 
     async def _save(self) -> None:
         """Write the used links before the newcomer hears that it is admitted."""
+        # One write after the other, so that no older text replaces a newer one.
         async with self._saving:
             if not self._unsaved:
                 return
+            # The flag is cleared before the write: a use that is noted meanwhile sets it again, and is written next.
             file, text = self._delegate.used_file, self._used.text
             self._unsaved = False
             saved = False
@@ -168,6 +184,7 @@ class Invitations:
                     "the delegate cannot note that the link is used; try again later"
                 ) from None
             finally:
+                # After a cancellation it is not known whether the file was written.
                 self._unsaved |= not saved
 
 
@@ -185,7 +202,7 @@ def _read_used(file: Path) -> UsedTokens:
         raise ConfigError(f"{file}: {error}") from None
 
 
-async def redeem(transport: Transport, link: Link, *, now: float) -> tuple[RunFile, Certificate]:
+async def redeem(transport: Transport, link: InvitationLink, *, now: float) -> tuple[RunFile, Certificate]:
     """Ask the delegate of a link for this peer's certificate.
 
     Args:
@@ -195,12 +212,19 @@ async def redeem(transport: Transport, link: Link, *, now: float) -> tuple[RunFi
         The run file, and a valid certificate of its run for this peer.
 
     Raises:
-        UnreachableError: the delegate could not be reached, or did not answer, within 20 s.
+        UnreachableError: the delegate could not be reached within 20 s, or did not answer within 20 s more.
         InvitationError: the delegate refused the link, or its answer is none.
     """
+    # The program on the delegate's machine may have been started a moment ago, and not listen yet.
+    dial = partial(transport.dial, timeout=REDEEM_SECONDS)
+    try:
+        await BootstrapDials([link.address], dial, REDEEM_SECONDS).until_one_answers()
+    except BootstrapError as error:
+        raise UnreachableError(
+            f"the peer that made the link did not answer: {error}", remedy=_ONLINE
+        ) from None
     answer = None
     with trio.move_on_after(REDEEM_SECONDS):
-        await transport.dial(link.address, timeout=REDEEM_SECONDS)
         stream = await transport.open_stream(
             link.delegate, PROTOCOL, addresses=[link.address], timeout=REDEEM_SECONDS
         )
@@ -222,18 +246,16 @@ def _read_answer(answer: bytes, peer_id: PeerId, delegate: PeerId, now: float) -
         if version != _VERSION or len(text) > MAX_RUN_FILE_BYTES:
             raise InvitationError("the delegate answered in another version; compare the versions of p2pavg")
         if reason:
-            raise InvitationError(_printable(reason))
+            # The delegate's words go to the newcomer's terminal.
+            raise InvitationError(PeerText(reason[:MAX_REASON_CHARS]))
         run = parse_run_file(text.decode("utf-8"))
         certificate = read_certificate(data)
     except (RemoteProtocolError, ConfigError, UnicodeDecodeError) as error:
         raise InvitationError(f"the delegate's answer is damaged: {error}") from None
+    # Run file and certificate come from the same delegate. This shows that they fit together, and not whose run it is.
     wrong = refusal(data, authority=run.authority, peer_id=peer_id, now=now)
     if wrong is None and (certificate.issuer is None or certificate.issuer.peer_id != delegate):
         wrong = "another peer has signed it"
     if wrong is not None:
         raise InvitationError(f"the delegate sent a certificate that is not valid: {wrong}")
     return run, certificate
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text[:MAX_REASON_CHARS])

@@ -1,4 +1,7 @@
-"""The entry in which a peer of a run states what it averages, so that peers that cannot meet see the reason."""
+"""The entry in which a peer of a run states what it averages, so that peers that cannot meet see the reason.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 

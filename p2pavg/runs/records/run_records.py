@@ -24,21 +24,21 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key, unseal
+from p2pavg.runs.records.board import MAX_SKEW_SECONDS
 from p2pavg_dht import Contact, Published, Record
 
 logger = logging.getLogger(__name__)
 
 MAX_MATES = 16
 """Peers that are called besides those that are nearest to a key: members of the last round."""
-MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_REFUSED = 256
 """Publishers whose refusals are logged, once each. Strangers can invent any number of publishers."""
 OPENED_AT_ONCE = 32
 """Records that are opened between two checkpoints, in 3 ms at most."""
 
 
-class RecordNode(Protocol):
-    """The part of :class:`p2pavg_dht.RecordNode` that a run uses."""
+class RunRecordNode(Protocol):
+    """The part of :class:`p2pavg_dht.RunRecordNode` that a run uses."""
 
     @property
     def network_size(self) -> int: ...
@@ -46,6 +46,7 @@ class RecordNode(Protocol):
         self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
     ) -> Published: ...
     async def withdraw(self, key: bytes) -> None: ...
+    def release(self, key: bytes) -> None: ...
     def keep_places(self, key: bytes, contacts: Sequence[Contact]) -> None: ...
     async def find(self, key: bytes, also: Sequence[Contact] = ()) -> tuple[Record, ...]: ...
     def held(self, key: bytes) -> tuple[Record, ...]: ...
@@ -66,7 +67,7 @@ class RunRecords:
 
     def __init__(
         self,
-        node: RecordNode,
+        node: RunRecordNode,
         membership: Membership | None,
         wall_clock: Callable[[], float],
         *,
@@ -105,6 +106,7 @@ class RunRecords:
         """Note the other members of a round that has ended."""
         found = [Contact(member.peer_id, member.addresses) for member in members]
         self.companions = tuple(found)
+        # At random: if each member chose the same ones, the others would get no record directly.
         if len(found) > MAX_MATES:
             found = secrets.SystemRandom().sample(found, MAX_MATES)
         self._mates = tuple(found)
@@ -117,6 +119,7 @@ class RunRecords:
         """
         if self._membership is None:
             return await self._node.publish(key, value, ttl=ttl, also=self._mates)
+        # This peer may be a keeper of the key itself. From now on it stores only members' records under it.
         access, stored = self._membership.access, self._guard(key)
         self._ttls[stored] = ttl
         sealed = seal(
@@ -124,6 +127,8 @@ class RunRecords:
             stored,
             access.peer_id,
             pack(access.certificate, value),
+            # A nonce must not be used twice with one key. Random ones suffice,
+            # since each publisher has a key of its own.
             secrets.token_bytes(NONCE_BYTES),
         )
         published = await self._node.publish(stored, sealed, ttl=ttl, also=self._mates)
@@ -143,6 +148,10 @@ class RunRecords:
     async def withdraw(self, key: bytes) -> None:
         """Withdraw this peer's record under a key."""
         await self._node.withdraw(self.stored_key(key))
+
+    def release(self, key: bytes) -> None:
+        """Renew this peer's record under a key no more, and leave it where it is stored until it expires."""
+        self._node.release(self.stored_key(key))
 
     async def find(self, key: bytes) -> tuple[Record, ...]:
         """Return the members' live records under a key, as :meth:`publish` does."""
@@ -183,12 +192,14 @@ class RunRecords:
         opened: list[Record] = []
         for start in range(0, len(records), OPENED_AT_ONCE):
             opened += self._opened(key, records[start : start + OPENED_AT_ONCE])
+            # Other tasks get their turn before the next ones.
             await trio.lowlevel.checkpoint()
         return tuple(opened)
 
     def _opened(self, key: bytes, records: Sequence[Record]) -> tuple[Record, ...]:
         opened = []
         for record in records:
+            # A withdrawal has no value to open. It must be passed on, so that boards forget the entry.
             if record.withdrawn:
                 opened.append(replace(record, key=key))
                 continue
@@ -206,6 +217,8 @@ class RunRecords:
         Raises:
             RemoteProtocolError: its publisher is no member or is excluded, or it is not encrypted to the run.
         """
+        # Decrypted first: `excluded` is asked about publishers of genuine
+        # records only, and may note them as met in the run.
         value = self._unsealed(record)
         if (why := self._excluded(record.publisher)) is not None:
             raise RemoteProtocolError(why)
@@ -214,13 +227,17 @@ class RunRecords:
     def _unsealed(self, record: Record) -> bytes:
         if self._membership is None:
             return record.value
+        # Key and publisher are part of what was encrypted, so a record cannot be
+        # moved to another key or published by another peer.
         content = unseal(self._membership.access.secret, record.key, record.publisher, record.value)
         certificate: bytes
         value: bytes
         certificate, value = unpack(content, bytes, bytes)
+        # The secret alone admits no peer: a member that was revoked still knows it.
         why = self._membership.refusal(record.publisher, certificate, self._wall_clock())
         if why is not None:
             raise RemoteProtocolError(why)
+        # Readers take an empty value for a withdrawal, which this record is not.
         if not value:
             raise RemoteProtocolError("a record without a value")
         return value
@@ -230,12 +247,15 @@ class RunRecords:
             self._open(record)
         except RemoteProtocolError as error:
             return str(error)
+        # A member could otherwise hold a place for as long as the store allows,
+        # with a record whose kind lives for seconds.
         most = self._ttls.get(record.key, math.inf) + MAX_SKEW_SECONDS
         if record.expiration_time > self._wall_clock() + most:
             return "it expires later than the records of this kind"
         return None
 
     def _note_refused(self, publisher: str, reason: str) -> None:
+        # The same record is read at each look.
         if self._refused.get(publisher) == reason:
             return
         if publisher not in self._refused and len(self._refused) >= MAX_REFUSED:

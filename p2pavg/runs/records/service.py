@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.limits.call_budget import LONGEST_DELAY, CallBudget
-from p2pavg.net.limits.sources import prefix_of
+from p2pavg.net.limits.call_budget import CallBudget
+from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Stream
 from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER, RECORD_STREAM_SECONDS
 from p2pavg_dht import MAX_MESSAGE_BYTES, MessageError, RecordNode
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 10.0
+RECORD_ANSWER_SECONDS = 10.0
 
 
 class RecordService:
@@ -26,7 +25,7 @@ class RecordService:
 
     def __init__(self, records: RecordNode, budget: CallBudget | None = None) -> None:
         self._records = records
-        self._budget = budget or CallBudget()
+        self._messages = FirstMessages(budget)
         self._streams: Counter[str] = Counter()
 
     async def serve(self, stream: Stream) -> None:
@@ -50,29 +49,13 @@ class RecordService:
             request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
         if scope.cancelled_caught or request is None:
             return False
-        prefix = prefix_of(stream.remote_host)
-        await self._wait_for_budget(stream.remote, prefix)
-        began, thread_began = trio.current_time(), time.thread_time()
-        count = 0
+        await self._messages.admit(stream)
         try:
-            answer = self._records.answer(stream.remote, request)
-            count = len(answer)
+            with self._messages.charged(stream) as bill:
+                answer = self._records.answer(stream.remote, request)
+                bill.count = len(answer)
         except MessageError as error:
             raise RemoteProtocolError(str(error)) from None
-        finally:
-            now = trio.current_time()
-            # This thread's own CPU time is charged: a training loop that holds the interpreter is not the caller's
-            # fault. In simulations the event loop's clock stands still here, so that every run charges the same.
-            seconds = min(now - began, time.thread_time() - thread_began)
-            self._budget.charge(now, stream.remote, prefix, seconds=seconds, count=count)
-        with trio.move_on_after(ANSWER_SECONDS) as scope:
+        with trio.move_on_after(RECORD_ANSWER_SECONDS) as scope:
             await send_message(stream, answer)
         return not scope.cancelled_caught
-
-    async def _wait_for_budget(self, peer_id: str, prefix: str) -> None:
-        delay = self._budget.delay(trio.current_time(), peer_id, prefix)
-        if delay is None:
-            raise RemoteProtocolError(
-                f"busy: its record calls have used up the budget of the next {LONGEST_DELAY:.0f} s"
-            )
-        await trio.sleep(delay)

@@ -1,8 +1,9 @@
 """Records of a run under keys that are the same for all of its peers, spread over places once the run is large.
 
-A peer reads and writes in its own place (:mod:`p2pavg.group.places.rungs`), so it sees a sample of a large run: the 20 to 80
-peers of its place, which their ids have drawn. Every peer of a small run is in the common place and sees all others. A
-peer that sees too few in its place publishes in the next larger one as well. :class:`WholeRun` reads all places.
+A peer reads and writes in its own place (:mod:`p2pavg.group.places.rungs`), so it sees a sample of a large run: the 20
+to 80 peers of its place, which their ids have drawn. Every peer of a small run is in the common place and sees all
+others. A peer that sees too few in its place publishes in the next larger one as well. :class:`WholeRun` reads all
+places.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from p2pavg.net.transport import PeerId, Stream
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import sealed_key
-from p2pavg.state.donor.serving import Holdings, Offered, Session
+from p2pavg.state.donor.serving import DonorSession, Holdings, Offered
 from p2pavg.state.donor.uploads import OnSent
-from p2pavg.state.messages import MAX_HELLO_BYTES, Hello, encode_welcome, read_hello, state_key
+from p2pavg.state.messages import MAX_HELLO_BYTES, SessionHello, encode_welcome, read_hello, state_key
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ MAX_SESSIONS_PER_PEER = 2
 """A joiner opens a new session when the old one has broken, which this peer may hear later."""
 MAX_GREETED = 32
 """Streams whose hello is read at once, two of each peer."""
-HELLO_SECONDS = 10.0
+SESSION_HELLO_SECONDS = 10.0
 
 Excluded = Callable[[str, Membership | None, PeerId], str | None]
 """Returns the reason for which a peer is excluded from a run, or ``None``."""
 
 
 @dataclass(slots=True)
-class _Run:
+class _StateRun:
     run_id: str
     membership: Membership | None
     offered: list[Offered] = field(default_factory=list)
@@ -55,7 +55,7 @@ class StateService:
     def __init__(self, context: PeerContext, excluded: Excluded) -> None:
         self._context = context
         self._excluded = excluded
-        self._runs: dict[bytes, _Run] = {}
+        self._runs: dict[bytes, _StateRun] = {}
         self._greeted: Counter[PeerId] = Counter()
         self._served: Counter[PeerId] = Counter()
 
@@ -79,7 +79,7 @@ class StateService:
             bandwidth: returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known.
             on_sent: is told of the bytes of pieces that were sent, from any thread.
         """
-        run = self._runs.setdefault(stored_key(run_id, membership), _Run(run_id, membership))
+        run = self._runs.setdefault(stored_key(run_id, membership), _StateRun(run_id, membership))
         run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent))
 
     def leave(self, run_id: str, membership: Membership | None, holdings: Holdings) -> None:
@@ -98,28 +98,31 @@ class StateService:
             StreamBrokenError: the connection ended.
         """
         peer_id = stream.remote
-        hello = None
+        hello, refusal = None, ""
         if self._greeted.total() >= MAX_GREETED or self._greeted[peer_id] >= MAX_SESSIONS_PER_PEER:
             return
-        with _counted(self._greeted, peer_id), trio.move_on_after(HELLO_SECONDS):
+        with _counted(self._greeted, peer_id), trio.move_on_after(SESSION_HELLO_SECONDS):
             data = await receive_message(stream, max_bytes=MAX_HELLO_BYTES)
-            hello = None if data is None else read_hello(data)
-            refusal = "" if hello is None else self._refusal(peer_id, hello)
+            if data is None:
+                return
+            await self._context.messages.admit(stream)
+            with self._context.messages.charged(stream):
+                hello = read_hello(data)
+                refusal = self._refusal(peer_id, hello)
             if refusal:
                 await send_message(stream, encode_welcome(refusal))
                 await stream.aclose()
-                return
-        if hello is None:
+        if hello is None or refusal:
             return
         with _counted(self._served, peer_id):
             welcomed = False
-            with trio.move_on_after(HELLO_SECONDS):
+            with trio.move_on_after(SESSION_HELLO_SECONDS):
                 await send_message(stream, encode_welcome(""))
                 welcomed = True
             if welcomed:
                 await self._session(stream, hello).run()
 
-    def _session(self, stream: Stream, hello: Hello) -> Session:
+    def _session(self, stream: Stream, hello: SessionHello) -> DonorSession:
         def source() -> tuple[Offered, ...]:
             run = self._runs.get(hello.key)
             return () if run is None else tuple(run.offered)
@@ -127,9 +130,9 @@ class StateService:
         def refusal() -> str:
             return self._unfit(stream.remote, hello)
 
-        return Session(self._context, stream, source, hello.ticket, refusal=refusal)
+        return DonorSession(self._context, stream, source, hello.ticket, refusal=refusal)
 
-    def _refusal(self, peer_id: PeerId, hello: Hello) -> str:
+    def _refusal(self, peer_id: PeerId, hello: SessionHello) -> str:
         """Return the reason for which a joiner is not welcomed; empty if it is."""
         if why := self._unfit(peer_id, hello):
             return why
@@ -139,7 +142,7 @@ class StateService:
             return f"this peer serves {MAX_SESSIONS} joiners already"
         return ""
 
-    def _unfit(self, peer_id: PeerId, hello: Hello) -> str:
+    def _unfit(self, peer_id: PeerId, hello: SessionHello) -> str:
         """Return the reason for which a peer may not have the states of a run; empty if it may."""
         run = self._runs.get(hello.key)
         if run is None:

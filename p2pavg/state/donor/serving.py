@@ -1,10 +1,11 @@
 """One session at the donor: it reads the joiner's requests, and sends what they ask for.
 
 The limits are the donor's own: a joiner has a bounded number of open requests, each request a bounded number of pieces,
-and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. A session has a copy of the one piece
-that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped. Rounds have
-priority: while one needs the link, as many bytes as it carries in :data:`SPARED_SECONDS`, and :data:`SEND_BYTES` at
-most, wait for up to :data:`YIELD_SECONDS`, and fewer bytes for as much less.
+and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_PIECE_SECONDS`. A session has a copy of the one
+piece that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped.
+
+Rounds have priority: while one needs the link, as many bytes as it carries in :data:`SPARED_SECONDS`, and
+:data:`SEND_BYTES` at most, wait for up to :data:`YIELD_SECONDS`, and fewer bytes for as much less.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 16
 """Requests of one session that are not answered yet. A joiner needs three for each blob that it fetches at once."""
-IDLE_SECONDS = 30.0
+IDLE_SESSION_SECONDS = 30.0
 """A session on which nothing is asked for so long is ended."""
 SEND_BYTES = 256 * 1024
-SEND_SECONDS = 30.0
+SEND_PIECE_SECONDS = 30.0
 """For 256 KiB to leave: a joiner that reads more slowly than 70 kbit/s loses its session."""
 YIELD_SECONDS = 1.0
 SPARED_SECONDS = 0.1
@@ -57,7 +58,7 @@ of a slow one, and the round would be longer by as much."""
 LANE_SECONDS = 5.0
 """For a direct lane to come about; then the pieces go over the stream."""
 UNSENT_BYTES = 128 * 1024  # that the system may hold: bytes of a round do not wait behind more
-LOOK_SECONDS = 1.0
+SERVING_LOOK_SECONDS = 1.0
 """Between two looks at a session's limits, and at the joiner's certificate."""
 _BUSY_SECONDS = 0.05
 _LIMITED_BYTES = 16 * 1024  # under a limit: more at once would be a burst, and look like silence to joiners
@@ -87,7 +88,7 @@ class Offered:
     on_sent: OnSent = lambda _peer_id, _count: None
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """All that one run holds. Its methods may be called from any thread."""
 
     def __call__(self) -> tuple[Offered, ...]: ...
@@ -97,7 +98,7 @@ _Outgoing = tuple[bytes, Buffer, Offered | None]
 """The header of a frame, what follows it, and whose it is."""
 
 
-class Session:
+class DonorSession:
     """Serves one joiner that was welcomed.
 
     Args:
@@ -110,7 +111,7 @@ class Session:
         self,
         context: PeerContext,
         stream: Stream,
-        source: Source,
+        source: StateSource,
         ticket: bytes,
         *,
         refusal: Callable[[], str],
@@ -131,10 +132,12 @@ class Session:
         Raises:
             RemoteProtocolError, StreamBrokenError: the joiner, or its connection, ended the session.
         """
+        # Two queues, so that a manifest does not wait behind the pieces that were asked for before it.
         ask_manifest, manifests = trio.open_memory_channel[AskManifest](MAX_REQUESTS)
         ask_pieces, pieces = trio.open_memory_channel[AskPieces](MAX_REQUESTS)
         with of_the_remote():
             async with trio.open_nursery() as nursery:
+                # The watch looks for as long as the others work. It is cancelled when they have ended.
                 nursery.start_soon(self._watch, nursery.cancel_scope)
                 async with trio.open_nursery() as working:
                     working.start_soon(self._read, ask_manifest, ask_pieces)
@@ -146,16 +149,18 @@ class Session:
     async def _watch(self, scope: trio.CancelScope) -> None:
         """End the session when nothing is asked, when the joiner takes nothing, or may no longer have it."""
         while True:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(SERVING_LOOK_SECONDS)
             if why := self._refusal():
                 logger.info("%s is sent no more of a state: %s", self._stream.remote, why)
                 scope.cancel()
             now = trio.current_time()
+            # A request without its answer keeps the session in use, however slowly the answer goes.
             if self._pending:
                 self._used_at = now
-            if now - self._used_at >= IDLE_SECONDS:
+            if now - self._used_at >= IDLE_SESSION_SECONDS:
                 scope.cancel()
-            if self._use is not None and self._use.stuck_seconds >= SEND_SECONDS:
+            # The thread that sends on the lane is blocked meanwhile, so this task looks in its place.
+            if self._use is not None and self._use.stuck_seconds >= SEND_PIECE_SECONDS:
                 logger.info("%s takes the pieces of a state too slowly", self._stream.remote)
                 scope.cancel()
 
@@ -166,6 +171,7 @@ class Session:
         ask_manifest: trio.MemorySendChannel[AskManifest],
         ask_pieces: trio.MemorySendChannel[AskPieces],
     ) -> None:
+        # When the joiner closes its half, the senders answer what is left in the queues, and end.
         with ask_manifest, ask_pieces:
             while (data := await receive_message(self._stream, max_bytes=MAX_REQUEST_BYTES)) is not None:
                 self._used_at = trio.current_time()
@@ -181,6 +187,8 @@ class Session:
                         ask_manifest.send_nowait(request)
                     else:
                         ask_pieces.send_nowait(request)
+                # A cancelled request is pending no more, but stays in its queue until its turn.
+                # So the queue may be full.
                 except trio.WouldBlock:
                     raise RemoteProtocolError("it cancels and asks without end") from None
 
@@ -216,6 +224,7 @@ class Session:
     def _frames(self, request: AskPieces) -> Iterator[_Outgoing]:
         """Yield the answer to a request, one piece at a time, in any thread."""
         for index in range(request.first, request.first + request.count):
+            # Looked at before each piece: the joiner may have cancelled, because another donor was faster.
             if request.number not in self._pending:
                 yield encode_refusal(request.number, "the joiner does not want it"), b"", None
                 return
@@ -230,6 +239,8 @@ class Session:
         for offered in self._source():
             piece = offered.holdings.piece(request.kind, request.blob_id, index)
             if piece is not None:
+                # A copy of one piece: with a view, a slow joiner would keep the whole snapshot in memory
+                # after its donor has dropped it.
                 return memoryview(bytes(memoryview(piece).cast("B"))), offered
         return None
 
@@ -237,6 +248,7 @@ class Session:
         self, header: bytes, data: Buffer = b"", offered: Offered | None = None
     ) -> None:
         """Send one frame."""
+        # Manifests and pieces may share the stream: a frame must not begin within another one.
         async with self._sending:
             await self._send_in_time(header)
             if offered is None:
@@ -244,13 +256,13 @@ class Session:
                 return
             for piece, seconds in _in_steps(data, offered):
                 await _give_way(offered.is_busy, seconds)
+                # Taken after the wait for a round, because rounds take their bytes from the same limit.
                 await trio.sleep(offered.upload.delay(len(piece)))
                 await self._send_in_time(piece)
-                if offered is not None:
-                    offered.on_sent(self._stream.remote, len(piece))
+                offered.on_sent(self._stream.remote, len(piece))
 
     async def _send_in_time(self, data: Buffer) -> None:
-        with trio.move_on_after(SEND_SECONDS) as scope:
+        with trio.move_on_after(SEND_PIECE_SECONDS) as scope:
             await self._stream.send_all(data)
         if scope.cancelled_caught:
             raise StreamBrokenError(f"{self._stream.remote} takes the pieces of a state too slowly")
@@ -270,10 +282,13 @@ class Session:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(use.hand_over, requests)
                 await in_own_thread(lambda: use.run(self._ticket), stop=use.stop, name="p2pavg-state-send")
+            # The session does not wait for long:
+            # the transport awaits the acknowledgement of a lane that it gets back without it.
             with trio.move_on_after(_ACKNOWLEDGE_SECONDS):
                 await lane.acknowledged()
         finally:
             self._use = None
+            # A lane that ended within a frame is of no use to the next session.
             if use.finished:
                 self._context.transport.keep_lane(lane)
             else:
@@ -317,6 +332,7 @@ class LaneUse:
     def stop(self) -> None:
         """Make :meth:`run` end soon, and the lane with it. From any thread."""
         self._stopped.set()
+        # The thread is blocked in a send, which raises an error now, or it waits for a request, and finds ``None``.
         if not self.finished:
             self._lane.abort()
         self._requests.put(None)
@@ -327,6 +343,7 @@ class LaneUse:
         Raises:
             StreamBrokenError: the lane broke.
         """
+        # What the system has taken can no longer make way for a round.
         self._lane.keep_unsent_below(UNSENT_BYTES)
         header = encode_header(LaneHeader(ticket, Lane.STATE))
         self._send(len(header).to_bytes(LENGTH_BYTES, "big") + header)
@@ -376,6 +393,7 @@ def spared_bytes(bandwidth: float) -> int:
 def _in_steps(data: Buffer, offered: Offered) -> Iterator[tuple[memoryview, float]]:
     """Yield data in pieces, each with the seconds for which it waits at most while a round exchanges."""
     view, spared = memoryview(data), spared_bytes(offered.bandwidth())
+    # ``spared`` is a multiple of the smaller size, so each of its beginnings is the beginning of a piece too.
     size = spared if offered.upload.unlimited else _LIMITED_BYTES
     for start in range(0, len(view), size):
         waits = 0.0 if start % spared else YIELD_SECONDS * min(len(view) - start, spared) / spared

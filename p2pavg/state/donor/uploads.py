@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 REPORT_SECONDS = 1.0
-END_SECONDS = 3.0
+END_UPLOAD_SECONDS = 3.0
 """After this time without a byte, the sending is over, and the count begins anew. It pauses while rounds exchange."""
 
 OnSent = Callable[[str, int], None]
@@ -54,7 +54,7 @@ class Uploads:
             peers, self._peers = len(self._peers), set()
         seconds, self._looked_at = now - self._looked_at, now
         if not sent:
-            if not self._done or now < self._sent_at + END_SECONDS:
+            if not self._done or now < self._sent_at + END_UPLOAD_SECONDS:
                 return None
             done, self._done = self._done, 0
             return Upload(done, 0.0, 0, is_over=True)

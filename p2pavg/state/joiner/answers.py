@@ -1,7 +1,7 @@
 """Reads the frames that a donor sends, and checks them against what was asked. No I/O, no clock.
 
-:meth:`Answers.read` is a generator of buffers: its driver fills each one from a stream or a direct lane, and resumes
-it. So both are read by the same code, a direct lane in a thread of its own.
+:meth:`PendingRequests.read` is a generator of buffers: its driver fills each one from a stream or a direct lane, and
+resumes it. So both are read by the same code, a direct lane in a thread of its own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class WrongPieceError(RemoteProtocolError):
     """A piece that is not the blob's. The message completes "it"."""
 
 
-class RefusedError(P2PAvgError):
+class DonorRefusedError(P2PAvgError):
     """A donor does not give what it was asked for. The message is its reason."""
 
 
-class Request:
+class DonorRequest:
     """One request to a donor. Its owner hears of it on the event loop.
 
     Args:
@@ -66,7 +66,7 @@ class Request:
         """True if nothing of it is used any more."""
 
 
-class Answers:
+class PendingRequests:
     """The requests of one session that are not answered yet.
 
     Args:
@@ -77,7 +77,7 @@ class Answers:
         self.on_idle: Callable[[], None] = lambda: None
         """Called on the event loop when nothing is asked any more."""
         self._report = report
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, DonorRequest] = {}
         self._lock = threading.Lock()  # the stream and the direct lane are read at once
         self._next = 0
 
@@ -91,7 +91,7 @@ class Answers:
         """True if something is asked."""
         return bool(self._requests)
 
-    def expect(self, request: Request) -> None:
+    def expect(self, request: DonorRequest) -> None:
         """Let the donor answer a request from now on."""
         with self._lock:
             self._requests[request.number] = request
@@ -135,9 +135,9 @@ class Answers:
                     self._end(request, None)
                 case FrameKind.REFUSAL:
                     reason = read_reason((yield from _grown(frame.length)))
-                    self._end(request, RefusedError(reason or "it gives no reason"))
+                    self._end(request, DonorRefusedError(reason or "it gives no reason"))
 
-    def _take(self, request: Request, index: int, piece: memoryview) -> None:
+    def _take(self, request: DonorRequest, index: int, piece: memoryview) -> None:
         request.given += 1
         if not request.cancelled:
             assert request.take is not None
@@ -154,7 +154,7 @@ class Answers:
         if request.given == len(request.sizes):
             self._end(request, None)
 
-    def _end(self, request: Request, error: Exception | None, *, forget: bool = True) -> None:
+    def _end(self, request: DonorRequest, error: Exception | None, *, forget: bool = True) -> None:
         """Tell a request's owner that it has ended, once.
 
         Args:
@@ -169,7 +169,7 @@ class Answers:
             self._report(self.on_idle)
 
 
-def _check(frame: Frame, request: Request) -> None:
+def _check(frame: Frame, request: DonorRequest) -> None:
     """Raise RemoteProtocolError unless a frame may be the next one of the answer to a request."""
     if frame.kind is FrameKind.REFUSAL:
         if frame.index or frame.length > MAX_REFUSAL_BYTES:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 RATE_SECONDS = 3.0
 """A rate is a mean in which what was measured so long ago counts 1/e."""
-FIRST_PAUSE_SECONDS = 1.0
-MAX_PAUSE_SECONDS = 30.0
+FIRST_DONOR_PAUSE_SECONDS = 1.0
+MAX_DONOR_PAUSE_SECONDS = 30.0
 AMONG_OTHERS = 8.0
 """A pause is so many times as long while other donors are there."""
-SILENT_SECONDS = 10.0
+SILENT_DONOR_SECONDS = 10.0
 """A donor that sends no byte for so long, although something was asked of it, has failed."""
 STALLED_SECONDS = 3.0
 """The pieces of a donor that sends no byte for so long are taken over by any donor that has nothing to do."""
-PIECE_SECONDS = 120.0
+DONOR_PIECE_SECONDS = 120.0
 """A donor that completes no piece for so long has failed, even if bytes come: 70 kbit/s for a piece of 1 MiB."""
 TRUSTED_FAILURES = 3
 """After so many failures in a row, a donor counts as usable only when it has sent something that was right."""
@@ -123,8 +123,8 @@ class Donor:
 
     def pause(self, among_others: bool) -> float:
         """Return the seconds for which it is left alone after its last failure."""
-        doubled = FIRST_PAUSE_SECONDS * 2.0 ** min(self.failures - 1, 16)
-        return min(MAX_PAUSE_SECONDS, doubled) * (AMONG_OTHERS if among_others else 1.0)
+        doubled = FIRST_DONOR_PAUSE_SECONDS * 2.0 ** min(self.failures - 1, 16)
+        return min(MAX_DONOR_PAUSE_SECONDS, doubled) * (AMONG_OTHERS if among_others else 1.0)
 
     def is_stalled(self, now: float) -> bool:
         """Return whether its pieces are to be taken over."""
@@ -134,8 +134,8 @@ class Donor:
         """Return the reason for which it has failed although its session lives; empty if it has not."""
         if not self.is_busy:
             return ""
-        if now - self.heard_at >= SILENT_SECONDS:
-            return f"it sent nothing for {SILENT_SECONDS:.0f} s"
-        if now - self.useful_at >= PIECE_SECONDS:
-            return f"it completed no piece within {PIECE_SECONDS:.0f} s"
+        if now - self.heard_at >= SILENT_DONOR_SECONDS:
+            return f"it sent nothing for {SILENT_DONOR_SECONDS:.0f} s"
+        if now - self.useful_at >= DONOR_PIECE_SECONDS:
+            return f"it completed no piece within {DONOR_PIECE_SECONDS:.0f} s"
         return ""

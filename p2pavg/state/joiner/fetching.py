@@ -18,18 +18,18 @@ from p2pavg.base.errors import RemoteProtocolError, StateError, StreamBrokenErro
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import PeerId
-from p2pavg.state.joiner.answers import RefusedError, Request, WrongPieceError
+from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, WrongPieceError
 from p2pavg.state.joiner.donors import Meter, Range
 from p2pavg.state.joiner.keeping import Keeping
-from p2pavg.state.joiner.pieces import PATIENCE_SECONDS, FetchManifest, FetchRange, Pieces, Wait
-from p2pavg.state.joiner.session import Session
+from p2pavg.state.joiner.pieces import PIECE_PATIENCE_SECONDS, FetchManifest, FetchRange, Pieces, WaitUntil
+from p2pavg.state.joiner.session import JoinerSession
 from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import Sink
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
+FETCHING_LOOK_SECONDS = 0.25
 VERIFIED_AT_ONCE = 16
 """Pieces of an earlier download that are verified in one go. Other work of the same thread gets its turn between."""
 
@@ -42,13 +42,13 @@ class Wanted:
     blob_id: bytes
     """32 bytes."""
     max_manifest_bytes: int
-    read_manifest: Callable[[bytes], Manifest]
+    read_manifest: Callable[[bytes], BlobManifest]
     """Reads and verifies a manifest, in a worker thread. Raises RemoteProtocolError if it is not the blob's; then the
     donor that sent it is excluded."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class DownloadProgress:
     """Progress of a download."""
 
     done: int
@@ -65,7 +65,7 @@ class Progress:
     """Bytes that came more than once, because a slow donor was taken over."""
 
 
-class Fetch:
+class BlobDownload:
     """The download of one blob. :meth:`run` is called once.
 
     Args:
@@ -78,10 +78,10 @@ class Fetch:
         self,
         sessions: Sessions,
         wanted: Wanted,
-        make_sink: Callable[[Manifest], Sink],
+        make_sink: Callable[[BlobManifest], Sink],
         *,
-        on_progress: Callable[[Progress], None] = lambda _: None,
-        patience: float = PATIENCE_SECONDS,
+        on_progress: Callable[[DownloadProgress], None] = lambda _: None,
+        patience: float = PIECE_PATIENCE_SECONDS,
     ) -> None:
         self._sessions = sessions
         self._wanted = wanted
@@ -91,7 +91,7 @@ class Fetch:
         self._donors: dict[PeerId, tuple[str, ...]] = {}
         self._used: dict[PeerId, _Use] = {}
         self._nursery: trio.Nursery | None = None
-        self._manifest: Manifest | None = None
+        self._manifest: BlobManifest | None = None
         self._keeping: Keeping | None = None
         self._changed = trio.Event()
         self._over = trio.Event()
@@ -111,6 +111,7 @@ class Fetch:
         """
         self._donors = {peer_id: tuple(addresses) for peer_id, addresses in donors.items()}
         for use in [*self._used.values()]:
+            # Before the new donors start: the pieces that this one was asked for are free for them.
             if use.peer_id not in self._donors:
                 self._give_up(use, "it is not named any more")
         self._start_donors()
@@ -125,11 +126,16 @@ class Fetch:
         complete = False
         sink: Sink | None = None
         try:
+            # A donor answers a bounded number of requests of one session, which all downloads of this run
+            # share.
             async with self._sessions.places:
                 await self._run()
+            # Only here: a cancellation must leave this false, so that the sink is closed below.
             complete = self._failure is None
         finally:
             if self._keeping is not None:
+                # Reading threads may still write into the sink. It must not be closed under them, not even
+                # when this is cancelled.
                 with trio.CancelScope(shield=True):
                     sink = await self._keeping.end()
                 if not complete:
@@ -140,6 +146,7 @@ class Fetch:
         return sink
 
     async def _run(self) -> None:
+        # The patience counts from here, also if no donor has been named yet.
         self._plan.start(trio.current_time())
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
@@ -150,6 +157,8 @@ class Fetch:
                 finally:
                     self._nursery = None
                     for use in self._used.values():
+                        # The sessions outlive this download. Without this, their donors would go on sending
+                        # what is not used any more.
                         use.cancel_requests()
                     nursery.cancel_scope.cancel()
 
@@ -157,19 +166,23 @@ class Fetch:
         """Look at all donors a few times a second, until the blob is complete or cannot be had."""
         before, began = 0, trio.current_time()
         while not self._over.is_set():
-            with trio.move_on_after(LOOK_SECONDS):
+            with trio.move_on_after(FETCHING_LOOK_SECONDS):
                 await self._over.wait()
             now = trio.current_time()
             for use in [*self._used.values()]:
+                # Bytes count as well as pieces: a donor on a slow link takes long for its first piece.
                 self._plan.observe(use.peer_id, use.session.received, now)
                 if use.session.ended.is_set():
                     self._give_up(use, str(use.session.error))
             for peer_id, reason in self._plan.too_slow(now):
                 use = self._used[peer_id]
                 self._give_up(use, reason)
+                # The donor may still trickle: without its session, it uses no more of the link.
                 use.session.drop(StreamBrokenError(reason))
-            if (why := self._plan.hopeless(now)) is not None:
+            # The last piece may have come from a donor that was given up, in the turn in which the patience ends.
+            if not self._over.is_set() and (why := self._plan.hopeless(now)) is not None:
                 self._end(StateError(why))
+            # Pieces that came twice used the link, too.
             came = self._plan.done_bytes + self._plan.twice_bytes
             self._meter.note(came - before, now - began)
             before, began = came, now
@@ -180,14 +193,16 @@ class Fetch:
         total = 0 if plan.sizes is None else plan.total_bytes
         left = (total - plan.done_bytes) / rate if rate > 0.0 else math.inf
         rates = {peer_id: plan.donors[peer_id].meter.rate for peer_id in self._used}
-        self._on_progress(Progress(plan.done_bytes, total, rate, left, rates, plan.twice_bytes))
+        self._on_progress(DownloadProgress(plan.done_bytes, total, rate, left, rates, plan.twice_bytes))
 
     def _notify(self) -> None:
+        # Every task that waits holds the event from before its check, so no change falls between the two.
         self._changed.set()
         self._changed = trio.Event()
 
     def _end(self, failure: Exception | None = None) -> None:
         """End the download: it is complete, or has failed."""
+        # The first failure is the cause. A later one may only follow from it.
         self._failure = self._failure or failure
         self._over.set()
 
@@ -195,6 +210,8 @@ class Fetch:
 
     def _start_donors(self) -> None:
         for peer_id in self._donors:
+            # One task for each donor, for good: it waits when its donor is not named any more, and goes on
+            # when it is again.
             if self._nursery is not None and peer_id not in self._plan.donors:
                 self._plan.add(peer_id)
                 self._nursery.start_soon(self._attend, peer_id)
@@ -207,8 +224,12 @@ class Fetch:
             try:
                 session = await self._sessions.get(peer_id, self._donors.get(peer_id, ()))
             except UnreachableError as error:
+                # The pause before the next try grows with each failure in a row.
                 self._plan.failed(peer_id, trio.current_time(), str(error))
                 self._notify()
+                continue
+            # It may have been left out while the session was opened.
+            if peer_id not in self._donors:
                 continue
             now = trio.current_time()
             self._plan.opened(peer_id, session.received, now)
@@ -217,7 +238,9 @@ class Fetch:
 
     async def _until_usable(self, peer_id: PeerId) -> None:
         while True:
+            # In this order: a change that comes during the checks below ends the wait.
             changed, at = self._changed, math.inf
+            # Another download of this run may have excluded the donor. Then no blob is asked of it any more.
             if peer_id in self.excluded and not self._plan.donors[peer_id].excluded:
                 self._plan.exclude(peer_id, trio.current_time(), self.excluded[peer_id])
             if peer_id in self._donors:
@@ -229,6 +252,7 @@ class Fetch:
 
     async def _ask(self, use: _Use) -> None:
         """Ask a donor for what the plan says, until it is given up."""
+        # Another task may have given this use up, and a later session of the same donor is another use.
         while self._used.get(use.peer_id) is use:
             changed = self._changed
             if use.session.ended.is_set():
@@ -240,14 +264,15 @@ class Fetch:
                     self._ask_manifest(use)
                 case FetchRange(range_):
                     self._ask_range(use, range_)
-                case Wait(until):
+                case WaitUntil(until):
                     with trio.move_on_at(until):
                         await changed.wait()
-            if not isinstance(decision, Wait):
+            if not isinstance(decision, WaitUntil):
                 logger.debug("%s: %s", use.peer_id, decision)
 
     def _give_up(self, use: _Use, reason: str) -> None:
         """Ask a donor for nothing more for now."""
+        # Several events can end one use. Only the first counts as a failure of the donor.
         if self._used.get(use.peer_id) is use:
             del self._used[use.peer_id]
             use.cancel_requests()
@@ -257,6 +282,7 @@ class Fetch:
 
     def _exclude(self, use: _Use, reason: str) -> None:
         """Never ask a donor again."""
+        # In all downloads of the run. It comes first: the tasks that wake up below must see it.
         self._sessions.exclude(use.peer_id, reason)
         self._give_up(use, reason)
         self._plan.exclude(use.peer_id, trio.current_time(), reason)
@@ -273,6 +299,7 @@ class Fetch:
 
     def _manifest_ended(self, use: _Use, error: Exception | None) -> None:
         request = use.requests.pop(None, None)
+        # The request was cancelled, another donor was faster, or the download is over.
         if request is None or self._manifest is not None or self._nursery is None:
             return
         if error is None:
@@ -287,26 +314,37 @@ class Fetch:
         def fault(_peer_id: PeerId, error: Exception) -> None:
             self._exclude(use, f"sent a manifest over which {type(error).__name__} was raised")
 
+        is_first = False
+        # Only the reading of what the donor has sent is guarded: an exception of this peer's own sink must
+        # stay loud.
         with guarded(use.peer_id, fault, what="a manifest"):
             try:
                 manifest = await in_thread(self._wanted.read_manifest, data)
             except RemoteProtocolError as error:
                 self._exclude(use, f"sent a manifest that is not the one of {self._name}: {error}")
                 return
+            except StateError as error:  # no fault of the donor: this peer asked for what it cannot use
+                self._end(error)
+                return
+            # Another donor was asked as well, and was faster. Both manifests are verified, so they are the
+            # same.
             if self._manifest is not None:
                 return
-            self._manifest = manifest
+            self._manifest, is_first = manifest, True
             self._plan.manifest_came(use.peer_id, trio.current_time())
-        if self._manifest is not None:
-            await self._begin(self._manifest)
+        # Not if the manifest of another donor has come meanwhile, and this one raised: one download has one sink.
+        if is_first:
+            await self._begin(manifest)
 
-    async def _begin(self, manifest: Manifest) -> None:
+    async def _begin(self, manifest: BlobManifest) -> None:
         in_thread = self._sessions.context.run_in_thread
         try:
             sink = await in_thread(self._make_sink, manifest)
             self._keeping = Keeping(sink, manifest, self._name)
             have: list[int] = []
             claimed = sink.claimed
+            # After a crash, an earlier download may claim pieces that it has not written. So each is verified
+            # again.
             for start in range(0, len(claimed), VERIFIED_AT_ONCE):
                 have += await in_thread(sink.verify, claimed[start : start + VERIFIED_AT_ONCE])
         except StateError as error:
@@ -327,6 +365,7 @@ class Fetch:
             self._wanted.blob_id,
             range_.first,
             self._manifest.sizes[range_.first : range_.first + range_.count],
+            # In the thread that reads. The two below are called on the event loop.
             take=self._keeping.take,
             came=partial(self._came, use, range_),
             ended=partial(self._range_ended, use, range_),
@@ -336,10 +375,13 @@ class Fetch:
         now = trio.current_time()
         if self._used.get(use.peer_id) is use:
             self._plan.observe(use.peer_id, use.session.received, now)
+        # Also from a donor that was given up meanwhile: the piece is verified and kept already.
         arrival = self._plan.came(use.peer_id, range_, index, now)
         for useless in arrival.useless:
             for other in self._used.values():
                 if (request := other.requests.get(useless)) is not None:
+                    # A piece came from another donor first. The slower one is not made to send the rest of
+                    # the range.
                     other.session.cancel(request)
         if self._plan.complete:
             self._end()
@@ -347,10 +389,13 @@ class Fetch:
 
     def _range_ended(self, use: _Use, range_: Range, error: Exception | None) -> None:
         request = use.requests.pop(range_, None)
+        # Even if the request was cancelled meanwhile: a wrong piece is a lie, whenever it comes.
         if isinstance(error, WrongPieceError):
             self._exclude(use, str(error))
+        # This peer's own sink cannot keep the blob, so no other donor would help.
         elif isinstance(error, StateError):
             self._end(error)
+        # A request that this peer has cancelled may end with any error. That is no fault of the donor.
         elif error is not None and request is not None and not request.cancelled:
             self._give_up(use, _reason(error))
         self._plan.ended(use.peer_id, range_, trio.current_time())
@@ -364,10 +409,10 @@ class Fetch:
 class _Use:
     """A session, as one download uses it."""
 
-    def __init__(self, peer_id: PeerId, session: Session) -> None:
+    def __init__(self, peer_id: PeerId, session: JoinerSession) -> None:
         self.peer_id = peer_id
         self.session = session
-        self.requests: dict[Range | None, Request] = {}
+        self.requests: dict[Range | None, DonorRequest] = {}
         """Those that have not ended; that of the manifest has no range."""
 
     def cancel_requests(self) -> None:
@@ -377,4 +422,4 @@ class _Use:
 
 
 def _reason(error: Exception) -> str:
-    return f"it refuses: {error}" if isinstance(error, RefusedError) else str(error)
+    return f"it refuses: {error}" if isinstance(error, DonorRefusedError) else str(error)

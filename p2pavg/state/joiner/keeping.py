@@ -9,7 +9,7 @@ import trio
 from p2pavg.base.threads.workers import ToLoop
 from p2pavg.state.joiner.answers import WrongPieceError
 from p2pavg.state.joiner.sink import Sink, digest_of
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 
 
 class Keeping:
@@ -19,7 +19,7 @@ class Keeping:
         name: of the blob, in the reason for which a donor is excluded.
     """
 
-    def __init__(self, sink: Sink, manifest: Manifest, name: str) -> None:
+    def __init__(self, sink: Sink, manifest: BlobManifest, name: str) -> None:
         self._sink: Sink | None = sink
         self._digests = manifest.digests
         self._name = name

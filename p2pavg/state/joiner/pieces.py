@@ -30,7 +30,7 @@ LEAST_GAIN_SECONDS = 0.5
 GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
 MAX_HOLDERS = 2
 """Donors that are asked for the same piece at once, as long as they do not stall."""
-PATIENCE_SECONDS = 30.0
+PIECE_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class FetchRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitUntil:
     """Ask the donor for nothing now, but look again at this moment, or when something has changed."""
 
     until: float
     why: str
 
 
-Decision = FetchManifest | FetchRange | Wait
+Decision = FetchManifest | FetchRange | WaitUntil
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PieceArrival:
     """The consequences of a piece that came."""
 
     fresh: bool
@@ -76,7 +76,7 @@ class Pieces:
         patience: seconds for which no donor may be usable before :meth:`hopeless` says so.
     """
 
-    def __init__(self, *, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, *, patience: float = PIECE_PATIENCE_SECONDS) -> None:
         self.donors: dict[str, Donor] = {}
         self.sizes: Sequence[int] | None = None
         """Bytes of each piece; ``None`` until the manifest is here."""
@@ -116,6 +116,7 @@ class Pieces:
 
     def hopeless(self, now: float) -> str | None:
         """Return the reason for which the blob cannot be had, or ``None``."""
+        # The patience counts from the last moment with a usable donor, so a pause of all of them is not the end.
         if any(donor.is_usable for donor in self.donors.values()):
             self._usable_at = now
         if now - self._usable_at < self._patience:
@@ -136,6 +137,7 @@ class Pieces:
             return math.inf
         if not donor.failures:
             return -math.inf
+        # As the only donor, one that failed is tried again much sooner.
         others = any(other.is_usable for other in self.donors.values() if other is not donor)
         return donor.failed_at + donor.pause(others)
 
@@ -150,8 +152,10 @@ class Pieces:
     def failed(self, peer_id: str, now: float, reason: str) -> None:
         """Note that a donor's session has ended, or that the donor does not give what was asked."""
         donor = self.donors[peer_id]
+        # Copied first: the next line forgets them.
         ranges = [*donor.ranges]
         donor.fail(now, reason)
+        # No donor is asked for the manifest now, so the next one need not wait for the hedge.
         if all(not other.asked_manifest for other in self.donors.values()):
             self._manifest_asked_at = -math.inf
         self._set_free(ranges)
@@ -181,24 +185,27 @@ class Pieces:
         """Return what to ask an active donor for next. What is returned counts as asked."""
         donor = self.donors[peer_id]
         if not donor.active:
-            return Wait(math.inf, "no session with it is open")
+            return WaitUntil(math.inf, "no session with it is open")
         if self.sizes is None:
             return self._manifest(donor, now)
+        # One range is on its way while the next one is already asked for, so the donor's link never idles.
         if len(donor.ranges) >= MAX_RANGES:
-            return Wait(math.inf, f"it is asked for {MAX_RANGES} ranges")
+            return WaitUntil(math.inf, f"it is asked for {MAX_RANGES} ranges")
         if self._free:
             return self._ask(donor, self._take(donor), now, "the next pieces that no donor is asked for")
+        # A donor with something to do takes nothing over: the piece would come behind its own ones.
         if donor.ranges:
-            return Wait(math.inf, "it is busy, and every piece is asked for")
+            return WaitUntil(math.inf, "it is busy, and every piece is asked for")
         return self._take_over(donor, now)
 
     def _manifest(self, donor: Donor, now: float) -> Decision:
         if self._has_manifest:
-            return Wait(math.inf, "the pieces of an earlier download are being verified")
+            return WaitUntil(math.inf, "the pieces of an earlier download are being verified")
         if donor.asked_manifest:
-            return Wait(math.inf, "it is asked for the manifest")
+            return WaitUntil(math.inf, "it is asked for the manifest")
+        # A manifest can be large, and one is enough.
         if now < (until := self._manifest_asked_at + HEDGE_SECONDS):
-            return Wait(until, "another donor is asked for the manifest")
+            return WaitUntil(until, "another donor is asked for the manifest")
         donor.ask(now)
         donor.asked_manifest = True
         self._manifest_asked_at = now
@@ -217,6 +224,8 @@ class Pieces:
         assert self.sizes is not None
         first, end = self._free[0]
         active = sum(other.active for other in self.donors.values())
+        # Towards the end a fast donor leaves some pieces to the others, so that
+        # all of them end at about the same time.
         fair = -(-sum(end - first for first, end in self._free) // active)  # of the last pieces
         count = min(self._most(donor, self.sizes[first]), end - first, fair)
         self._free[:1] = [(first + count, end)] if first + count < end else []
@@ -226,12 +235,14 @@ class Pieces:
         """Let a donor that has nothing to do help another one that needs much longer."""
         due = self._due(donor, now)
         if not due:
-            return Wait(math.inf, "every piece is asked for")
+            return WaitUntil(math.inf, "every piece is asked for")
         assert self.sizes is not None
+        # From the end backwards: the slow donor comes to these pieces last.
         last = max(due, key=lambda index: (due[index], index))
         rate = donor.meter.rate
         one = self.sizes[last] / rate if rate else GUESSED_SECONDS
         chosen: list[int] = []
+        # Each piece that is taken delays the next one, so the gain is counted anew for each.
         while (
             (own := one * (len(chosen) + 1))
             and (index := last - len(chosen)) in due
@@ -240,7 +251,8 @@ class Pieces:
         ):
             chosen.append(index)
         if not chosen:
-            return Wait(now + LEAST_GAIN_SECONDS, "the other donors finish soon enough")
+            # Looked at again soon: a donor may stall at any time.
+            return WaitUntil(now + LEAST_GAIN_SECONDS, "the other donors finish soon enough")
         taken = Range(chosen[-1], len(chosen), chosen[::-1])
         return self._ask(donor, taken, now, "the donors that are asked for these pieces are much slower")
 
@@ -252,6 +264,7 @@ class Pieces:
         for other in self.donors.values():
             if other is donor:
                 continue
+            # The rate of a donor that has stalled is that of its better days.
             rate = 0.0 if other.is_stalled(now) else other.meter.rate
             # As long as its rate is not known, a donor is given the time that a new one is expected to need.
             guessed = math.inf if other.is_stalled(now) else GUESSED_SECONDS
@@ -260,6 +273,7 @@ class Pieces:
                 total += self.sizes[index]
                 expected = total / rate if rate else guessed
                 due[index] = min(due.get(index, math.inf), expected)
+                # A stalled donor does not count among those that hold a piece: otherwise two of these could keep it.
                 holders[index] = holders.get(index, 0) + (expected != math.inf)
         return {
             index: seconds
@@ -276,13 +290,14 @@ class Pieces:
         for donor in self.donors.values():
             donor.asked_manifest = False
 
-    def came(self, peer_id: str, range_: Range, index: int, now: float) -> Arrival:
+    def came(self, peer_id: str, range_: Range, index: int, now: float) -> PieceArrival:
         """Note a piece that came from a donor and is right."""
         assert self.sizes is not None
         donor, size = self.donors[peer_id], self.sizes[index]
         range_.left.remove(index)
         donor.was_useful(now)
         donor.fetched += size
+        # A piece that was taken over may come from both donors.
         fresh = not self._done[index]
         if fresh:
             self._done[index] = 1
@@ -291,13 +306,14 @@ class Pieces:
             self._forget_free(index)
         else:
             self.twice_bytes += size
-        return Arrival(fresh, self._useless())
+        return PieceArrival(fresh, self._useless())
 
     def ended(self, peer_id: str, range_: Range, now: float) -> None:
         """Note that the answer to a range has ended. Pieces that did not come are free again."""
         donor = self.donors[peer_id]
         if range_ in donor.ranges:
             donor.ranges.remove(range_)
+            # The time for its next piece begins now.
             donor.useful_at = now
         self._set_free([range_])
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.threads.workers import ToLoop, in_own_thread
 from p2pavg.net.blame import guarded
@@ -18,7 +18,7 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import DirectLane, PeerId, Stream
 from p2pavg.runs.context import PeerContext
-from p2pavg.state.joiner.answers import Answers, Request
+from p2pavg.state.joiner.answers import DonorRequest, PendingRequests
 from p2pavg.state.messages import (
     MAX_WELCOME_BYTES,
     PROTOCOL,
@@ -26,8 +26,8 @@ from p2pavg.state.messages import (
     AskManifest,
     AskPieces,
     Cancel,
-    Hello,
     Message,
+    SessionHello,
     encode_hello,
     encode_request,
     read_welcome,
@@ -36,16 +36,16 @@ from p2pavg.state.session_errors import ENDINGS, of_the_remote
 
 logger = logging.getLogger(__name__)
 
-OPEN_SECONDS = 10.0
+OPEN_DONOR_SECONDS = 10.0
 """To reach a donor and be welcomed."""
-END_SECONDS = 2.0
+END_LANE_SECONDS = 2.0
 """For the donor to end its direct lane, so that it can be used again."""
 READ_BYTES = 64 * 1024
 LIMITED_BYTES = 16 * 1024
 """Bytes that are read at once under a rate limit. Several donors share it, and each must show signs of life."""
 
 
-class Session:
+class JoinerSession:
     """One joiner's session with one donor. Made by :func:`open_session`; its owner starts :meth:`run` at once.
 
     Args:
@@ -53,7 +53,7 @@ class Session:
     """
 
     def __init__(
-        self, context: PeerContext, lobby: Lobby, stream: Stream, ticket: bytes, download: RateLimit
+        self, context: PeerContext, lobby: StreamRouter, stream: Stream, ticket: bytes, download: RateLimit
     ) -> None:
         self.remote = stream.remote
         self.ended = trio.Event()
@@ -65,7 +65,7 @@ class Session:
         self._stream = stream
         self._ticket = ticket
         self._download = download
-        self._answers = Answers(ToLoop())
+        self._answers = PendingRequests(ToLoop())
         self._idle = trio.Event()
         self._ask, self._asked = trio.open_memory_channel[Message | None](math.inf)  # its owner bounds them
         self._streamed = 0
@@ -93,9 +93,9 @@ class Session:
 
     def ask_manifest(
         self, kind: int, blob_id: bytes, max_bytes: int, ended: Callable[[Exception | None], None]
-    ) -> Request:
+    ) -> DonorRequest:
         """Ask for a manifest of at most ``max_bytes``, which the request has when it has ended without an error."""
-        request = Request(self._answers.next_number(), ended=ended, max_manifest_bytes=max_bytes)
+        request = DonorRequest(self._answers.next_number(), ended=ended, max_manifest_bytes=max_bytes)
         self._begin(request, AskManifest(request.number, kind, blob_id))
         return request
 
@@ -109,22 +109,24 @@ class Session:
         take: Callable[[int, memoryview], None],
         came: Callable[[int], None],
         ended: Callable[[Exception | None], None],
-    ) -> Request:
-        """Ask for consecutive pieces of these sizes; see :class:`~p2pavg.state.joiner.answers.Request`."""
+    ) -> DonorRequest:
+        """Ask for consecutive pieces of these sizes; see :class:`~p2pavg.state.joiner.answers.DonorRequest`."""
         number = self._answers.next_number()
-        request = Request(number, take=take, came=came, ended=ended, first=first, sizes=sizes)
+        request = DonorRequest(number, take=take, came=came, ended=ended, first=first, sizes=sizes)
         self._begin(request, AskPieces(number, kind, blob_id, first, len(sizes)))
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: DonorRequest) -> None:
         """Use nothing of a request any more, and ask the donor to send no more of it."""
+        # The request stays expected: the donor may have sent its answer before it reads this.
         if not request.cancelled and not self.ended.is_set():
             request.cancelled = True
             self._ask.send_nowait(Cancel(request.number))
 
-    def _begin(self, request: Request, message: Message) -> None:
+    def _begin(self, request: DonorRequest, message: Message) -> None:
         if self.ended.is_set():
             raise StreamBrokenError(f"the session with {self.remote} has ended: {self.error}")
+        # Expected before it is sent, so that even an immediate answer finds it.
         self._answers.expect(request)
         self._ask.send_nowait(message)
 
@@ -145,6 +147,8 @@ class Session:
             self._over(error)
         finally:
             self._over(self.error)
+            # Also when the whole peer is stopped: a donor that is told nothing would keep the session's
+            # place.
             with trio.CancelScope(shield=True):
                 await self._end_lane()
                 await self._stream.reset()
@@ -154,6 +158,7 @@ class Session:
         self.drop(RemoteProtocolError(f"handling what it sent failed: {error!r}"))
 
     def _over(self, error: Exception) -> None:
+        # Only the first reason counts. The ends of the stream and the lane follow from it.
         if not self.ended.is_set():
             self.error = error
             self.ended.set()
@@ -171,6 +176,7 @@ class Session:
         self._answers.on_idle = self._idle.set
         if not self._answers.waits:
             self._idle.set()
+        # Behind the requests that are on their way, so that cancellations still go out before the end.
         self._ask.send_nowait(None)
 
     async def _send(self) -> None:
@@ -181,14 +187,17 @@ class Session:
             await send_message(self._stream, encode_request(message))
 
     async def _leave(self) -> None:
-        with trio.move_on_after(END_SECONDS):
+        with trio.move_on_after(END_LANE_SECONDS):
             await self._idle.wait()
+        # What was asked did not come in time. Bytes of it may still be on the lane, so the lane goes with the
+        # session.
         if self._answers.waits:
             self.drop(self.error)
         else:
             self._over(self.error)
-            await self._stream.aclose()
+            # Before the stream is closed: the donor's answer to that ends the reading, and must not cost the lane.
             self._left = True
+            await self._stream.aclose()
             self._scope.cancel()
 
     # ------------------------------------------------------------------ the stream
@@ -201,6 +210,7 @@ class Session:
             filled = 0
             while filled < len(buffer):
                 wanted = min(len(buffer) - filled, most)
+                # Before the read: the limit works by leaving bytes unread, which holds the donor back.
                 await trio.sleep(self._download.delay(wanted))
                 chunk = await self._stream.receive_some(wanted)
                 if not chunk:
@@ -208,13 +218,17 @@ class Session:
                 buffer[filled : filled + len(chunk)] = chunk
                 filled += len(chunk)
                 self._streamed += len(chunk)
+            # In a worker thread: resuming the generator verifies and keeps the piece that the last buffer
+            # completed.
             buffer = await in_thread(next, reading, None)
+        # Only a direct lane has an end frame, since it is used again. A stream is closed.
         raise RemoteProtocolError("an end on a stream")
 
     # ------------------------------------------------------------------ the direct lane
 
     async def serve_lane(self, lane: DirectLane) -> bool:
         """Read a direct lane until the donor ends it; return whether it may be used again."""
+        # One ticket is for one lane. A second one would be a thread that this session does not count.
         if self._lane is not None or self.ended.is_set():
             raise RemoteProtocolError("a second direct lane for one session, or one after its end")
         reading = self._lane = _LaneReading(lane, self._answers, self._download)
@@ -232,8 +246,10 @@ class Session:
 
     async def _end_lane(self) -> None:
         if self._lane is not None:
+            # After a graceful end, the donor ends the lane soon, and the two can use it again. Otherwise it
+            # is dropped.
             if self._left:
-                with trio.move_on_after(END_SECONDS):
+                with trio.move_on_after(END_LANE_SECONDS):
                     await self._lane_done.wait()
             self._lane.stop()
 
@@ -241,7 +257,7 @@ class Session:
 class _LaneReading:
     """Reads a direct lane, in a thread of its own."""
 
-    def __init__(self, lane: DirectLane, answers: Answers, download: RateLimit) -> None:
+    def __init__(self, lane: DirectLane, answers: PendingRequests, download: RateLimit) -> None:
         self.clean = False
         """True when everything was read, and acknowledged."""
         self._lane = lane
@@ -274,16 +290,18 @@ class _LaneReading:
             for start in range(0, len(buffer), LIMITED_BYTES):
                 piece = buffer[start : start + LIMITED_BYTES]
                 seconds = self._download.delay(len(piece))
+                # A sleep that `stop` can end: a low limit can make it long.
                 if seconds and self._stopped.wait(seconds):
                     raise StreamBrokenError("the session is over")
                 self._lane.receive_into(piece)
+        # The donor waits for this before it uses the lane again: nothing of this use is left on it.
         self._lane.acknowledge()
         self.clean = True
 
 
 async def open_session(
     context: PeerContext,
-    lobby: Lobby,
+    lobby: StreamRouter,
     donor: PeerId,
     addresses: Sequence[str],
     *,
@@ -291,7 +309,7 @@ async def open_session(
     certificate: bytes,
     download: RateLimit,
     wants_lane: bool = True,
-) -> Session:
+) -> JoinerSession:
     """Open a session with a donor.
 
     Args:
@@ -304,17 +322,20 @@ async def open_session(
     """
     ticket = secrets.token_bytes(TICKET_BYTES)
     stream: Stream | None = None
-    with trio.move_on_after(OPEN_SECONDS):
+    with trio.move_on_after(OPEN_DONOR_SECONDS):
         try:
             stream = await context.transport.open_stream(
-                donor, PROTOCOL, addresses=addresses, timeout=OPEN_SECONDS, wait_inbound=True
+                donor, PROTOCOL, addresses=addresses, timeout=OPEN_DONOR_SECONDS, wait_inbound=True
             )
-            session = Session(context, lobby, stream, ticket, download)
+            session = JoinerSession(context, lobby, stream, ticket, download)
             # Before the donor knows the ticket: a lane that it has kept may come sooner than the answer.
             lobby.tickets[ticket] = (donor, session.serve_lane)
-            await send_message(stream, encode_hello(Hello(key, certificate, ticket if wants_lane else b"")))
+            await send_message(
+                stream, encode_hello(SessionHello(key, certificate, ticket if wants_lane else b""))
+            )
             answer = await receive_message(stream, max_bytes=MAX_WELCOME_BYTES)
             refusal = "it closed the stream" if answer is None else read_welcome(answer)
+            # From here on, the session owns the stream and the ticket, and gives both up at its end.
             if not refusal:
                 stream = None
                 return session
@@ -325,4 +346,4 @@ async def open_session(
             if stream is not None:
                 lobby.tickets.pop(ticket, None)
                 await stream.reset()
-    raise UnreachableError(f"it did not answer within {OPEN_SECONDS:.0f} s")
+    raise UnreachableError(f"it did not answer within {OPEN_DONOR_SECONDS:.0f} s")

@@ -10,12 +10,12 @@ from types import MappingProxyType
 
 import trio
 
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId
 from p2pavg.runs.context import PeerContext
-from p2pavg.state.joiner.session import Session, open_session
+from p2pavg.state.joiner.session import JoinerSession, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Sessions:
     def __init__(
         self,
         context: PeerContext,
-        lobby: Lobby,
+        lobby: StreamRouter,
         nursery: trio.Nursery,
         *,
         key: bytes,
@@ -46,7 +46,7 @@ class Sessions:
         self._key = key
         self._certificate = certificate
         self._download = download
-        self._open: dict[PeerId, Session] = {}
+        self._open: dict[PeerId, JoinerSession] = {}
         self._turns: dict[PeerId, trio.Lock] = {}
         # The moment of the last failure, and that until which streams are used.
         self._lanes_failed: dict[PeerId, tuple[float, float]] = {}
@@ -63,7 +63,7 @@ class Sessions:
             logger.warning("%s is asked for no state any more: it %s", donor, reason)
             self._excluded[donor] = reason
 
-    async def get(self, donor: PeerId, addresses: Sequence[str]) -> Session:
+    async def get(self, donor: PeerId, addresses: Sequence[str]) -> JoinerSession:
         """Return the session with a donor, which is opened if there is none.
 
         Raises:
@@ -86,7 +86,7 @@ class Sessions:
                 self._nursery.start_soon(self._attend, session)
         return session
 
-    async def _attend(self, session: Session) -> None:
+    async def _attend(self, session: JoinerSession) -> None:
         try:
             await session.run()
         finally:
@@ -114,7 +114,7 @@ class Sessions:
 @asynccontextmanager
 async def open_sessions(
     context: PeerContext,
-    lobby: Lobby,
+    lobby: StreamRouter,
     *,
     key: bytes,
     certificate: bytes = b"",

@@ -69,11 +69,9 @@ class MemorySink:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._offsets = [0, *accumulate(sizes)]
-        self._data = self._room(self._offsets[-1])
-
-    def _room(self, size: int) -> memoryview:
+        size = self._offsets[-1]
         try:
-            return memoryview(bytearray(size))
+            self._data = memoryview(bytearray(size))
         except MemoryError:
             raise StateError(f"there is no memory for a state of {size} bytes") from None
 

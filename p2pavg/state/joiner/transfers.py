@@ -20,7 +20,7 @@ from p2pavg.base.errors import StateError
 from p2pavg.base.result import Success
 from p2pavg.net.transport import PeerId
 from p2pavg.state.average import Expected, LoggedAverage, ProvenAverage, decode
-from p2pavg.state.joiner.fetching import Fetch, Progress
+from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
 from p2pavg.state.joiner.sink import FileSink, Sink
 from p2pavg.state.news import SnapshotOffer
 from p2pavg.state.progress import StateProgress, amount, span
@@ -52,14 +52,14 @@ class SharedRun:
 class Transfer:
     """A blob on its way to this peer. Calls may come from any thread, :meth:`run` belongs to trio."""
 
-    def __init__(self, fetch: Callable[[Transfer], Fetch], token: trio.lowlevel.TrioToken) -> None:
+    def __init__(self, fetch: Callable[[Transfer], BlobDownload], token: trio.lowlevel.TrioToken) -> None:
         self._make = fetch
         self._token = token
         self._scope = trio.CancelScope()
-        self._fetch: Fetch | None = None
+        self._fetch: BlobDownload | None = None
         self._donors: Mapping[PeerId, Sequence[str]] = {}
         self._ended = threading.Event()
-        self._progress: Progress | None = None
+        self._progress: DownloadProgress | None = None
         self.sink: Sink | None = None
         self.failure = ""
         """Reason for which it failed; empty before the end, and if it succeeded."""
@@ -74,19 +74,16 @@ class Transfer:
         """True while no donor is used: each has refused, or cannot be reached."""
         return self._progress is not None and not self._progress.rates
 
-    @property
-    def latest(self) -> Progress | None:
-        """Its last numbers; ``None`` before the first ones."""
-        return self._progress
-
     def wait(self, timeout: float) -> None:
         """Block until it has ended, for at most ``timeout`` seconds."""
         self._ended.wait(timeout)
 
     def set_donors(self, donors: Mapping[PeerId, Sequence[str]]) -> None:
         """Replace the donors: addresses by peer id."""
+        # The training loop calls this several times a second, mostly with the same donors.
         if donors != self._donors:
             self._donors = donors
+            # In trio's thread, where the download runs.
             self._soon(self._tell_donors)
 
     def cancel(self) -> None:
@@ -100,10 +97,11 @@ class Transfer:
             self._token.run_sync_soon(function)
 
     def _tell_donors(self) -> None:
+        # The call may come before the download begins, which then reads the donors itself, or after its end.
         if self._fetch is not None:
             self._fetch.set_donors(self._donors)
 
-    def note(self, progress: Progress) -> None:
+    def note(self, progress: DownloadProgress) -> None:
         """Take the progress of the transfer; called in trio's thread."""
         self._progress = progress
 
@@ -134,10 +132,12 @@ class Transfer:
 
     async def run(self) -> None:
         """Fetch the blob."""
+        # Set first: a cancellation leaves it as it is.
         self.failure = "the transfer was stopped"
         try:
             with self._scope:
                 self._fetch = self._make(self)
+                # Those that were named before this task ran.
                 self._fetch.set_donors(self._donors)
                 self.sink = await self._fetch.run()
                 self.failure = ""
@@ -145,6 +145,7 @@ class Transfer:
             self.failure = str(error)
         finally:
             self._fetch = None
+            # Last of all: a thread that sees the end reads the sink and the failure at once.
             self._ended.set()
 
 
@@ -157,11 +158,13 @@ class SnapshotTransfer(Transfer):
     def data(self) -> Iterator[memoryview]:
         """Lend the bytes of the snapshot, which has succeeded. The memory, or the file, goes with the block."""
         assert self.sink is not None
+        # Lent once. With the block, nothing refers to memory of the state's size any more.
         sink, self.sink = self.sink, None
         try:
             yield sink.take()
         finally:
             sink.close()
+            # The state is loaded, or refused for good. Its file would only take room on the disk.
             if isinstance(sink, FileSink):
                 sink.remove()
 
@@ -210,13 +213,9 @@ class AverageTransfer(Transfer):
         Raises:
             RemoteProtocolError: the bytes do not decode.
         """
-        return self._run.unflatten(self.decoded()[1])
-
-    def decoded(self) -> tuple[ProvenAverage, torch.Tensor]:
-        """Return the content of the certificate, and the averaged vector; see :meth:`decode` for the error."""
-        vector = torch.empty(self._run.elements)
+        vector = torch.empty(self._run.elements, dtype=torch.float32, device="cpu")
         decode(self.proven(), self._parts(), self._codec_of.codec, vector)
-        return self.proven(), vector
+        return self._run.unflatten(vector)
 
     def logged(self) -> LoggedAverage:
         """Return it as an entry of this peer's own log."""
@@ -237,6 +236,7 @@ def replayed_success(proven: ProvenAverage, averaged: list[torch.Tensor]) -> Suc
         peers=tuple(member.peer_id for member in roster.contributors),
         weights={member.peer_id: member.weight for member in roster.contributors},
         total_weight=roster.total_weight,
+        # This peer took part in no exchange, so what it has sent and how long it took is not known.
         compression_ratio=1.0,
         bytes_sent=0,
         bytes_received=sum(proven.sizes),
@@ -244,7 +244,7 @@ def replayed_success(proven: ProvenAverage, averaged: list[torch.Tensor]) -> Suc
         exchange_duration=0.0,
         group_id=proven.group_id.hex(),
         share=(0, 0),
-        metrics=roster.metrics,
+        metrics=roster.metrics_by(robust=proven.robust),
         observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
         auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
         certificate=proven.certificate,

@@ -1,4 +1,4 @@
-"""The addresses of the peers of a simulated network."""
+"""The addresses of the peers of a simulated network. No I/O, no clock."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from p2pavg.testing.transport_conformance.tools import (
     MANY_BYTES,
     OTHER,
     TIMEOUT,
-    Held,
-    Outcome,
+    CallOutcome,
+    HeldStream,
     Surroundings,
     assert_broken,
     assert_echoes,
@@ -32,7 +32,7 @@ from p2pavg.testing.transport_conformance.tools import (
 @check
 async def a_stalled_reader_holds_up_its_sender_only(around: Surroundings) -> None:
     async with peers_of(around, 3) as (here, there, third), trio.open_nursery() as nursery:
-        held, outcome = Held(), Outcome()
+        held, outcome = HeldStream(), CallOutcome()
         there.serve(OTHER, held)
         stream = await open_to(here, there, OTHER)
         nursery.start_soon(outcome.run, lambda: stream.send_all(bytes(MANY_BYTES)))
@@ -50,7 +50,7 @@ async def a_stalled_reader_holds_up_its_sender_only(around: Surroundings) -> Non
 @check
 async def a_cancelled_write_costs_its_direction_only(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there), trio.open_nursery() as nursery:
-        held, outcome = Held(), Outcome()
+        held, outcome = HeldStream(), CallOutcome()
         there.serve(OTHER, held)
         stream = await open_to(here, there, OTHER)
         nursery.start_soon(outcome.run, lambda: stream.send_all(bytes(MANY_BYTES)))
@@ -73,7 +73,7 @@ async def a_cancelled_write_costs_its_direction_only(around: Surroundings) -> No
 @check
 async def a_cancelled_read_costs_its_direction_only(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there), trio.open_nursery() as nursery:
-        outcome, received = Outcome(), trio.Event()
+        outcome, received = CallOutcome(), trio.Event()
 
         async def take(stream: Stream) -> None:
             assert await receive_message(stream) == b"the other direction"

@@ -12,8 +12,8 @@ from p2pavg.testing.transport_conformance.tools import (
     ECHO,
     OTHER,
     TIMEOUT,
-    Held,
-    Outcome,
+    CallOutcome,
+    HeldStream,
     Surroundings,
     assert_broken,
     assert_echoes,
@@ -141,7 +141,7 @@ async def both_ends_are_told_of_a_new_connection(around: Surroundings) -> None:
 @check
 async def a_disconnect_is_seen_by_both(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there), trio.open_nursery() as nursery:
-        near, far = Outcome(), Outcome()
+        near, far = CallOutcome(), CallOutcome()
         there.serve(OTHER, lambda stream: far.run(lambda: stream.receive_some(1)))
         stream = await open_to(here, there, OTHER)
         nursery.start_soon(near.run, lambda: stream.receive_some(1))
@@ -162,7 +162,7 @@ async def a_disconnect_is_seen_by_both(around: Surroundings) -> None:
 @check
 async def a_peer_that_leaves_breaks_its_streams(around: Surroundings) -> None:
     async with peers_of(around, 1) as (host,):
-        outcome, held = Outcome(), Held()
+        outcome, held = CallOutcome(), HeldStream()
 
         async def read(stream: Stream) -> None:
             held.began.set()

@@ -12,8 +12,8 @@ from p2pavg.testing.transport_conformance.tools import (
     MAX_MESSAGE_BYTES,
     MORE_THAN_A_WINDOW,
     OTHER,
-    Held,
-    Outcome,
+    CallOutcome,
+    HeldStream,
     Surroundings,
     assert_echoes,
     assert_raises,
@@ -139,7 +139,7 @@ async def the_other_half_stays_open(around: Surroundings) -> None:
 @check
 async def a_reset_breaks_the_message(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there):
-        outcome = Outcome()
+        outcome = CallOutcome()
         there.serve(OTHER, lambda stream: outcome.run(lambda: receive_message(stream)))
         stream = await open_to(here, there, OTHER)
         await stream.send_all(b"\0\0\3\xe8" + b"only ten b")
@@ -153,7 +153,7 @@ async def a_reset_breaks_the_message(around: Surroundings) -> None:
 async def a_reset_is_not_an_end(around: Surroundings) -> None:
     """A reset breaks the stream between two messages too, and for a reader that was waiting already."""
     async with peers_of(around, 2) as (here, there):
-        outcome, held = Outcome(), Held()
+        outcome, held = CallOutcome(), HeldStream()
 
         async def read(stream: Stream) -> None:
             held.began.set()
@@ -176,9 +176,9 @@ async def an_end_is_not_the_end_of_a_message(around: Surroundings) -> None:
             (b"\0\0\3\xe8", False),
             (b"\0\0\3\xe8ten", False),
         ):
-            outcome = Outcome()
+            outcome = CallOutcome()
 
-            async def read(stream: Stream, outcome: Outcome = outcome) -> None:
+            async def read(stream: Stream, outcome: CallOutcome = outcome) -> None:
                 await outcome.run(lambda: receive_message(stream))
 
             there.serve(OTHER, read)
@@ -206,9 +206,9 @@ async def a_closed_stream_raises_closed_error(around: Surroundings) -> None:
 async def closing_works_under_cancellation(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there):
         for end in ("aclose", "reset"):
-            outcome = Outcome()
+            outcome = CallOutcome()
 
-            async def read(stream: Stream, outcome: Outcome = outcome) -> None:
+            async def read(stream: Stream, outcome: CallOutcome = outcome) -> None:
                 await outcome.run(lambda: receive_all(stream))
 
             there.serve(OTHER, read)

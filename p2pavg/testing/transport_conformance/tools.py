@@ -14,7 +14,7 @@ from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
 
-WATCHDOG_SECONDS = 60.0
+WATCHDOG_SECONDS = 180.0
 TIMEOUT = 20.0
 """The timeout of calls that are expected to succeed, or to fail long before it."""
 
@@ -122,7 +122,7 @@ async def receive_all(stream: Stream) -> bytes:
     return bytes(received)
 
 
-class Held:
+class HeldStream:
     """A handler that takes its stream and leaves it alone until ``release`` is set."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Held:
         await self.release.wait()
 
 
-class Outcome:
+class CallOutcome:
     """The outcome of a call that runs in a task of its own."""
 
     def __init__(self) -> None:

@@ -6,21 +6,22 @@ certificates) and ``NAME.revoked``. Each function returns the lines that the com
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import PRIVATE, PUBLIC, create_file, read_text, replace_file
+from p2pavg.base.errors import BusyError, ConfigError, ControlError
+from p2pavg.base.files import PRIVATE, PUBLIC, create_file, locked, read_text, replace_file, what_to_do
 from p2pavg.net.addresses import parse_peer_address
-from p2pavg.records.identity import load_seed, make_seed
 from p2pavg.runs.membership.access import SECRET_BYTES
 from p2pavg.runs.membership.armour import certificate_text, revocations_text
 from p2pavg.runs.membership.certificate import (
@@ -33,17 +34,20 @@ from p2pavg.runs.membership.certificate import (
     issue,
 )
 from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
-from p2pavg.runs.membership.ledger import COMMENT, ledger_line, parse_ledger, serials_of, still_revoked
+from p2pavg.runs.membership.ledger import COMMENT, identifiers_of, ledger_line, parse_ledger, still_revoked
 from p2pavg.runs.membership.revocation import no_revocations
 from p2pavg.runs.membership.revocation import revoke as sign_revocations
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.words import DAY_SECONDS, describe
+from p2pavg.runs.records.identity import load_seed, make_seed
 from p2pavg_dht import PeerIdError, public_key_of
+
+logger = logging.getLogger(__name__)
 
 MAX_DAYS = 36500.0
 MAX_LEDGER_BYTES = 64 * 1024 * 1024  # 70,000 certificates
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_SERIAL = re.compile(r"[0-9a-fA-F]{32}")
+_IDENTIFIER = re.compile(r"[0-9a-fA-F]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def open_authority(run_file: Path, key_file: Path | None) -> Authority:
     run = read_run_file(run_file)
     key_file = run_file.with_suffix(".key") if key_file is None else key_file
     key = Ed25519PrivateKey.from_private_bytes(load_seed(key_file, what="authority's key"))
+    # With another key, every certificate would be signed in vain: members know this authority only.
     if key.public_key().public_bytes_raw() != run.authority:
         raise ConfigError(f"{key_file} is not the key of the authority that {run_file} names")
     return Authority(run, key_file, key)
@@ -89,6 +94,7 @@ def create(name: str, directory: Path, bootstrap: Sequence[str], settings: dict[
             f"NAME must be 1 to 64 letters, digits, dots, dashes and underscores, got {name!r}: "
             "it is the name of the run and of its files"
         )
+    # All that can be wrong is checked before the first file is made.
     for address in bootstrap:
         parse_peer_address(address)
     # With a key of zeros: settings that are out of range leave no files behind.
@@ -100,6 +106,7 @@ def create(name: str, directory: Path, bootstrap: Sequence[str], settings: dict[
         **settings,
     )
     key_file, run_file = directory / f"{name}.key", directory / f"{name}.run"
+    # The key first: the run file names its public half.
     seed = make_seed(key_file, what="authority's key")
     public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
     try:
@@ -156,12 +163,14 @@ def invite(
     except MemberCertificateError as error:
         raise ConfigError(str(error)) from None
     file = authority.key_file.with_name(f"{peer_id}.cert") if output is None else output
+    # Before the ledger is changed: a certificate that could not be written would stand there for ever.
     refuse_to_overwrite(file)
+    # The ledger before the file: a peer's certificates are revoked by its id, and only the ledger knows them all.
     _add_to_ledger(authority, [certificate])
     write_new(file, certificate_text(certificate), mode=PUBLIC)
     granted = ", ".join(sorted(certificate.roles))
     return [
-        f"made {file}: {granted} until {date_of(certificate.expires)}, serial {certificate.serial.hex()}",
+        f"made {file}: {granted} until {date_of(certificate.expires)}, identifier {certificate.identifier.hex()}",
         "Next: send it to the peer with the run file. It joins with the identity file whose id you were given.",
     ]
 
@@ -170,46 +179,79 @@ def revoke(authority: Authority, named: Sequence[str], number: int | None) -> li
     """Add certificates to the list of revoked ones.
 
     Args:
-        named: files of certificates, serials, and ids of peers.
+        named: files of certificates, identifiers, and ids of peers.
         number: of the list; ``None`` for the next one.
+
+    Raises:
+        BusyError: another process is doing so.
+        ConfigError: a name, number or file is wrong.
     """
     now = time.time()
-    ledger = _read_ledger(authority)
-    before = no_revocations(authority.run.authority)
-    if authority.revoked_file.exists():
-        before = read_revocations_file(authority.revoked_file, authority.run.authority)
-    if number is None:
-        number = before.number + 1
-    elif number <= before.number:
-        raise ConfigError(f"--number must be above {before.number}, the number of the last list")
-    added: set[bytes] = set()
-    for text in named:
-        serials, known = _serials_named(authority, text, ledger, now)
-        added |= serials
-        _add_to_ledger(authority, [each for each in known if each not in ledger])
-        ledger += known
-    serials = still_revoked(before.serials | added, ledger, now=now)
-    try:
-        revocations = sign_revocations(
-            authority.key.sign, authority=authority.run.authority, number=number, serials=serials
-        )
-    except ValueError as error:
-        raise ConfigError(f"{error}; make a new run file with a new authority") from None
-    try:
-        replace_file(authority.revoked_file, revocations_text(revocations).encode(), mode=PUBLIC)
-    except OSError as error:
-        raise ConfigError(f"cannot write {authority.revoked_file}: {error.strerror}") from None
+    with _revoking(authority):
+        ledger = _read_ledger(authority)
+        before = no_revocations(authority.run.authority)
+        if authority.revoked_file.exists():
+            before = read_revocations_file(authority.revoked_file, authority.run.authority)
+        if number is None:
+            number = before.number + 1
+        elif number <= before.number:
+            # Members keep the list with the highest number, and would never take this one.
+            raise ConfigError(f"--number must be above {before.number}, the number of the last list")
+        added: set[bytes] = set()
+        for text in named:
+            identifiers, known = _identifiers_named(authority, text, ledger, now)
+            added |= identifiers
+            # The ledger may lack a certificate that is given as a file, and its expiries decide how long each stays
+            # listed.
+            _add_to_ledger(authority, [each for each in known if each not in ledger])
+            ledger += known
+        # Certificates that have expired admit no peer, so they give up their places in a list of limited size.
+        identifiers = still_revoked(before.identifiers | added, ledger, now=now)
+        try:
+            revocations = sign_revocations(
+                authority.key.sign, authority=authority.run.authority, number=number, identifiers=identifiers
+            )
+        except ValueError as error:
+            raise ConfigError(f"{error}; make a new run file with a new authority") from None
+        try:
+            # As a whole or not at all: half a list would be refused by every member.
+            replace_file(authority.revoked_file, revocations_text(revocations).encode(), mode=PUBLIC)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {authority.revoked_file}: {error.strerror}",
+                remedy=what_to_do(error, authority.revoked_file),
+            ) from None
     return [
-        f"made {authority.revoked_file}: list number {number}, serials in it: {len(serials)}",
-        *(f"  revoked {serial.hex()}" for serial in sorted(added)),
+        f"made {authority.revoked_file}: list number {number}, certificates in it: {len(identifiers)}",
+        *(f"  revoked {each.hex()}" for each in sorted(added)),
         "Members refuse these peers from the moment at which they have the list.",
     ]
 
 
-def _serials_named(
+@contextmanager
+def _revoking(authority: Authority) -> Iterator[None]:
+    """Keep other commands from making a list. Of two lists with one number, each would lack what is in the other."""
+    with ExitStack() as stack:
+        try:
+            # The list itself is replaced each time; a lock of it would end with the first list.
+            stack.enter_context(locked(authority.ledger_file.resolve()))
+        except BusyError:
+            raise BusyError(
+                f"another process is writing {authority.revoked_file}",
+                remedy="run the command again when that process has ended",
+            ) from None
+        except ControlError as error:
+            raise ConfigError(f"{error}: the command locks it while it makes the list") from None
+        except OSError as error:  # a file system without locks
+            logger.debug("%s cannot be locked: %s", authority.ledger_file, error)
+        yield
+
+
+def _identifiers_named(
     authority: Authority, text: str, ledger: Sequence[Certificate], now: float
 ) -> tuple[frozenset[bytes], list[Certificate]]:
-    """Return the serials that an argument of ``revoke`` names, and the certificate if the argument is its file."""
+    """Return the identifiers that an argument of ``revoke`` names, and the certificate if the argument is its file."""
+    # A file comes first: its name may look like an identifier or a peer id.
     if os.path.exists(text):
         certificate = read_certificate_file(text)
         if certificate.authority != authority.run.authority or not is_genuine(certificate):
@@ -218,21 +260,22 @@ def _serials_named(
             raise ConfigError(
                 f"{text}: it expired on {date_of(certificate.expires)} and admits no peer any more"
             )
-        return frozenset([certificate.serial]), [certificate]
-    if _SERIAL.fullmatch(text):
+        return frozenset([certificate.identifier]), [certificate]
+    if _IDENTIFIER.fullmatch(text):
         return frozenset([bytes.fromhex(text)]), []
     try:
+        # Only to tell a peer id from a misspelt file name.
         public_key_of(text)
     except PeerIdError:
         raise ConfigError(
-            f"{text!r} is no file of a certificate, no serial of 32 hexadecimal digits, and no peer id"
+            f"{text!r} is no file of a certificate, no identifier of 32 hexadecimal digits, and no peer id"
         ) from None
-    serials = serials_of(text, ledger, now=now)
-    if not serials:
+    identifiers = identifiers_of(text, ledger, now=now)
+    if not identifiers:
         raise ConfigError(
-            f"{authority.ledger_file} has no valid certificate of {text}; give the certificate's file or serial"
+            f"{authority.ledger_file} has no valid certificate of {text}; give the certificate's file or identifier"
         )
-    return serials, []
+    return identifiers, []
 
 
 def show(file: Path, *, show_secret: bool) -> list[str]:
@@ -275,7 +318,7 @@ def write_new(file: Path, text: str, *, mode: int) -> None:
         refuse_to_overwrite(file)
         raise ConfigError(f"{file} is a link to a missing file; remove it") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
 
 
 def _read_ledger(authority: Authority) -> list[Certificate]:
@@ -300,6 +343,9 @@ def _add_to_ledger(authority: Authority, certificates: Sequence[Certificate]) ->
         with os.fdopen(descriptor, "wb") as opened:
             opened.write(lines if os.fstat(descriptor).st_size else COMMENT.encode("ascii") + lines)
             opened.flush()
+            # On disk before the certificate exists: it could not be found again otherwise.
             os.fsync(descriptor)
     except OSError as error:
-        raise ConfigError(f"cannot write the ledger {file}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write the ledger {file}: {error.strerror}", remedy=what_to_do(error, file)
+        ) from None

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import torch
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import PUBLIC, creating, replacing
+from p2pavg.base.files import PUBLIC, creating, replacing, what_to_do
 from p2pavg.runs.membership.certificate import date_of
 from p2pavg.state.checkpoint import COMMON, OWN, Checkpoint, pieces_of, read
 from p2pavg.state.layout import write_header
@@ -88,7 +88,9 @@ def export(file: Path, output: Path, *, form: str | None, force: bool) -> str:
     except FileExistsError:
         raise _exists(output) from None
     except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
+        ) from None
     return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
 
 

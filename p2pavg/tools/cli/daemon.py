@@ -12,31 +12,26 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.attached import SharedPeer, share_peer
-from p2pavg.attached.serving import FINISH_SECONDS
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.base.threads.workers import be_nice
-from p2pavg.cli.invitation import open_delegate
-from p2pavg.group.topology import Hierarchical
+from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.joining.home import Home
+from p2pavg.peer.joining.links import open_delegate, serving_links
+from p2pavg.peer.joining.remembering import join_again
 from p2pavg.peer.peer import Peer, open_peer
-from p2pavg.records.identity import load_seed
-from p2pavg.records.revocations import Revocations
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.files import read_access, read_run_file
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.records.invitations import PROTOCOL as INVITE_PROTOCOL
-from p2pavg.runs.records.invitations import Delegate, Invitations
-from p2pavg.runs.records.run_records import RunRecords
+from p2pavg.runs.records.identity import load_seed
+from p2pavg.runs.records.invitations import Delegate
 from p2pavg.tools.cli.metrics import serving_metrics
 from p2pavg.tools.cli.monitor import check_monitor, serving_monitor
-from p2pavg.tools.daemon.life import DaemonProcess, Part, join_again
+from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
@@ -72,7 +67,7 @@ def open_home(folder: Path | None) -> Home | None:
     return home
 
 
-def open_run(
+def read_member(
     run_file: Path | None,
     *,
     certificate: Path | None,
@@ -85,6 +80,8 @@ def open_run(
     Raises:
         ConfigError, IdentityError: the options do not fit together, or a file cannot be read or is for another peer.
     """
+    # Options that need a run file are a mistake without one. To ignore them would start another peer than was
+    # meant.
     if run_file is None:
         for option, given in (("--certificate", certificate is not None), ("--delegate", delegate)):
             if given:
@@ -111,26 +108,27 @@ class DaemonOptions:
     """The options of a daemon, as the commands ``p2pavg peer`` and ``p2pavg join`` have read them."""
 
     listen: Sequence[str]
+    """Empty: see :attr:`listens`."""
     bootstrap: Sequence[str]
     identity: str | os.PathLike[str] | None
     run_id: str | None
     """Id of the run without an authority that this peer helps, if any."""
+    open_run: bool = False
+    """Let a peer without a certificate leave this machine: strangers take part in all that it does."""
     announce: Sequence[str] = ()
     """Like ``port_mapping`` and ``relay_mbps``, see :func:`p2pavg.open_peer`."""
     port_mapping: bool = True
     relay_mbps: float = DEFAULT_RELAY_MBPS
     member: RunMember | None = None
     """This peer in a run that has an authority. It joins the network through the run file's addresses too."""
+    name: str = ""
+    """Name of this peer for people, which it publishes in the run that it helps."""
     bandwidth: float | None = None
     """Like the two limits, in Mbit/s; see :func:`p2pavg.peer.auxiliary.assist`."""
     max_upload_mbps: float | None = None
     max_download_mbps: float | None = None
-    site: str = ""
-    """Name of this peer's site, for attached processes; see :class:`p2pavg.Hierarchical`."""
     home: Home | None = None
     """Folder with its control socket, its port, and the peers that it knew."""
-    attach: str | os.PathLike[str] | None = None
-    """Path of a Unix socket at which training processes can attach to the peer. It helps no run then."""
     metrics: int | None = None
     """Port of 127.0.0.1 at which the metrics are served; ``None``: they are not."""
     monitor: int | None = None
@@ -142,21 +140,37 @@ class DaemonOptions:
         """Check what can be checked before anything is opened.
 
         Raises:
-            ConfigError: no averager could have this run id, bandwidth or limit, or there is no run to show.
+            ConfigError: no averager could have this run id, bandwidth or limit, or there is no run to show, or none for
+                ``name``; or the peer has neither a certificate nor ``open_run``, and an address leads out of this
+                machine.
         """
         check_monitor(self.monitor, self.part.run_id or None)
+        out = way_out(self.listens, self.named, self.announce)
+        if self.open_run and self.member is not None:
+            raise ConfigError("--open and --run exclude each other: a run with an authority has members")
+        if out and self.member is None and not self.open_run:
+            raise ConfigError(
+                f"this peer has neither a run with an authority nor --open, so it stays on this machine, and {out}"
+                " leads out of it",
+                remedy=MAKE_A_RUN,
+            )
+        if self.name and not self.part.run_id:
+            raise ConfigError(
+                "--name needs --run FILE.run or --run-id NAME: a peer publishes its name in a run"
+            )
         # The arguments are checked even without a run id: a limit that is out of range is a mistake either way.
         AveragingConfig(
             run_id="none" if self.run_id is None else self.run_id,
             bandwidth=self.bandwidth,
             max_upload_mbps=self.max_upload_mbps,
             max_download_mbps=self.max_download_mbps,
+            name=self.name,
         )
-        Hierarchical(self.site)
-        if self.site and self.attach is None:
-            raise ConfigError(
-                "site needs attach: a peer that helps a run, or only keeps its records, has no contribution of its own"
-            )
+
+    @property
+    def listens(self) -> Sequence[str]:
+        """The addresses to listen on: unless the user names some, all for a member or an open peer, else loopback."""
+        return self.listen or (EVERYWHERE if self.open_run or self.member is not None else LOOPBACK)
 
     @property
     def access(self) -> RunAccess | None:
@@ -164,9 +178,9 @@ class DaemonOptions:
         return None if self.member is None else self.member.access
 
     @property
-    def part(self) -> Part:
+    def part(self) -> DaemonPart:
         """This peer's part in a run."""
-        return Part(
+        return DaemonPart(
             run_id=(self.run_id or "") if self.member is None else self.member.run.run_id,
             access=self.access,
         )
@@ -185,25 +199,30 @@ class DaemonOptions:
 def run_peer(options: DaemonOptions) -> None:
     """Run a peer until SIGINT or SIGTERM; print the address that other peers bootstrap from.
 
-    A round that this peer helps is finished first, and so are those of attached processes. SIGHUP does the same, and
-    then starts the process again, which reads all files anew.
+    A round that this peer helps is finished first. SIGHUP does the same, and then starts the process again, which reads
+    all files anew.
 
     Raises:
         ConfigError: see :meth:`DaemonOptions.check`.
         P2PAvgError: what :func:`p2pavg.open_peer` raises.
     """
     options.check()
-
-    if options.attach is not None:
-        be_nice()  # the processes that train on this machine have priority; later threads inherit it
+    if options.open_run:
+        logger.warning(
+            "this peer is open: any peer that knows %s can take part, read averages and change them",
+            "its address" if options.run_id is None else f"the run's name {options.run_id!r}",
+        )
 
     async def main() -> bool:
         life = DaemonProcess(options.part, options.home)
         with bare_exceptions():
+            # The first of all: a signal that comes while the peer still joins ends it in order.
             async with life.alive():
                 await _live(options, life)
         return life.restarts
 
+    # After the end of the loop, every socket and file is closed, so that the new process can take the same
+    # port.
     if trio.run(main):
         start_again()
 
@@ -212,58 +231,44 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
     """Open the peer and all that it serves, and close them when it is told to leave."""
     home, part, named = options.home, options.part, options.named
     remembered = [] if home is None else home.remembered
-    accesses = {} if options.access is None else {part.run_id: options.access}
     async with (
         open_peer(
-            listen=options.listen if home is None else home.listen_again(options.listen),
+            listen=options.listens if home is None else home.listen_again(options.listens),
+            # Peers of the last start help if those that the user has named are gone. If the user names none,
+            # others bootstrap from this peer, and it must not fail because none is there: it joins below.
             bootstrap=_once([*named, *remembered]) if named else (),
             identity=options.identity,
             announce=options.announce,
             port_mapping=options.port_mapping,
             relay_mbps=options.relay_mbps,
         ) as peer,
-        nullcontext()
-        if options.attach is None
-        else share_peer(peer, options.attach, accesses=accesses, site=options.site) as shared,
+        # In this order: everything that follows is closed before the peer that it uses.
         life.began(peer),
         serving_metrics(peer, options.metrics, [part.run_id] if part.run_id else []),
         serving_monitor(peer, options.monitor, part.run_id or None, options.access),
         _showing(life, options.live_view),
+        serving_links(peer, None if options.member is None else options.member.delegate),
         trio.open_nursery() as nursery,
     ):
         if remembered and not named:
             nursery.start_soon(join_again, peer, remembered)
-        if options.member is not None and options.member.delegate is not None:
-            _serve_invitations(peer, options.member.run.run_id, options.member.delegate, nursery)
         for address in peer.addresses[1:]:
             logger.info("also reachable at %s", address)
+        # On standard output and alone, so that a script can read it. All else goes into the log.
         print(peer.addresses[0] if peer.addresses else peer.id, flush=True)
         await _help(options, peer, life)
+        # A peer that helps no run still keeps records for others, and relays.
         await life.told_to_leave()
-        if shared is not None:
-            await _finish(shared)
         nursery.cancel_scope.cancel()
-
-
-def _serve_invitations(peer: Peer, run_id: str, delegate: Delegate, nursery: trio.Nursery) -> None:
-    context = peer.context
-    # A delegate that was revoked hears of it here, and serves no more links.
-    records = RunRecords(peer.records, delegate.membership, context.wall_clock)
-    nursery.start_soon(Revocations(records, delegate.membership, run_id).run)
-    invitations = Invitations(delegate, wall_clock=context.wall_clock, run_in_thread=context.run_in_thread)
-    context.transport.serve(INVITE_PROTOCOL, invitations.serve)
-    logger.info("serving invitation links of the run %r", run_id)
 
 
 async def _help(options: DaemonOptions, peer: Peer, life: DaemonProcess) -> None:
     """Help a run's rounds until told to leave, if this peer is to help any."""
     if options.helps is None:
-        if options.member is not None and options.attach is None:
+        # Not an error: a member may be there for records alone, and its user should know why it reduces
+        # nothing.
+        if options.member is not None:
             logger.info("keeping records only: the certificate does not grant the role auxiliary")
-        return
-    if options.attach is not None:
-        # In one run, a peer is one member of a group: its processes contribute, so it is no auxiliary.
-        logger.info("not helping the run %r: the attached processes take part in it", options.helps)
         return
     await assist(
         peer,
@@ -272,16 +277,9 @@ async def _help(options: DaemonOptions, peer: Peer, life: DaemonProcess) -> None
         max_upload_mbps=options.max_upload_mbps,
         max_download_mbps=options.max_download_mbps,
         access=options.access,
+        name=options.name,
         helping=life.helping,
     )
-
-
-async def _finish(shared: SharedPeer) -> None:
-    """End the rounds of attached processes, as far as they end in time."""
-    if shared.is_exchanging:
-        logger.info("finishing the rounds of attached processes, for %.0f s at most", FINISH_SECONDS)
-    if not await shared.finish():
-        logger.warning("left a round of attached processes that had not ended after %.0f s", FINISH_SECONDS)
 
 
 def _showing(life: DaemonProcess, live_view: bool) -> AbstractAsyncContextManager[None]:
@@ -297,6 +295,7 @@ def _showing(life: DaemonProcess, live_view: bool) -> AbstractAsyncContextManage
 def start_again() -> None:
     """Replace this process by a new one with the same arguments, which reads all files again."""
     logger.info("starting again, with the files as they are now")
+    # `execv` ends this program without its usual end: what is still buffered would be lost.
     logging.shutdown()
     sys.stdout.flush()
     # The interpreter's own arguments are among them, such as -m.

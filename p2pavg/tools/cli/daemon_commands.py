@@ -12,9 +12,7 @@ from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, naming
 from p2pavg.tools.cli.logs import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
 from p2pavg.tools.cli.options import (
-    DEFAULT_LISTEN,
     AnnounceOption,
-    AttachOption,
     BandwidthOption,
     BootstrapOption,
     DelegateOption,
@@ -23,8 +21,8 @@ from p2pavg.tools.cli.options import (
     MappingOption,
     MetricsOption,
     MonitorOption,
+    NameOption,
     RelayOption,
-    SiteOption,
     UploadOption,
     VerboseOption,
     with_defaults,
@@ -69,17 +67,16 @@ def join(
             help="This peer's certificate. Default: NAME.cert in the folder, or beside the run file.",
         ),
     ] = None,
-    listen: ListenOption = DEFAULT_LISTEN,
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer only reads it
+    listen: ListenOption = [],  # noqa: B006 - typer only reads it
+    bootstrap: BootstrapOption = [],  # noqa: B006
     delegate: DelegateOption = False,
+    name: NameOption = "",
     bandwidth: BandwidthOption = None,
     max_upload_mbps: UploadOption = None,
     max_download_mbps: DownloadOption = None,
     announce: AnnounceOption = [],  # noqa: B006
     port_mapping: MappingOption = True,
     relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
-    attach: AttachOption = None,
-    site: SiteOption = "",
     plain: Annotated[
         bool, typer.Option("--plain", help="Write log lines, also on a terminal, in place of the live view.")
     ] = False,
@@ -95,13 +92,17 @@ def join(
     The peer helps the run's rounds as `p2pavg peer` does, if its certificate has the role auxiliary. Its identity is
     made at the first start. SIGHUP starts it again with all files read anew.
     """
-    from p2pavg.peer.joining.finding import join as find_files
-    from p2pavg.tools.cli.daemon import DaemonOptions, open_run, run_peer
-
     log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
     with naming(context):
+        _check_names(run, link)
+
+        # Imported after the check: torch takes seconds, and a mistake in a name is told at once.
+        from p2pavg.peer.joining.finding import join as find_files
+        from p2pavg.peer.joining.home import Home
+        from p2pavg.tools.cli.daemon import DaemonOptions, read_member, run_peer
+
         files = find_files(run, link=link, certificate=certificate, identity=identity, home=home)
-        member = open_run(
+        member = read_member(
             files.run_file,
             certificate=files.certificate,
             identity=files.identity,
@@ -110,8 +111,7 @@ def join(
         )
         run_peer(
             DaemonOptions(
-                attach=attach,
-                site=site,
+                name=name,
                 listen=listen,
                 bootstrap=bootstrap,
                 identity=files.identity,
@@ -119,7 +119,7 @@ def join(
                 port_mapping=port_mapping,
                 run_id=None,
                 member=member,
-                home=files.home,
+                home=Home(files.folder),
                 metrics=metrics,
                 monitor=monitor,
                 live_view=not plain and sys.stdout.isatty() and sys.stderr.isatty(),
@@ -133,6 +133,18 @@ def join(
                 ),
             )
         )
+
+
+def _check_names(run: str, link: str | None) -> None:
+    """Raise ConfigError if there is no such run file or folder, or a link is damaged."""
+    from p2pavg.base.files import check_readable
+    from p2pavg.runs.membership.tokens import SCHEME, parse_link
+
+    if not run.startswith(SCHEME) and not Path(run).is_dir():
+        check_readable(Path(run), "run file")
+    for text in (run, link):
+        if text is not None and text.startswith(SCHEME):
+            parse_link(text)
 
 
 def status(

@@ -14,7 +14,7 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_RUN_ID_CHARS
 from p2pavg.net.addresses import parse_listen_address, parse_peer_address
 from p2pavg.net.nat.reach.options import checked_options
-from p2pavg.tools.doctor.examination import Options, examine
+from p2pavg.tools.doctor.examination import ExaminedPeer, examine
 from p2pavg.tools.doctor.findings import faults_of
 from p2pavg.tools.doctor.report import as_json, as_table
 
@@ -22,7 +22,7 @@ FAULTY = 1
 """The exit code when a fault was found. Arguments that make no sense end with 2, as in all commands."""
 
 
-def check(options: Options) -> None:
+def check(options: ExaminedPeer) -> None:
     """Raise AddressError or ConfigError if the options make no sense."""
     for text in options.listen:
         parse_listen_address(text)
@@ -37,7 +37,7 @@ def check(options: Options) -> None:
         raise ConfigError(f"--run-id must be text of 1 to {MAX_RUN_ID_CHARS} characters")
 
 
-def report(options: Options, *, json: bool) -> tuple[str, int]:
+def report(options: ExaminedPeer, *, json: bool) -> tuple[str, int]:
     """Examine this machine. Return the text to print, and the exit code."""
     began = time.monotonic()
     findings = trio.run(examine, options)

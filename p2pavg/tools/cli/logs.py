@@ -33,8 +33,8 @@ FORMAT = typer.Option(
 LEVEL = typer.Option("--log-level", envvar="P2PAVG_LOG_LEVEL", help="Log this level and those above.")
 FormatOption = Annotated[LogFormat, FORMAT]
 LevelOption = Annotated[LogLevel, LEVEL]
-COMMANDS_WITH_OPTIONS = ("peer", "join", "doctor")
-"""Commands that have these options themselves, and log more than warnings."""
+COMMANDS_WITH_OPTIONS = ("peer", "join", "doctor", "monitor")
+"""Commands that have these options themselves."""
 
 
 def log_all(context: typer.Context, form: LogFormat | None, level: LogLevel | None) -> None:

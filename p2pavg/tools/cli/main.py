@@ -35,9 +35,7 @@ from p2pavg.tools.cli.logs import (
     log_to_stderr,
 )
 from p2pavg.tools.cli.options import (
-    DEFAULT_LISTEN,
     AnnounceOption,
-    AttachOption,
     BandwidthOption,
     BootstrapOption,
     DelegateOption,
@@ -47,8 +45,9 @@ from p2pavg.tools.cli.options import (
     MappingOption,
     MetricsOption,
     MonitorOption,
+    NameOption,
+    OpenOption,
     RelayOption,
-    SiteOption,
     UploadOption,
     VerboseOption,
     with_defaults,
@@ -60,6 +59,7 @@ app = typer.Typer(
     name="p2pavg",
     help="Peers average gradients and parameters over the open internet, with no server.",
     no_args_is_help=True,
+    # ``main`` prints what goes wrong, with an exit code for each kind of error.
     pretty_exceptions_enable=False,
 )
 for command in (join, status, stop):
@@ -92,8 +92,8 @@ def options(
 @configurable
 def peer(
     context: typer.Context,
-    listen: ListenOption = DEFAULT_LISTEN,
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer only reads it
+    listen: ListenOption = [],  # noqa: B006 - typer only reads it
+    bootstrap: BootstrapOption = [],  # noqa: B006
     identity: Annotated[
         Path | None,
         typer.Option(
@@ -105,6 +105,7 @@ def peer(
         str | None,
         typer.Option(metavar="ID", help="Help the rounds of this run: reduce a share, contribute nothing."),
     ] = None,
+    open_run: OpenOption = False,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -116,14 +117,13 @@ def peer(
         Path | None, typer.Option(metavar="FILE", help="This peer's certificate in the run of --run.")
     ] = None,
     delegate: DelegateOption = False,
+    name: NameOption = "",
     bandwidth: BandwidthOption = None,
     max_upload_mbps: UploadOption = None,
     max_download_mbps: DownloadOption = None,
     announce: AnnounceOption = [],  # noqa: B006
     port_mapping: MappingOption = True,
     relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
-    attach: AttachOption = None,
-    site: SiteOption = "",
     home: HomeOption = None,
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
     verbose: VerboseOption = False,
@@ -136,14 +136,20 @@ def peer(
 
     Prints its address on one line when it is ready; everything else goes to the log on stderr.
     """
-    from p2pavg.tools.cli.daemon import DaemonOptions, open_home, open_run, run_peer
+    # Imported here, as in the commands below:
+    # torch takes seconds, which ``--help`` and ``--version`` need not wait for.
+    from p2pavg.tools.cli.daemon import DaemonOptions, open_home, read_member, run_peer
 
     log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
+    # An error over a value that came from a configuration file names the file.
     with naming(context):
         folder = open_home(home)
+        # With a folder, the identity is kept there, so that this is the same peer after a restart.
         if folder is not None and identity is None:
             identity = folder.identity
-        member = open_run(run, certificate=certificate, identity=identity, run_id=run_id, delegate=delegate)
+        member = read_member(
+            run, certificate=certificate, identity=identity, run_id=run_id, delegate=delegate
+        )
         run_peer(
             DaemonOptions(
                 listen=listen,
@@ -152,12 +158,13 @@ def peer(
                 announce=announce,
                 port_mapping=port_mapping,
                 run_id=run_id,
+                open_run=open_run,
                 member=member,
-                attach=attach,
-                site=site,
+                name=name,
                 home=folder,
                 metrics=metrics,
                 monitor=monitor,
+                # The run file may have values for these. The user's own have priority.
                 **with_defaults(
                     context,
                     None if member is None else member.run,
@@ -171,7 +178,8 @@ def peer(
 
 
 @app.command()
-@configurable_except("listen")  # of peers, in other commands
+# One file may serve several commands, so a key has one meaning. These two options mean something else in this command.
+@configurable_except("listen", "name")  # of a peer, in other commands
 def monitor(
     context: typer.Context,
     run: Annotated[
@@ -211,8 +219,12 @@ def monitor(
     ] = None,
     peer_listen: Annotated[
         list[str],
-        typer.Option(metavar="ADDR", help="Address on which the monitor listens for peers. Repeatable."),
-    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
+        typer.Option(
+            metavar="ADDR",
+            help="Address on which the monitor listens for peers. Repeatable. Default: all interfaces, or 127.0.0.1 if "
+            "all addresses of --bootstrap are of this machine.",
+        ),
+    ] = [],  # noqa: B006
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
     log_format: FormatOption = LogFormat.TEXT,
     log_level: LevelOption = LogLevel.WARNING,
@@ -238,7 +250,7 @@ def identity(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Key file, made when missing.")],
 ) -> None:
     """Show the peer id of a key file; make the file, readable by its owner only, when it is missing."""
-    from p2pavg.records.identity import load_or_make_seed
+    from p2pavg.runs.records.identity import load_or_make_seed
     from p2pavg_dht import Ed25519Signer
 
     typer.echo(Ed25519Signer(load_or_make_seed(file)).peer_id)
@@ -248,7 +260,10 @@ def identity(
 @configurable
 def doctor(
     context: typer.Context,
-    listen: ListenOption = DEFAULT_LISTEN,
+    listen: Annotated[
+        list[str],
+        typer.Option(metavar="ADDR", help="Address on which the peer would listen. Repeatable."),
+    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
     bootstrap: BootstrapOption = [],  # noqa: B006
     identity: Annotated[Path | None, typer.Option(metavar="FILE", help="The peer's key file.")] = None,
     run_id: Annotated[str | None, typer.Option(metavar="ID", help="Look for the peers of this run.")] = None,
@@ -271,14 +286,14 @@ def doctor(
     verbose: VerboseOption = False,
     log_format: FormatOption = LogFormat.TEXT,
 ) -> None:
-    """Find out why a peer does not meet others: check machine, files, network and run, and name cause and remedy.
+    """Find out why a peer does not meet others: check files, network and run, and name cause and remedy.
 
     It takes less than 30 s, and changes nothing that lasts. The exit code is 1 if a fault was found.
     """
     from p2pavg.tools.cli import doctor as work
-    from p2pavg.tools.doctor.examination import Options
+    from p2pavg.tools.doctor.examination import ExaminedPeer
 
-    options = Options(
+    options = ExaminedPeer(
         listen=listen,
         bootstrap=bootstrap,
         identity=identity,
@@ -288,6 +303,7 @@ def doctor(
         announce=announce,
         port_mapping=port_mapping,
     )
+    # Mistakes in the options are errors of usage, and are found before this machine is examined.
     try:
         with naming(context):
             work.check(options)
@@ -295,6 +311,7 @@ def doctor(
         raise typer.BadParameter(str(error)) from None
     if verbose:
         log_to_stderr(log_format, LogLevel.DEBUG)
+    # The examined peer warns of what it meets. The findings say the same in order.
     with nullcontext() if verbose else work.quiet():
         text, code = work.report(options, json=json)
     typer.echo(text)
@@ -304,8 +321,8 @@ def doctor(
 def main() -> None:
     """Run the command line.
 
-    A user's mistake is reported on stderr, with what to do about it. :class:`~p2pavg.tools.daemon.words.ExitCode` has the
-    exit codes.
+    A user's mistake is reported on stderr, with what to do about it. :class:`~p2pavg.tools.daemon.words.ExitCode` has
+    the exit codes.
     """
     try:
         app()
@@ -320,5 +337,7 @@ def main() -> None:
 
 
 def _exit_code(error: P2PAvgError) -> ExitCode:
+    # These come from the network, a port or another process.
+    # All others need a person, and would be the same after a restart.
     temporary = isinstance(error, BootstrapError | BusyError | ListenError | UnreachableError)
     return ExitCode.TRY_AGAIN if temporary else ExitCode.MISTAKE

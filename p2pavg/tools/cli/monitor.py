@@ -14,12 +14,13 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
 from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.peer.peer import Peer, open_peer
-from p2pavg.records.identity import load_seed
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.files import read_access, read_run_file
 from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.records.identity import load_seed
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
 from p2pavg.tools.monitor.serving import MonitorOptions, check_installed, serve_run
 from p2pavg.tools.monitor.watching import board_source, watching
@@ -104,7 +105,8 @@ def run_monitor(
     Args:
         options: where the page is served; ``None``: the run is shown in the terminal.
         identity: the key file; ``None`` takes an identity that is not kept.
-        listen: addresses on which the peer listens for other peers.
+        listen: addresses on which the peer listens for other peers. Empty: all interfaces, or loopback for a run of
+            which all bootstrap addresses are of this machine.
 
     Raises:
         P2PAvgError: the network cannot be joined, the page cannot be served, or a package is missing.
@@ -120,6 +122,9 @@ def run_monitor(
                     logger.info("leaving: %s", signal.Signals(number).name)
                     nursery.cancel_scope.cancel()
                     return
+
+    if not listen:
+        listen = EVERYWHERE if way_out(LOOPBACK, run.bootstrap, ()) else LOOPBACK
 
     async def live(scope: trio.CancelScope) -> None:
         async with open_peer(

@@ -11,13 +11,21 @@ if TYPE_CHECKING:
     from p2pavg.runs.membership.run_file import RunFile
 
 
-DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0"]
-
 ListenOption = Annotated[
     list[str],
     typer.Option(
         metavar="ADDR",
-        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable.",
+        help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable. "
+        "Default: all interfaces with a certificate or --open, else 127.0.0.1.",
+    ),
+]
+OpenOption = Annotated[
+    bool,
+    typer.Option(
+        "--open",
+        "--open-run",
+        help="Let other machines reach a peer without a certificate. Any peer that knows the run's name can then read "
+        "and change its averages.",
     ),
 ]
 BootstrapOption = Annotated[
@@ -26,6 +34,13 @@ BootstrapOption = Annotated[
         metavar="ADDR",
         help="Address of a peer of the network to join, ending in /p2p/PEER_ID. Repeatable. "
         "Without any, this peer begins a new network.",
+    ),
+]
+NameOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TEXT",
+        help="Name of this peer for people, such as 'garage, 3090', which the monitor shows to all. It proves nothing.",
     ),
 ]
 BandwidthOption = Annotated[
@@ -80,20 +95,6 @@ MonitorOption = Annotated[
     ),
 ]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")]
-AttachOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="Let training processes of this machine and user share this peer, at this Unix socket.",
-    ),
-]
-SiteOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Site of this machine, such as a laboratory, for attached processes in runs with --topology hierarchical.",
-    ),
-]
 HomeOption = Annotated[
     Path | None,
     typer.Option(

@@ -11,18 +11,18 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.peer.peer import peer_over
-from p2pavg.records.identity import SEED_BYTES
-from p2pavg.records.revocations import spread
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Role, issue
 from p2pavg.runs.membership.files import read_revocations_file
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import RevocationList
+from p2pavg.runs.records.identity import SEED_BYTES
+from p2pavg.runs.records.revocations import spread
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.tools.cli.authority import Authority
 from p2pavg_dht import Ed25519Signer
 
-PUBLISH_SECONDS = 60.0
+PUBLISH_LIST_SECONDS = 60.0
 _CERTIFICATE_SECONDS = 600.0
 
 
@@ -47,7 +47,7 @@ def publish(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
     told = trio.run(_publish, authority, newest, addresses)
     if not told:
         return [
-            f"no member took list {newest.number} within {PUBLISH_SECONDS:.0f} s. When the run is up again:",
+            f"no member took list {newest.number} within {PUBLISH_LIST_SECONDS:.0f} s. When the run is up again:",
             "  p2pavg run publish NAME.run",
         ]
     return [
@@ -81,4 +81,4 @@ async def _publish(authority: Authority, newest: RevocationList, addresses: Sequ
     ):
         membership = Membership(access, peer.id)
         records = RunRecords(peer.records, membership, time.time)
-        return await spread(records, membership, authority.run.run_id, newest, timeout=PUBLISH_SECONDS)
+        return await spread(records, membership, newest, timeout=PUBLISH_LIST_SECONDS)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+# Each command imports its work when it runs: to import torch takes over a second, and most commands and all
+# help texts need none of it.
 app = typer.Typer(
     name="run",
     help="Runs with an authority: make one, admit and revoke members, and join one by a link.",
@@ -20,6 +22,7 @@ RoleOption = Annotated[
     list[str],
     typer.Option("--role", help="contributor, observer, auxiliary or source. Repeatable."),
 ]
+# Without a default, like the days: the authority decides for each peer how far it is trusted.
 WeightOption = Annotated[
     float, typer.Option(metavar="SAMPLES", help="Largest weight of one contribution, in samples.")
 ]
@@ -45,6 +48,8 @@ OutputOption = Annotated[
 @app.command()
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run and of its files.")],
+    # These settings go into the run file, so that all members have the same ones. The defaults are those of
+    # `RunFile`.
     group_size: Annotated[int, typer.Option(help="Members that a group aims at, 2 to 64.")] = 4,
     min_group_size: Annotated[int, typer.Option(help="Members that are enough after the match timeout.")] = 2,
     match_timeout: Annotated[
@@ -54,6 +59,7 @@ def create(
         float, typer.Option(metavar="SECONDS", help="Seconds after which an exchange has failed.")
     ] = 60.0,
     compression: Annotated[str, typer.Option(metavar="CODEC", help="The codec on the wire.")] = "blockwise8",
+    # What a contribution may count, and how the contributions are combined.
     max_weight: Annotated[
         float | None, typer.Option(metavar="SAMPLES", help="Most samples that a contribution counts.")
     ] = None,
@@ -85,6 +91,8 @@ def create(
             " many others, and with other ones in the next round.",
         ),
     ] = "butterfly",
+    # From here to `relay_mbps`, each member may have its own value instead. None means that no member is told
+    # one.
     bandwidth: Annotated[
         float | None,
         typer.Option(metavar="MBIT/S", help="Bandwidth that members announce, unless they say otherwise."),
@@ -113,17 +121,36 @@ def create(
             help="Strategy with which all members train, as .json or .toml: see docs/how-to/write-strategies.md.",
         ),
     ] = None,
+    # Not needed with links: a link names the address of the peer that made it.
     bootstrap: Annotated[
         list[str],
         typer.Option(metavar="ADDR", help="Address of a peer that is usually online. Repeatable, 8 at most."),
     ] = [],  # noqa: B006 - typer only reads it
+    # This machine serves the links, so other machines must be able to dial it. The free port is kept for its
+    # next start.
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Where others reach this machine: HOST, HOST:PORT or /ip4/HOST/tcp/PORT. Default: the address of its "
+            "own network, and a free port.",
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(metavar="N", help="Number of links. Each admits one peer.")] = 1,
+    days: Annotated[float, typer.Option(metavar="DAYS", help="Days for which the links can be used.")] = 7.0,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the two files.")
-    ] = Path(),
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder of the run. Default: its name."),
+    ] = None,
 ) -> None:
-    """Make a run: NAME.key, the authority's key, and NAME.run, which every member gets."""
-    from p2pavg.tools.cli.authority import create as make
+    """Make a run in a folder, with this machine as its first peer, and print what to start on each machine.
 
+    The folder holds NAME.key, the authority's key; NAME.run, which every member gets; and this peer's identity and
+    certificate, with which it admits others by the links.
+    """
+    from p2pavg.tools.cli.new_run import create_run as make
+
+    # The names are those of the fields of `RunFile`, which checks the values.
     settings = {
         "group_size": group_size,
         "min_group_size": min_group_size,
@@ -141,10 +168,12 @@ def create(
         "relay_mbps": relay_mbps,
     }
     if strategy is not None:
+        # A strategy may bring a rule and a topology of its own. They become settings of the run file, too.
         from p2pavg.tools.cli.strategy import settings_with
 
         settings = settings_with(settings, strategy)
-    _print(make(name, output, bootstrap, settings))
+    # All files are made before the first line is printed. If one fails, none stays.
+    _print(make(name, output, bootstrap, settings, address=address, count=count, days=days))
 
 
 @app.command()
@@ -161,6 +190,8 @@ def invite(
     from p2pavg.tools.cli.authority import invite as sign
     from p2pavg.tools.cli.authority import open_authority
 
+    # The key is read first: a key of another run fails here, before a certificate is signed or a file is
+    # written.
     authority = open_authority(run_file, key)
     _print(sign(authority, peer_id, roles=role, max_weight=max_weight, days=days, output=output))
 
@@ -192,10 +223,11 @@ def revoke(
         list[str],
         typer.Argument(
             metavar="WHAT...",
-            help="Files of certificates, serials, or peer ids with certificates of this key.",
+            help="Files of certificates, identifiers of `p2pavg run show`, or peer ids with certificates of this key.",
         ),
     ],
     key: KeyOption = None,
+    # Members take a list only if its number is above that of the list that they have.
     number: Annotated[
         int | None,
         typer.Option(metavar="N", help="Number of the list, if the file of the last list was lost."),
@@ -211,6 +243,7 @@ def revoke(
     from p2pavg.tools.cli.publishing import publish as hand_over
 
     authority = open_authority(run_file, key)
+    # The signed list is on disk before any peer is asked. If the run is down, `publish` hands it over later.
     _print(sign(authority, what, number))
     if offline:
         typer.echo(f"Publish the list later: p2pavg run publish {run_file}")
@@ -228,12 +261,14 @@ def publish(
     from p2pavg.tools.cli.authority import open_authority
     from p2pavg.tools.cli.publishing import publish as hand_over
 
+    # The key signs a certificate for this command: it joins the run for some minutes to hand the list over.
     _print(hand_over(open_authority(run_file, key), bootstrap))
 
 
 @app.command()
 def rotate(
     run_file: RunArgument,
+    # Never the old file, which stays valid among the members that have not got the new one.
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The new run file.")],
 ) -> None:
     """Write a run file with a new secret, so that former members can no longer read the run's records."""
@@ -245,6 +280,7 @@ def rotate(
 @app.command()
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file, certificate, or NAME.revoked.")],
+    # Hidden by default: the keys of the run's records follow from it.
     secret: Annotated[bool, typer.Option("--secret", help="Show the secret of a run file.")] = False,
 ) -> None:
     """Print what a run file, a certificate, or a list of revoked certificates says."""
@@ -255,12 +291,23 @@ def show(
 
 @app.command()
 def link(
-    run_file: RunArgument,
-    certificate: Annotated[Path, typer.Option(metavar="FILE", help="The delegate's certificate.")],
-    identity: Annotated[Path, typer.Option(metavar="FILE", help="The delegate's key file.")],
-    address: Annotated[
-        str, typer.Option(metavar="ADDR", help="Where the delegate listens, ending in /p2p/PEER_ID.")
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The delegate's folder, or the run file NAME.run.")
     ],
+    certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The delegate's certificate, if it is not in the folder."),
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The delegate's key file, if it is not in the folder.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Where the delegate listens, ending in /p2p/PEER_ID. Default: the one of its folder.",
+        ),
+    ] = None,
     count: Annotated[int, typer.Option(metavar="N", help="Number of links. Each admits one peer.")] = 1,
     days: Annotated[float, typer.Option(metavar="DAYS", help="Days for which the links can be used.")] = 7.0,
     certificate_days: Annotated[
@@ -279,12 +326,15 @@ def link(
         typer.Option(metavar="SAMPLES", help="Largest weight that the links grant. Default: the delegate's."),
     ] = None,
 ) -> None:
-    """Make invitation links, one a line. The delegate must be online when they are used: `p2pavg peer --delegate`."""
-    from p2pavg.cli.invitation import make_links, open_delegate
+    """Make invitation links, one a line. The delegate must be online when they are used.
+
+    It is a program that opens p2pavg.join_run(FOLDER), or `p2pavg peer --delegate`.
+    """
+    from p2pavg.tools.cli.invitation import delegate_of, make_links
 
     _print(
         make_links(
-            open_delegate(run_file, certificate, identity),
+            delegate_of(run_file, certificate, identity),
             address=address,
             count=count,
             days=days,
@@ -293,20 +343,6 @@ def link(
             max_weight=max_weight,
         )
     )
-
-
-@app.command()
-def join(
-    link: Annotated[str, typer.Argument(metavar="LINK", help="The invitation link.")],
-    identity: Annotated[Path, typer.Option(metavar="FILE", help="This peer's key file, made when missing.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the two files.")
-    ] = Path(),
-) -> None:
-    """Join a run by an invitation link: write NAME.run and NAME.cert, this peer's certificate."""
-    from p2pavg.cli.invitation import join as redeem
-
-    _print(redeem(link, identity=identity, directory=output))
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -11,13 +11,13 @@ import trio
 from p2pavg.base.errors import ConfigError, ControlError
 from p2pavg.net.unix import NotRunningError, connect_unix
 from p2pavg.peer.joining.home import Home, default_home, known_homes
-from p2pavg.tools.control.messages import Question, Status
+from p2pavg.tools.control.messages import DaemonStatus, Question
 from p2pavg.tools.control.service import ask
 from p2pavg.tools.daemon.words import ExitCode, as_json, as_lines, exit_code
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.1
+STATUS_FILE_LOOK_SECONDS = 0.1
 
 
 def homes_of(run: str | None, home: Path | None) -> list[Path]:
@@ -43,7 +43,7 @@ def homes_of(run: str | None, home: Path | None) -> list[Path]:
 
 def status(homes: Sequence[Path], *, json: bool) -> tuple[str, ExitCode]:
     """Ask the daemons of these folders. Return the text to print, and the exit code: the highest of all."""
-    found: list[tuple[str, Status]] = []
+    found: list[tuple[str, DaemonStatus]] = []
     silent: list[str] = []
     for folder in homes:
         try:
@@ -55,7 +55,7 @@ def status(homes: Sequence[Path], *, json: bool) -> tuple[str, ExitCode]:
                 raise
             silent.append(f"{folder}: {error}")  # the others are asked all the same
             continue
-        if isinstance(answer, Status):
+        if isinstance(answer, DaemonStatus):
             found.append((str(folder), answer))
     code = max((exit_code(each) for _, each in found), default=ExitCode.NOT_RUNNING)
     if silent:
@@ -98,6 +98,6 @@ async def _stop(socket: Path, timeout: float) -> bool:
     with trio.move_on_after(timeout):
         await ask(socket, Question.STOP)
         while await _listens(socket):  # noqa: ASYNC110 - another process' end
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(STATUS_FILE_LOOK_SECONDS)
         return True
     return False

@@ -12,6 +12,7 @@ from typing import Any
 
 from p2pavg.base.encoding import checked, first_text, pack, unpack
 from p2pavg.base.errors import ControlError, RemoteProtocolError
+from p2pavg.base.peer_text import PeerText
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -27,7 +28,7 @@ class Question(StrEnum):
     """The questions that a daemon answers."""
 
     STATUS = "status"
-    """Answered with a :class:`Status`."""
+    """Answered with a :class:`DaemonStatus`."""
     STOP = "stop"
     """End gracefully. Answered with :class:`Done` before the daemon has ended."""
 
@@ -38,14 +39,14 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedRequest:
     """The daemon does not do what it was asked, for a reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class DaemonStatus:
     """The state of a daemon at one moment. Text is empty, and numbers are 0, where there is nothing to say."""
 
     version: str
@@ -94,10 +95,10 @@ class Status:
         return self.peers > 0
 
 
-Answer = Status | Done | Refused
+Answer = DaemonStatus | Done | RefusedRequest
 
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple}
-_STATUS_TYPES = tuple(_TYPES[str(each.type)] for each in fields(Status))
+_STATUS_TYPES = tuple(_TYPES[str(each.type)] for each in fields(DaemonStatus))
 
 
 def encode_question(question: Question) -> bytes:
@@ -121,9 +122,9 @@ def read_question(data: bytes) -> Question:
 
 def encode_answer(answer: Answer) -> bytes:
     """Return the bytes of an answer."""
-    if isinstance(answer, Status):
+    if isinstance(answer, DaemonStatus):
         return pack(_STATUS, VERSION, *(getattr(answer, each.name) for each in fields(answer)))
-    if isinstance(answer, Refused):
+    if isinstance(answer, RefusedRequest):
         return pack(_REFUSED, VERSION, answer.reason[:MAX_TEXT_CHARS])
     return pack(_DONE, VERSION)
 
@@ -138,17 +139,19 @@ def read_answer(data: bytes) -> Answer:
     if kind == _STATUS:
         _, version, *values = unpack(data, str, int, *_STATUS_TYPES)
         _check_version(version, "the daemon")
-        return Status(**{each.name: value for each, value in zip(fields(Status), values, strict=True)})
+        return DaemonStatus(
+            **{each.name: value for each, value in zip(fields(DaemonStatus), values, strict=True)}
+        )
     if kind == _REFUSED:
         _, version, reason = unpack(data, str, int, str)
-        return Refused(reason)
+        return RefusedRequest(PeerText(reason))
     if kind == _DONE:
         unpack(data, str, int)
         return Done()
     raise RemoteProtocolError(f"unknown answer {kind!r}")
 
 
-def answer_of(data: bytes) -> Status | Done:
+def answer_of(data: bytes) -> DaemonStatus | Done:
     """Read an answer that does what was asked.
 
     Raises:
@@ -156,7 +159,7 @@ def answer_of(data: bytes) -> Status | Done:
         RemoteProtocolError: as :func:`read_answer`.
     """
     answer = read_answer(data)
-    if isinstance(answer, Refused):
+    if isinstance(answer, RefusedRequest):
         raise ControlError(f"the daemon refused: {answer.reason}")
     return answer
 

@@ -15,10 +15,10 @@ from p2pavg.net.unix import Handler, UnixStream, connect_unix
 from p2pavg.tools.control.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
+    DaemonStatus,
     Done,
     Question,
-    Refused,
-    Status,
+    RefusedRequest,
     answer_of,
     encode_answer,
     encode_question,
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 QUESTION_SECONDS = 10.0
 """Timeout of a caller that is connected and asks nothing."""
-ANSWER_SECONDS = 5.0
+CONTROL_ANSWER_SECONDS = 5.0
 MAX_QUESTIONS = 1000  # on one connection: a program that watches the daemon may keep it
 
 Answering = Callable[[Question], Awaitable[Answer]]
@@ -47,7 +47,7 @@ def control_handler(answering: Answering) -> Handler:
             try:
                 question = read_question(data)
             except RemoteProtocolError as error:
-                await send_message(stream, encode_answer(Refused(str(error))))
+                await send_message(stream, encode_answer(RefusedRequest(str(error))))
                 return
             logger.debug("%s asks: %s", stream.remote, question)
             await send_message(stream, encode_answer(await _answer(answering, question)))
@@ -57,16 +57,18 @@ def control_handler(answering: Answering) -> Handler:
 
 async def _answer(answering: Answering, question: Question) -> Answer:
     try:
-        with trio.fail_after(ANSWER_SECONDS):
+        with trio.fail_after(CONTROL_ANSWER_SECONDS):
             return await answering(question)
     except trio.TooSlowError:
-        return Refused(f"no answer within {ANSWER_SECONDS:.0f} s")
+        return RefusedRequest(f"no answer within {CONTROL_ANSWER_SECONDS:.0f} s")
     except Exception:
         logger.exception("the question %s on the control socket failed", question)
-        return Refused("an exception, which is in its log")
+        return RefusedRequest("an exception, which is in its log")
 
 
-async def ask(path: Path, question: Question, *, timeout: float = 2 * ANSWER_SECONDS) -> Status | Done:
+async def ask(
+    path: Path, question: Question, *, timeout: float = 2 * CONTROL_ANSWER_SECONDS
+) -> DaemonStatus | Done:
     """Ask the daemon that listens on a socket.
 
     Raises:

@@ -6,45 +6,45 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
 
 from p2pavg import __version__
-from p2pavg.base.errors import BootstrapError
 from p2pavg.base.formats import count, in_bytes
+from p2pavg.base.peer_text import PeerText
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.helping import HelpedRounds
 from p2pavg.peer.joining.home import Home
+from p2pavg.peer.joining.remembering import remembering
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import date_of, read_certificate
 from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.words import DAY_SECONDS
 from p2pavg.telemetry.status import PeerStatus
-from p2pavg.tools.control.messages import MAX_TEXTS, Answer, Done, Question, Status
+from p2pavg.tools.control.messages import MAX_TEXTS, Answer, DaemonStatus, Done, Question
 from p2pavg.tools.control.service import control_handler
 from p2pavg.tools.daemon.notify import READY, STOPPING, notify, reloading
 from p2pavg.tools.daemon.progress import in_words, progress_of
+from p2pavg.tools.daemon.words import helped
 
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS = 65.0
 """Timeout of a round that runs when the daemon is told to leave: a round's exchange, and some more."""
 TOTALS_SECONDS = 60.0
-REMEMBER_SECONDS = 300.0
-JOIN_AGAIN_SECONDS = 30.0
 EXPIRY_SECONDS = 7 * 86400.0
 """A certificate that expires within this time is a warning, once a day."""
-DAY_SECONDS = 86400.0
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
 RESTARTS = (signal.SIGHUP,) if sys.platform != "win32" else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class DaemonPart:
     """The part of a daemon in a run.
 
     Args:
@@ -64,7 +64,7 @@ class DaemonProcess:
         home: its folder; ``None``: it has no control socket, and remembers nothing.
     """
 
-    def __init__(self, part: Part, home: Home | None) -> None:
+    def __init__(self, part: DaemonPart, home: Home | None) -> None:
         self.part = part
         self.home = home
         self.restarts = False
@@ -95,18 +95,17 @@ class DaemonProcess:
             BusyError: another daemon uses the folder.
             ControlError: the control socket cannot be made.
         """
+        # Signals are taken first: a daemon can be stopped while it still waits for its socket or for the network.
         with trio.open_signal_receiver(*ENDS, *RESTARTS) as signals:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._listen_to, signals)
                 async with self._control_socket():
                     with self._scope:
                         yield
-                    if (
-                        self._scope.cancelled_caught
-                        and self.helping is not None
-                        and self.helping.is_exchanging
-                    ):
+                    # Only the patience with the last round sets a deadline. A second signal ends before it.
+                    if self._scope.cancelled_caught and trio.current_time() >= self._scope.deadline:
                         logger.warning("left a round that had not ended after %.0f s", FINISH_SECONDS)
+                # The task that takes signals never ends by itself.
                 nursery.cancel_scope.cancel()
 
     def leave(self, why: str, *, restart: bool = False) -> None:
@@ -114,6 +113,8 @@ class DaemonProcess:
         logger.info("leaving: %s", why)
         # The last word counts: a restart also while the peer still joins, and an end also after a restart was begun.
         self.restarts = restart
+        # A second signal means that the user does not want to wait. Before
+        # there is a peer, there is nothing to finish.
         if self.is_leaving or self._peer is None:
             self._leaving.set()
             self._scope.cancel()
@@ -123,7 +124,9 @@ class DaemonProcess:
         if self.helping is not None:
             if self.helping.is_exchanging:
                 logger.info("finishing the round that runs, for %.0f s at most", FINISH_SECONDS)
+            # The others count on this peer in the round that runs, so it takes part until that one has ended.
             self.helping.leave()
+        # A round that never ends must not keep the service manager waiting.
         self._scope.deadline = trio.current_time() + FINISH_SECONDS
 
     @asynccontextmanager
@@ -131,17 +134,15 @@ class DaemonProcess:
         """Tell the user and the service manager about the peer, until the end of the block."""
         self._peer = peer
         self.helping = HelpedRounds(peer.id)
+        # Services that depend on this one may start now: the peer listens.
         notify(READY)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._say_how_it_begins, peer, self.helping)
-                nursery.start_soon(self._say_totals, self.helping)
-                nursery.start_soon(self._warn_of_expiry, peer)
-                nursery.start_soon(self._remember_now_and_then, peer)
-                yield
-                nursery.cancel_scope.cancel()
-        finally:
-            self._remember(peer)
+        # What was remembered is written when the block ends, after the tasks have ended.
+        async with remembering(peer, self.home), trio.open_nursery() as nursery:
+            nursery.start_soon(self._say_how_it_begins, peer, self.helping)
+            nursery.start_soon(self._say_totals, self.helping)
+            nursery.start_soon(self._warn_of_expiry, peer)
+            yield
+            nursery.cancel_scope.cancel()
 
     def run_statuses(self) -> dict[str, PeerStatus]:
         """Return what the other peers of the run say of themselves, by their ids."""
@@ -156,15 +157,16 @@ class DaemonProcess:
             return Done()
         return self.status()
 
-    def status(self) -> Status:
+    def status(self) -> DaemonStatus:
         """Return the state of the daemon now."""
         peer, helping, access = self._peer, self.helping, self.part.access
         expires = 0.0 if access is None else read_certificate(access.certificate).expires
         reach = None if peer is None else peer.context.transport.reachability
-        return Status(
+        return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
             peer_id="" if peer is None else peer.id,
+            # The answer is one message of bounded size, so its lists are cut.
             addresses=() if peer is None else tuple(peer.addresses[:MAX_TEXTS]),
             reachability="joining the network" if reach is None else reach.sentence,
             reach_kind="" if reach is None else str(reach.kind),
@@ -188,9 +190,8 @@ class DaemonProcess:
         """Return why other members refuse this peer, by its certificate and the newest list of revoked ones."""
         if self.part.access is None:
             return None
-        membership = None if self.helping is None else self.helping.membership
-        membership = Membership(self.part.access, peer.id) if membership is None else membership
-        return membership.own_refusal(peer.context.wall_clock())
+        known = peer.registry.revocations(self.part.access).known
+        return Membership(self.part.access, peer.id, known).own_refusal(peer.context.wall_clock())
 
     async def _listen_to(self, signals: AsyncIterator[int]) -> None:
         async for number in signals:
@@ -214,10 +215,11 @@ class DaemonProcess:
         if not self.part.run_id:
             self._say(network)
             return
+        # How many peers of the run are here is known after the first look.
         await helping.looked.wait()
         others, run = len(helping.run_peers), f"run {self.part.run_id!r}"
         here = f"{count(others, 'other peer')} of {run} {'is' if others == 1 else 'are'} here"
-        self._say(f"{network}; {here if others else f'no other peer of {run} is here yet'}")
+        self._say(f"{network}; {here if others else f'no other peer of {run} takes part in its rounds now'}")
 
     def _say(self, line: str) -> None:
         """Tell the log and the service manager."""
@@ -231,11 +233,13 @@ class DaemonProcess:
             await trio.sleep(TOTALS_SECONDS)
             total = helping.rounds + helping.failed_rounds
             line = (
-                f"{count(total, 'round')} helped, {total - before} in the last minute; "
+                f"{helped(helping.rounds, helping.failed_rounds)}; "
+                f"{count(total - before, 'round')} in the last minute; "
                 f"{in_bytes(helping.bytes_sent)} sent, {in_bytes(helping.bytes_received)} received; "
                 f"{count(len(helping.run_peers), 'other peer')} of the run; "
                 f"{in_words(progress_of(self.run_statuses().values()))}"
             )
+            # A daemon without rounds would fill the log with the same line.
             logger.log(logging.INFO if total > before else logging.DEBUG, "%s", line)
             notify("", line)
             before = total
@@ -250,39 +254,10 @@ class DaemonProcess:
                     "this peer's certificate is valid until %s; ask the run's operator for a new one",
                     date_of(expires),
                 )
+            # Looked at again each day: a daemon runs for longer than a certificate may have left.
             await trio.sleep(DAY_SECONDS)
-
-    async def _remember_now_and_then(self, peer: Peer) -> None:
-        while True:
-            await trio.sleep(REMEMBER_SECONDS)
-            self._remember(peer)
-
-    def _remember(self, peer: Peer) -> None:
-        """Note the peers that answer now: the next start can join through them if all bootstrap addresses are dead."""
-        addresses = [address for contact in peer.records.contacts for address in contact.addresses[:2]]
-        if self.home is None or not addresses:
-            return
-        try:
-            self.home.remember(addresses)
-        except OSError as error:
-            logger.warning("cannot note the peers of the network in %s: %s", self.home.folder, error.strerror)
-
-
-async def join_again(peer: Peer, addresses: Sequence[str]) -> None:
-    """Join the network through peers that were known at the last start, as soon as one of them or another is there.
-
-    For a daemon from which others bootstrap: it may be the first one that starts after all were stopped, so it waits
-    for no other peer.
-    """
-    while not peer.records.contacts:
-        try:
-            await peer.join(addresses)
-        except BootstrapError as error:
-            logger.debug("none of the peers of the last start is there: %s", error)
-            await trio.sleep(JOIN_AGAIN_SECONDS)
-        else:
-            logger.info("joined the network again: %s answered", count(len(peer.records.contacts), "peer"))
 
 
 def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)[:1024]
+    # Parts of it come from run files and from other peers, and it is shown on terminals and by the service manager.
+    return PeerText(text[:1024])

@@ -14,7 +14,7 @@ from p2pavg.telemetry.status import Activity, PeerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
+class TrainingProgress:
     """The state of a run that trains. Zero peers: none that trains has published its status."""
 
     peers: int = 0
@@ -33,18 +33,18 @@ class RunProgress:
     """Its values over the run, by one of the peers at the median update."""
 
 
-def progress_of(statuses: Iterable[PeerStatus]) -> RunProgress:
+def progress_of(statuses: Iterable[PeerStatus]) -> TrainingProgress:
     """Return how far a run is."""
     training = [status for status in statuses if status.lineage]
     if not training:
-        return RunProgress()
+        return TrainingProgress()
     update = median_low([status.epoch for status in training])
     names = Counter(status.history_of for status in training if status.history_of)
     name = min(names, key=lambda each: (-names[each], each)) if names else ""
     values = [value for status in training for found, value in status.metrics if name and found == name]
     at_median = [status for status in training if status.epoch == update and status.history_of == name]
     longest = max(at_median, key=lambda status: len(status.history), default=None)
-    return RunProgress(
+    return TrainingProgress(
         peers=len(training),
         behind=sum(status.activity is Activity.FOLLOWING for status in training),
         update=update,
@@ -55,10 +55,10 @@ def progress_of(statuses: Iterable[PeerStatus]) -> RunProgress:
     )
 
 
-def in_words(progress: RunProgress) -> str:
+def in_words(progress: TrainingProgress) -> str:
     """Return how far a run is in one line."""
     if not progress.peers:
-        return "no peer that trains has said yet how far the run is"
+        return "no peer that trains is here, or none has said how far the run is"
     parts = [f"update {progress.update:,}"]
     if progress.samples_per_second:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from p2pavg.base.formats import bars, count, in_bytes, in_time
 from p2pavg.telemetry.status import PeerStatus
-from p2pavg.tools.control.messages import Status
-from p2pavg.tools.daemon.progress import RunProgress, in_words, progress_of
+from p2pavg.tools.control.messages import DaemonStatus
+from p2pavg.tools.daemon.progress import TrainingProgress, in_words, progress_of
 
-REFRESH_SECONDS = 1.0
+REFRESH_VIEW_SECONDS = 1.0
 BARS = 32  # of the curve
 LOG_LINES = 6
 MAX_PARTNERS = 8
@@ -29,7 +29,7 @@ SHORT_CHARS = 10
 
 @asynccontextmanager
 async def showing(
-    console: Console, status: Callable[[], Status], statuses: Callable[[], Mapping[str, PeerStatus]]
+    console: Console, status: Callable[[], DaemonStatus], statuses: Callable[[], Mapping[str, PeerStatus]]
 ) -> AsyncIterator[None]:
     """Show the daemon until the end of the block. Log lines are part of the view meanwhile.
 
@@ -43,7 +43,7 @@ async def showing(
         async def refresh() -> None:
             while True:
                 live.update(view(status(), statuses(), log.lines), refresh=True)
-                await trio.sleep(REFRESH_SECONDS)
+                await trio.sleep(REFRESH_VIEW_SECONDS)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(refresh)
@@ -51,7 +51,7 @@ async def showing(
             nursery.cancel_scope.cancel()
 
 
-def view(status: Status, statuses: Mapping[str, PeerStatus], log: Sequence[str]) -> RenderableType:
+def view(status: DaemonStatus, statuses: Mapping[str, PeerStatus], log: Sequence[str]) -> RenderableType:
     """Return the view of a daemon.
 
     Args:
@@ -77,7 +77,7 @@ def view(status: Status, statuses: Mapping[str, PeerStatus], log: Sequence[str])
 
 
 def _rows(
-    status: Status, statuses: Mapping[str, PeerStatus], progress: RunProgress
+    status: DaemonStatus, statuses: Mapping[str, PeerStatus], progress: TrainingProgress
 ) -> list[tuple[str, Text]]:
     gives = (
         f"{count(status.rounds, 'round')} in {in_time(status.uptime)}; {in_bytes(status.bytes_sent)} sent, "
@@ -102,7 +102,7 @@ def _rows(
     return rows
 
 
-def _partners(status: Status, statuses: Mapping[str, PeerStatus]) -> Text:
+def _partners(status: DaemonStatus, statuses: Mapping[str, PeerStatus]) -> Text:
     if not status.round_peers:
         return Text("no other peer yet: it waits for a round", style="dim")
     names = []
@@ -113,7 +113,7 @@ def _partners(status: Status, statuses: Mapping[str, PeerStatus]) -> Text:
     return Text(", ".join(names) + (f" and {more} more" if more > 0 else "") + " in the last round")
 
 
-def _network(status: Status) -> Text:
+def _network(status: DaemonStatus) -> Text:
     text = f"{count(status.peers, 'other peer')} of the network, {status.run_peers} of the run"
     return Text(text, style="" if status.is_connected else "yellow")
 

@@ -9,11 +9,11 @@ from enum import IntEnum
 
 from p2pavg.base.formats import count, in_bytes, in_time
 from p2pavg.runs.membership.certificate import date_of
-from p2pavg.tools.control.messages import Status
+from p2pavg.tools.control.messages import DaemonStatus
 
 
 class ExitCode(IntEnum):
-    """The exit codes of all commands. ``docs/how-to/operate-a-run.md`` lists them, and unit files depend on them."""
+    """The exit codes of all commands. ``docs/how-to/run-a-peer.md`` lists them, and unit files depend on them."""
 
     DONE = 0
     MISTAKE = 1
@@ -31,18 +31,14 @@ class ExitCode(IntEnum):
     """The network, a port or another process was in the way. Another try may succeed."""
 
 
-NEEDS_A_PERSON = (ExitCode.MISTAKE, ExitCode.USAGE)
-"""The codes with which a daemon ends if another start would end in the same way."""
-
-
-def exit_code(status: Status) -> ExitCode:
+def exit_code(status: DaemonStatus) -> ExitCode:
     """Return the exit code of ``p2pavg status`` for a daemon that runs."""
     if status.refusal:
         return ExitCode.REFUSED
     return ExitCode.DONE if status.is_connected else ExitCode.ALONE
 
 
-def as_json(statuses: Sequence[tuple[str, Status]]) -> str:
+def as_json(statuses: Sequence[tuple[str, DaemonStatus]]) -> str:
     """Return statuses as a JSON array of objects.
 
     Args:
@@ -55,10 +51,8 @@ def as_json(statuses: Sequence[tuple[str, Status]]) -> str:
     return json.dumps(found, indent=2)
 
 
-def as_lines(home: str, status: Status) -> list[str]:
+def as_lines(home: str, status: DaemonStatus) -> list[str]:
     """Return a status as lines of text."""
-    total = status.rounds + status.failed_rounds
-    failed = f", {status.failed_rounds} failed" if status.failed_rounds else ""
     rows = [
         ("state", _state(status)),
         ("run", _run(status)),
@@ -66,7 +60,7 @@ def as_lines(home: str, status: Status) -> list[str]:
         *(("address" if not i else "", address) for i, address in enumerate(status.addresses)),
         ("reachability", status.reachability),
         ("peers", f"{count(status.peers, 'other peer')} of the network, {status.run_peers} of the run"),
-        ("rounds", f"helped {count(total, 'round')}{failed}; reduced {status.elements:,} elements"),
+        ("rounds", f"{helped(status.rounds, status.failed_rounds)}; reduced {status.elements:,} elements"),
         (
             "traffic",
             f"{in_bytes(status.bytes_sent)} sent, {in_bytes(status.bytes_received)} received in rounds",
@@ -79,7 +73,12 @@ def as_lines(home: str, status: Status) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in rows if text]
 
 
-def _state(status: Status) -> str:
+def helped(rounds: int, failed: int) -> str:
+    """Return how many rounds this peer has helped. Those that failed are no part of that number, here or elsewhere."""
+    return f"helped {count(rounds, 'round')}{f', and {failed} failed' if failed else ''}"
+
+
+def _state(status: DaemonStatus) -> str:
     if status.leaving:
         return "finishes its rounds, and then ends"
     since = f"runs for {in_time(status.uptime)}"
@@ -88,10 +87,10 @@ def _state(status: Status) -> str:
     return since if status.is_connected else f"{since}, without other peers"
 
 
-def _run(status: Status) -> str:
+def _run(status: DaemonStatus) -> str:
     roles = f" as {', '.join(status.roles)}" if status.roles else ""
     return f"{status.run_id}{roles}" if status.run_id else "none: it keeps the network's records"
 
 
-def _certificate(status: Status) -> str:
+def _certificate(status: DaemonStatus) -> str:
     return f"valid until {date_of(status.certificate_expires)}" if status.certificate_expires else ""

@@ -1,4 +1,4 @@
-"""The examination of one machine: it runs the probes at once where it may, and hands their facts to the rules.
+"""The examination of one peer: it runs the probes at once where it may, and hands their facts to the rules.
 
 The doctor is a peer of its own, with an identity that it throws away. So it can run beside the peer that it examines.
 It publishes nothing. It listens where that peer would, so that other peers can be asked to dial it.
@@ -17,18 +17,14 @@ from pathlib import Path
 
 import trio
 
-from p2pavg import __version__
 from p2pavg.base.errors import ListenError
 from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.doctor.probes import machine
-from p2pavg.doctor.rules import machine as machine_rules
-from p2pavg.doctor.rules import versions
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.peer.peer import Peer, peer_over
-from p2pavg.records.identity import SEED_BYTES
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.records.hello import Heard, clock_error
+from p2pavg.runs.records.hello import HelloAnswer, clock_error
+from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
 from p2pavg.tools.doctor.probes import addresses, files, network, ports
 from p2pavg.tools.doctor.probes import run as run_probes
@@ -36,19 +32,18 @@ from p2pavg.tools.doctor.rules import files as file_rules
 from p2pavg.tools.doctor.rules import network as network_rules
 from p2pavg.tools.doctor.rules import run as run_rules
 from p2pavg.tools.doctor.rules.announced import judge_announced
-from p2pavg.tools.doctor.rules.network import Answer, Dialled, Port, PortState
+from p2pavg.tools.doctor.rules.network import Dialled, DialOutcome, Port, PortState
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
 
 TOTAL_SECONDS = 24.0
 """Timeout of everything; the program's start and end take some more."""
-GPU_SECONDS = 15.0
 JOIN_SECONDS = 4.0
 CLOCK_SECONDS = 3.25
 RUN_SECONDS = 4.0
 PEERS_SECONDS = 3.0
-REACH_SECONDS = 10.0
+LEARN_REACH_SECONDS = 10.0
 """Time to learn the reachability, from joining the network on: a dial that a router drops takes half of it."""
 ANNOUNCED_SECONDS = 12.0
 BANDWIDTH_SECONDS = 4.5
@@ -56,7 +51,7 @@ _EXCHANGE_SECONDS = 60.0  # AveragingConfig's exchange_timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ExaminedPeer:
     """The peer that is examined, as its user would start it."""
 
     listen: Sequence[str] = ()
@@ -84,14 +79,14 @@ class _Clock:
 class _Facts:
     """The facts on which several rules depend."""
 
-    options: Options
+    options: ExaminedPeer
     file: RunFile | None = None
     key: str | None = None
     """Id of the key file."""
     dialled: list[Dialled] = field(default_factory=list)
     ports: list[Port] = field(default_factory=list)
-    heard: tuple[Heard, ...] | None = None
-    run: run_rules.Run | None = None
+    heard: tuple[HelloAnswer, ...] | None = None
+    run: run_rules.FoundRun | None = None
     revoked: frozenset[bytes] | None = None
     """Serials of the run's list; ``None`` if it could not be looked for."""
 
@@ -120,7 +115,7 @@ class _Facts:
         return _EXCHANGE_SECONDS if self.file is None else self.file.exchange_timeout
 
 
-async def examine(options: Options, *, wall_clock: Callable[[], float] = time.time) -> list[Finding]:
+async def examine(options: ExaminedPeer, *, wall_clock: Callable[[], float] = time.time) -> list[Finding]:
     """Return the findings of all checks, sorted, within :data:`TOTAL_SECONDS` and the time of closing connections.
 
     Args:
@@ -128,31 +123,27 @@ async def examine(options: Options, *, wall_clock: Callable[[], float] = time.ti
         wall_clock: this machine's clock, in seconds since 1970.
     """
     examination = _Examination(options, wall_clock)
+    # Whatever was found by then is judged: a network that answers nothing is what the user asks about.
     with bare_exceptions(), trio.move_on_after(TOTAL_SECONDS):
         await examination.run()
     return examination.conclude()
 
 
 class _Examination:
-    def __init__(self, options: Options, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, options: ExaminedPeer, wall_clock: Callable[[], float]) -> None:
         self._facts = _Facts(options=options)
         self._clock = _Clock(wall_clock)
         self._findings: list[Finding] = []
 
     async def run(self) -> None:
         """Make all checks."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._check, "gpu", GPU_SECONDS, self._judge_gpu)
-            self._judge_machine()
-            self._judge_files()
-            await self._judge_network()
+        self._judge_files()
+        await self._judge_network()
 
     def conclude(self) -> list[Finding]:
         """Return the findings, and those that follow from the facts of several checks."""
         facts = self._facts
-        elements, _ = facts.vector
         from_facts = [
-            *machine_rules.judge_memory(machine.available_memory(), elements),
             *network_rules.judge_ports(facts.ports),
             *network_rules.judge_bootstrap(facts.dialled),
             *network_rules.judge_clock(facts.heard),
@@ -169,20 +160,10 @@ class _Examination:
         ]
         judged = {each.name for each in self._findings}  # a check that failed has left no facts
         found = self._findings + [each for each in from_facts if each.name not in judged]
+        # Every check has a finding, so a check for which there was no time is not taken for one without a fault.
         missing = set(ORDER) - OPTIONAL - {each.name for each in found}
         found += [not_known(name, "the doctor's time was over before") for name in missing]
         return in_order(found)
-
-    # ------------------------------------------------------------------ this machine
-
-    def _judge_machine(self) -> None:
-        self._findings += versions.judge_python(*machine.python_version())
-        self._findings += versions.judge_packages(machine.installed_packages(), __version__)
-        self._findings += machine_rules.judge_open_files(*machine.open_files())
-
-    async def _judge_gpu(self) -> list[Finding]:
-        found = await trio.to_thread.run_sync(machine.gpu, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
-        return machine_rules.judge_gpu(found)
 
     def _judge_files(self) -> None:
         options, facts = self._facts.options, self._facts
@@ -197,8 +178,10 @@ class _Examination:
 
     async def _judge_network(self) -> None:
         facts = self._facts
+        # Before the doctor listens itself, since it would hold the ports that it tries.
         facts.ports = await ports.try_ports(facts.options.listen)
         free = [port.address for port in facts.ports if port.state is PortState.FREE]
+        # A new identity: two processes with one key would be one peer to others.
         seed = secrets.token_bytes(SEED_BYTES)
         async with AsyncExitStack() as stack:
             # An address that the user announces needs no mapping. It is tried, and not announced by the doctor.
@@ -226,11 +209,12 @@ class _Examination:
                 nursery.start_soon(dial, text)
             for index in range(len(facts.ports)):
                 nursery.start_soon(ask_owner, index)
+        # Dials end in any order. The findings follow the order in which the user named the addresses.
         facts.dialled.sort(key=lambda each: facts.addresses.index(each.address))
 
     async def _ask_network(self, peer: Peer, *, listens: bool) -> None:
         facts, reach = self._facts, partial(self._judge_reach, peer, listens=listens)
-        reached = [each.address for each in facts.dialled if each.answer is Answer.REACHED]
+        reached = [each.address for each in facts.dialled if each.answer is DialOutcome.REACHED]
         if not reached:
             self._findings += network_rules.judge_reach(None, (), 0, listens=listens)
             self._findings += run_rules.judge_bandwidth([], 0, "", 0.0)
@@ -239,18 +223,22 @@ class _Examination:
         with trio.move_on_after(JOIN_SECONDS):
             await peer.join(reached)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._check, "firewall", REACH_SECONDS + 1.0, reach)
+            # This check takes long, so it runs beside the others.
+            # It has a second more than its own wait, whose result counts when it ends.
+            nursery.start_soon(self._check, "firewall", LEARN_REACH_SECONDS + 1.0, reach)
             if facts.options.announce:
                 announced = partial(self._judge_announced, peer, listens=listens)
                 nursery.start_soon(self._check, "announced", ANNOUNCED_SECONDS, announced)
+            # Clocks come before the run: with a wrong clock here, its records would look expired.
             with trio.move_on_after(CLOCK_SECONDS):
                 await network.ask_clocks(peer, self._clock.wall_clock, self._note_clocks)
             if facts.run_id is not None:
                 await self._check("run", RUN_SECONDS, partial(self._read_run, peer, facts.run_id))
                 await self._reach_members(peer)
+            # After the run was read, because its members are measured first.
             await self._check("bandwidth", BANDWIDTH_SECONDS, partial(self._judge_bandwidth, peer))
 
-    def _note_clocks(self, heard: tuple[Heard, ...]) -> None:
+    def _note_clocks(self, heard: tuple[HelloAnswer, ...]) -> None:
         self._facts.heard = heard
         self._clock.error = clock_error(heard)
 
@@ -260,23 +248,26 @@ class _Examination:
             self._facts.run = await reader.read()
         finally:  # the list of revoked certificates is read first
             if reader.revocations is not None:
-                self._facts.revoked = reader.revocations.serials
+                self._facts.revoked = reader.revocations.identifiers
         return []
 
     async def _reach_members(self, peer: Peer) -> None:
         facts = self._facts
         if facts.run is not None:
+            # Without this result the run is judged all the same.
             with trio.move_on_after(PEERS_SECONDS):
                 found = await run_probes.unreached(peer.context.transport, facts.run.ready, facts.key)
                 facts.run = replace(facts.run, unreached=found)
 
     async def _judge_reach(self, peer: Peer, *, listens: bool) -> list[Finding]:
-        facts, own_hosts = self._facts, machine.own_hosts()
+        facts, own_hosts = self._facts, addresses.own_hosts()
+        # A peer on this machine cannot tell how others reach it,
+        # so without one elsewhere there is nothing to wait for.
         outside = any(
-            each.answer is Answer.REACHED and network_rules.is_outside(each.host, own_hosts)
+            each.answer is DialOutcome.REACHED and network_rules.is_outside(each.host, own_hosts)
             for each in facts.dialled
         )
-        found = await network.wait_for_reach(peer.context.transport, REACH_SECONDS if outside else 0.0)
+        found = await network.wait_for_reach(peer.context.transport, LEARN_REACH_SECONDS if outside else 0.0)
         port = facts.ports[0].port if facts.ports else 0
         return network_rules.judge_reach(found, own_hosts, port, listens=listens)
 
@@ -284,6 +275,7 @@ class _Examination:
         addresses = self._facts.options.announce
         if not listens:
             return judge_announced(network.not_tried(addresses), listens=False)
+        # It ends before this check's own timeout, so that what was found by then counts.
         tried = await network.try_announced(peer, addresses, ANNOUNCED_SECONDS - 1.0)
         return judge_announced(tried, listens=True)
 

@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 ORDER = (
-    "python",
-    "packages",
-    "open files",
-    "memory",
-    "gpu",
     "key file",
     "run file",
     "certificate",

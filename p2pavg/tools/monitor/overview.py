@@ -68,13 +68,16 @@ class Overview:
         """
         for peer_id, (status, at) in statuses.items():
             row = self._rows.get(peer_id)
+            # Invented peers push out no peer that is shown already.
             if row is None and len(self._rows) >= MAX_PEERS + MAX_GONE:
                 continue
             if row is None or row.gone is not None:
                 row = self._came(peer_id, status, now)
+            # A status is read once, so the same object means that no new one has come.
             elif row.status is status:
                 continue
             self._update(peer_id, row, status, at, now)
+        # A peer that has ended withdraws its status, or lets it expire.
         for peer_id, row in self._rows.items():
             if peer_id not in statuses and row.gone is None:
                 row.gone = now
@@ -89,9 +92,12 @@ class Overview:
 
     def _came(self, peer_id: str, status: PeerStatus, now: float) -> _Row:
         before = self._rows.get(peer_id)
+        # A peer that comes back may have begun anew. The states that it reported before do not count for it then.
         row = _Row(status, now if before is None else before.first_seen, now)
         self._rows[peer_id] = row
         self._tell(now, "came", "came" if before is None else "came back", peer_id)
+        if status.drift:  # it has drifted before it was first seen
+            self._tell(now, "drift", f"says: {status.drift}", peer_id)
         return row
 
     def _update(self, peer_id: str, row: _Row, status: PeerStatus, at: float, now: float) -> None:
@@ -105,6 +111,7 @@ class Overview:
         self.version += 1
 
     def _tell_round(self, peer_id: str, round_: MergedRound) -> None:
+        # Each text says which peer claims it: the others of the round may say something else.
         claim = round_.claims[peer_id]
         if claim.result is RoundKind.FAILED:
             self._tell(
@@ -120,6 +127,7 @@ class Overview:
 
     def _forget(self, now: float) -> None:
         gone = sorted((row.gone, peer_id) for peer_id, row in self._rows.items() if row.gone is not None)
+        # Those that went first are forgotten first.
         over = len(gone) - MAX_GONE
         for index, (at, peer_id) in enumerate(gone):
             if index < over or at + GONE_SECONDS <= now:
@@ -128,6 +136,7 @@ class Overview:
                 self.version += 1
 
     def _name_of(self, key: bytes) -> str:
+        # A status names other peers by short keys. Those that no known peer has may be invented.
         found = next((peer_id for peer_id in self._rows if key_of(peer_id) == key), "")
         return (self._rows[found].status.name or found[-8:]) if found else f"a peer {key.hex()[:6]}"
 
@@ -165,6 +174,7 @@ class Overview:
         """Return the branches, as they are now or, in a run of many peers, as they were up to 3 s ago."""
         if self._compared is not None:
             version, at, compared = self._compared
+            # If the clock was set back, the last result would otherwise count for as long as that.
             if version == self.version or (len(live) > FEW_PEERS and at <= now < at + COMPARE_SECONDS):
                 return compared
         compared = branches({i: r.reported.states for i, r in live.items() if r.status.lineage})
@@ -173,6 +183,7 @@ class Overview:
 
 
 def _order(peer_id: str, row: _Row) -> tuple[bool, str, str]:
+    # "~" comes after the letters of ASCII, so peers without a name stand behind those that have one.
     return (row.gone is not None, row.status.name or "~", peer_id)
 
 
@@ -217,6 +228,7 @@ def _peer(peer_id: str, row: _Row, branch: int | None, is_me: bool) -> dict[str,
         "total_samples": status.total_samples,
         "drift": status.drift,
         "excludes": len(status.excluded),
+        # Counted from when the status came, because the peer's own clock may be wrong.
         "up_since": row.last_seen - status.uptime,
         "first_seen": row.first_seen,
         "last_seen": row.last_seen,
@@ -257,7 +269,9 @@ def _exchanges(live: Mapping[str, _Row], ids: Mapping[str, str]) -> list[dict[st
             (Way.RELAYED, status.relayed),
         ):
             for other in (ids.get(key.hex()) for key in keys):
+                # A peer may claim to have exchanged with any other. Only pairs of peers that are there are drawn.
                 if other is not None and other in live and other != peer_id:
+                    # Both ends may speak of one exchange. It is one edge, with what each of them says.
                     pair = (min(peer_id, other), max(peer_id, other))
                     found.setdefault(pair, {})[peer_id] = str(way)
     pairs = sorted(found.items())[:MAX_SHOWN_EDGES]

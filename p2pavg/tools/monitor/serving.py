@@ -21,7 +21,7 @@ from p2pavg.peer.host import Host
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.tools.monitor.connections import Answer, Connection, serving
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
-from p2pavg.tools.monitor.watching import AveragerSource, Source, board_source, watching
+from p2pavg.tools.monitor.watching import AveragerSource, StatusSource, board_source, watching
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-IDLE_SECONDS = 5.0
+IDLE_PAGE_SECONDS = 5.0
 """A connection on which nothing is asked is closed after this."""
 DEFAULT_HOST = "127.0.0.1"
 
@@ -83,7 +83,7 @@ def check_installed() -> None:
 
 
 @asynccontextmanager
-async def serve_page(source: Source, options: MonitorOptions) -> AsyncIterator[str]:
+async def serve_page(source: StatusSource, options: MonitorOptions) -> AsyncIterator[str]:
     """Serve the monitor's pages for as long as the block runs; yield the address to open, with the token in it.
 
     Raises:
@@ -118,7 +118,7 @@ def _answer_with(app: ASGIApp) -> Answer:
     config.errorlog = _http_logger()
     config.include_server_header = False
     config.h11_max_incomplete_size = MAX_HEADER_BYTES
-    config.keep_alive_timeout = IDLE_SECONDS
+    config.keep_alive_timeout = IDLE_PAGE_SECONDS
     wrapped = ASGIWrapper(cast(Any, app))
     context = WorkerContext(None)
 
@@ -210,7 +210,7 @@ def _names(options: MonitorOptions) -> frozenset[str]:
 
 
 def _http_logger() -> logging.Logger:
-    http = logging.getLogger("p2pavg.monitor.http")
+    http = logging.getLogger("p2pavg.tools.monitor.http")
     http.setLevel(logging.WARNING)
     return http
 

@@ -18,13 +18,20 @@ from p2pavg.base.formats import bars
 from p2pavg.state.progress import amount, span
 from p2pavg.tools.monitor.watching import Watcher
 
-REFRESH_SECONDS = 1.0
-FIRST_SECONDS = 15.0
+REFRESH_SCREEN_SECONDS = 1.0
+FIRST_STATUS_SECONDS = 15.0
 """For the first status to come; then the screen is printed without any."""
-SETTLE_SECONDS = 2.0
+SETTLE_STATUSES_SECONDS = 2.0
 """For the statuses of the other peers, after the first one has come."""
 PRINTED_LINES = 60
-_STYLES = {"computing": "green", "waiting": "cyan", "following": "yellow", "gone": "red", "idle": "dim"}
+_STYLES = {
+    "computing": "green",
+    "waiting": "cyan",
+    "following": "yellow",
+    "gone": "red",
+    "helping": "green",
+    "idle": "dim",
+}
 _RESULTS = {"success": ("done", "green"), "failed": ("failed", "red"), "no_peers": ("no group", "dim")}
 
 Shown = Mapping[str, Any]
@@ -33,19 +40,22 @@ Shown = Mapping[str, Any]
 async def show(watcher: Watcher) -> None:
     """Show the run in the terminal until cancelled; print it once if standard output is no terminal."""
     console = Console()
+    # A file or a pipe gets one screen. It waits for statuses, since at the start there are none.
     if not console.is_terminal:
-        with trio.move_on_after(FIRST_SECONDS):
+        with trio.move_on_after(FIRST_STATUS_SECONDS):
             await watcher.changed()
-            await trio.sleep(SETTLE_SECONDS)
+            await trio.sleep(SETTLE_STATUSES_SECONDS)
         console.print(screen(watcher.shown(), PRINTED_LINES))
         return
     # auto_refresh would draw from a thread of its own.
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             live.update(screen(watcher.shown(), console.height), refresh=True)
-            with trio.move_on_after(REFRESH_SECONDS):
+            # Drawn also without news: the times since peers were seen go on.
+            with trio.move_on_after(REFRESH_SCREEN_SECONDS):
                 await watcher.changed()
-                await trio.sleep(REFRESH_SECONDS / 2)
+                # Statuses of many peers come one after the other, and each one would be a new screen.
+                await trio.sleep(REFRESH_SCREEN_SECONDS / 2)
 
 
 def screen(run: Shown, height: int) -> RenderableType:
@@ -55,8 +65,10 @@ def screen(run: Shown, height: int) -> RenderableType:
         run: :meth:`p2pavg.tools.monitor.overview.Overview.shown`.
         height: lines of the screen.
     """
+    # The end of an id: most peer ids begin alike.
     names = {peer["id"]: peer["name"] or f"..{peer['id'][-8:]}" for peer in run["peers"]}
     left = max(height - 22, 3)
+    # Peers and rounds share the lines that the other panels leave.
     peers = min(len(run["peers"]), max(left // 2, 3))
     return Group(
         _summary(run),
@@ -85,15 +97,19 @@ def _peers(run: Shown, most: int) -> Table:
     )
     for peer in run["peers"][:most]:
         gone = peer["gone"] is not None
-        activity = "gone" if gone else peer["activity"]
+        # An auxiliary trains nothing: "idle", update 0 and no samples would read as if it did not help.
+        helps = peer["role"] == "auxiliary"
+        activity = "gone" if gone else "helping" if helps else peer["activity"]
         rates = (f"{rate:.3g}" if rate else "-" for rate in (peer["upload_mbps"], peer["download_mbps"]))
         failures = f" ({peer['failures']} failed)" if peer["failures"] else ""
         drift = " drift" if peer["drift"] else ""
         table.add_row(
+            # Everything that other peers have written goes into a Text: in a plain string, rich would obey
+            # its markup.
             Text(peer["name"] or f"..{peer['id'][-8:]}", style="strike dim" if gone else "bold"),
             Text(activity + drift, style="red" if drift else _STYLES.get(activity, "")),
-            str(peer["epoch"]),
-            f"{peer['samples_per_second']:.4g}",
+            "-" if helps else str(peer["epoch"]),
+            "-" if helps else f"{peer['samples_per_second']:.4g}",
             Text(peer["reach"]),
             "/".join(rates),
             f"{peer['rounds']}{failures}",
@@ -121,6 +137,7 @@ def _rounds(run: Shown, names: Mapping[str, str], most: int) -> Table:
     for each in run["rounds"][:most]:
         result = Text()
         for kind, count in each["results"].items():
+            # The members of a group may report different ends, such as one that was cut off.
             word, style = _RESULTS.get(kind, (kind, ""))
             result.append(f"{word} " if len(each["results"]) == 1 else f"{word} for {count} ", style=style)
         lost = ", ".join(names.get(one["peer"], one["key"][:6]) for one in each["lost"])
@@ -158,13 +175,15 @@ def _parameters(run: Shown, names: Mapping[str, str]) -> Panel:
         if peer["drift"]
     ]
     lines += [Text(f"excluded: {_named([each['peer']], names)}", style="red") for each in run["excluded"][:3]]
-    return _panel("Parameters", lines[:6] or [Text("no peer trains yet", style="dim")])
+    return _panel("Parameters", lines[:6] or [Text("no peer trains now", style="dim")])
 
 
 def _moves(run: Shown, names: Mapping[str, str]) -> Panel:
     lines = [_transfer(each, names) for each in run["transfers"][:3]]
     ways: dict[str, int] = {}
     for each in run["exchanges"]:
+        # Both ends report the way, each for what it has sent and received. The slower one counts for the
+        # pair.
         way = max(each["said"].values(), key=("lane", "stream", "relayed").index)
         ways[way] = ways.get(way, 0) + 1
     told = ", ".join(f"{count} by {way}" for way, count in sorted(ways.items()))

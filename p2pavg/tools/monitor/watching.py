@@ -24,11 +24,11 @@ from p2pavg.telemetry.status import TOPIC, PeerStatus
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg_dht import Contact
 
-LOOK_SECONDS = 1.0
+MONITOR_LOOK_SECONDS = 1.0
 """Between two looks for statuses."""
 READ_SECONDS = 0.5
 """Between two readings of what has come."""
-FRESH_SECONDS = 1.0
+FRESH_TEXT_SECONDS = 1.0
 """Text is made anew after this also if nothing has changed, because it carries the time."""
 OWN_SECONDS = 5.0
 """Between two readings of this peer's own status when nothing has happened to it."""
@@ -36,7 +36,7 @@ MAX_WATCHED = 64
 """Peers whose processes are watched: a killed one is gone at once. Any other is gone when its status expires."""
 
 
-class Source(Protocol):
+class StatusSource(Protocol):
     """The statuses of a run."""
 
     @property
@@ -68,7 +68,7 @@ class AveragerSource:
     def __init__(self, averager: DecentralizedAverager) -> None:
         self._averager = averager
         self._own = _Own()
-        averager.statuses.look_every(LOOK_SECONDS)
+        averager.statuses.look_every(MONITOR_LOOK_SECONDS)
 
     @property
     def run_id(self) -> str:
@@ -129,7 +129,7 @@ class Watcher:
         wall_clock: returns seconds since 1970.
     """
 
-    source: Source
+    source: StatusSource
     wall_clock: Callable[[], float]
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Watcher:
     def text(self) -> str:
         """Return the run as JSON text, made once for all that look on at the same time."""
         version, now = self.overview.version, self.wall_clock()
-        if self._shown[0] != version or now >= self._shown[1] + FRESH_SECONDS:
+        if self._shown[0] != version or now >= self._shown[1] + FRESH_TEXT_SECONDS:
             self._shown = version, now, json.dumps(self.overview.shown(now), separators=(",", ":"))
         return self._shown[2]
 
@@ -170,7 +170,7 @@ class Watcher:
 
 
 @asynccontextmanager
-async def watching(source: Source, wall_clock: Callable[[], float]) -> AsyncIterator[Watcher]:
+async def watching(source: StatusSource, wall_clock: Callable[[], float]) -> AsyncIterator[Watcher]:
     """Watch a run for as long as the block runs."""
     with bare_exceptions():
         async with trio.open_nursery() as nursery:
@@ -201,7 +201,7 @@ async def board_source(host: Host, run_id: str, access: RunAccess | None) -> Asy
                 key=board_key(run_id, TOPIC),
                 peer_id=host.id,
                 wall_clock=context.wall_clock,
-                look_seconds=LOOK_SECONDS * whole.pauses,
+                look_seconds=MONITOR_LOOK_SECONDS * whole.pauses,
             )
             nursery.start_soon(board.run)
             contacts = _Publishers(host, board)

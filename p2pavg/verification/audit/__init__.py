@@ -1,0 +1,1 @@
+"""Audits: members check a reducer's averages by their own contributions. No I/O, no clock."""

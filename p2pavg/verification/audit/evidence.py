@@ -24,7 +24,7 @@ from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg.group.shares import part_size
 from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.layout import (
-    Manifest,
+    InputManifest,
     Share,
     check_inputs,
     check_manifest,
@@ -50,7 +50,7 @@ class FalseAverage:
     """Of the whole group."""
     share: Share
     signed: SignedShare
-    manifest: Manifest
+    manifest: InputManifest
     """It may be about more parts than this one."""
     index: int
     inputs: Sequence[Buffer]
@@ -81,7 +81,7 @@ class FalseAverage:
                 about,
                 self.signed.trailer,
                 *self.signed.digests,
-                Manifest(self.manifest.inputs, own).pack(),
+                InputManifest(self.manifest.inputs, own).pack(),
                 *map(bytes, self.inputs),
                 bytes(self.average),
             )
@@ -96,7 +96,7 @@ def read_false_average(data: bytes) -> FalseAverage:
     """
     if len(data) > MAX_EVIDENCE_BYTES or not data.startswith(MAGIC):
         raise RemoteProtocolError("no evidence of a false average")
-    reader = _Reader(data, len(MAGIC))
+    reader = _EvidenceReader(data, len(MAGIC))
     roster = read_roster(reader.message(MAX_ROSTER_BYTES))
     share, index = _read_share(roster, reader.message(MAX_ROSTER_BYTES), len(data))
     count = len(share.parts)
@@ -156,7 +156,7 @@ def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, 
     return share, index
 
 
-class _Reader:
+class _EvidenceReader:
     """Takes evidence apart. Every length is checked before anything is copied."""
 
     def __init__(self, data: bytes, at: int) -> None:

@@ -8,11 +8,11 @@ import torch
 
 from p2pavg.allreduce.proofs import Proofs, is_signed, part_digest
 from p2pavg.allreduce.reduction import bytes_of
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.consensus.statements import Statement
 from p2pavg.group.audits import Audits, drawn_parts
 from p2pavg.net.transport import Buffer
-from p2pavg.verification.audit.layout import OWN_DOMAIN, Manifest, Share
+from p2pavg.verification.audit.layout import OWN_DOMAIN, InputManifest, Share
 from p2pavg.verification.audit.requests import AuditRequest, ticket_bytes
 from p2pavg_dht import Signer
 
@@ -26,7 +26,7 @@ class KeptShare:
     """
 
     def __init__(
-        self, share: Share, audits: Audits, values: Values, signer: Signer, digest: bytes | None = None
+        self, share: Share, audits: Audits, values: AttemptData, signer: Signer, digest: bytes | None = None
     ) -> None:
         assert values.proofs is not None
         self.share = share
@@ -34,7 +34,7 @@ class KeptShare:
         self._proofs: Proofs = values.proofs
         self._signer = signer
         self._digest = digest
-        self._values: Values | None = values
+        self._values: AttemptData | None = values
         self._inputs: dict[int, list[Buffer]] = {}
         self._answered: set[str] = set()
 
@@ -89,7 +89,7 @@ class KeptShare:
                 message = self.share.subject.own_bytes(OWN_DOMAIN, self.share.position, index, digest)
                 own[index] = (digest, self._signer.sign(message))
         signed = tuple((signature, tuple(digests)) for signature, digests in self._proofs.inputs())
-        return Manifest(signed, own).pack(), inputs
+        return InputManifest(signed, own).pack(), inputs
 
     def _drawn(self, ticket: bytes) -> tuple[int, ...]:
         share = self.share
@@ -98,7 +98,7 @@ class KeptShare:
             self._audits, ticket, share.position, len(share.parts), auditors, stretches=share.stretches
         )
 
-    def _live_inputs(self, values: Values, index: int) -> list[Buffer]:
+    def _live_inputs(self, values: AttemptData, index: int) -> list[Buffer]:
         came = values.inputs(index)
         inputs = [came[peer_id] for peer_id in self.share.contributors]
         own = values.own_input(self.share.parts[index])

@@ -22,7 +22,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import SIGNATURE_BYTES
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.group.topology import Star
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec
@@ -53,7 +53,7 @@ class Share:
         return self.positions[self.reducer]
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SharePart, ...]:
         """The parts of the share."""
         position = self.roster.position(self.reducer)
         return parts_of_share(self.roster, position, self.codec.granularity)
@@ -78,7 +78,7 @@ class Share:
         digests = len(self.contributors) * (SIGNATURE_BYTES + len(self.parts) * PART_DIGEST_BYTES)
         return digests + self.contributes * audited * (PART_DIGEST_BYTES + SIGNATURE_BYTES)
 
-    def input_bytes(self, part: Part) -> list[int]:
+    def input_bytes(self, part: SharePart) -> list[int]:
         """Return the lengths of the inputs of one part: of each other contributor, then of the reducer's values."""
         encoded = self.codec.encoded_nbytes(part.elements)
         own = [encoded if self.codec.is_sparse else 4 * part.elements] if self.contributes else []
@@ -98,7 +98,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class InputManifest:
     """The signatures of a share's inputs."""
 
     inputs: tuple[tuple[bytes, tuple[bytes, ...]], ...]
@@ -113,7 +113,7 @@ class Manifest:
         return b"".join(pieces)
 
 
-def read_manifest(share: Share, audited: Sequence[int], packed: bytes) -> Manifest:
+def read_manifest(share: Share, audited: Sequence[int], packed: bytes) -> InputManifest:
     """Read a manifest. Its signatures are not checked.
 
     Args:
@@ -133,10 +133,10 @@ def read_manifest(share: Share, audited: Sequence[int], packed: bytes) -> Manife
     for index in audited if share.contributes else ():
         digest, at = packed[at : at + PART_DIGEST_BYTES], at + PART_DIGEST_BYTES
         own[index], at = (digest, packed[at : at + SIGNATURE_BYTES]), at + SIGNATURE_BYTES
-    return Manifest(tuple(inputs), own)
+    return InputManifest(tuple(inputs), own)
 
 
-def check_manifest(share: Share, manifest: Manifest, inputs: bytes) -> None:
+def check_manifest(share: Share, manifest: InputManifest, inputs: bytes) -> None:
     """Check the signatures of a manifest.
 
     Args:
@@ -156,7 +156,7 @@ def check_manifest(share: Share, manifest: Manifest, inputs: bytes) -> None:
             raise RemoteProtocolError("it has not signed its own contribution")
 
 
-def check_inputs(share: Share, manifest: Manifest, index: int, inputs: Sequence[Buffer]) -> None:
+def check_inputs(share: Share, manifest: InputManifest, index: int, inputs: Sequence[Buffer]) -> None:
     """Check the inputs of one part against the digests of a manifest.
 
     Raises:

@@ -5,7 +5,8 @@ versions of a library, may round a sum of floats differently in the last bit. No
 because of that. So where bits differ, each value may be off by rounding, and by no more:
 
 * the average as sent is as close to the exact result as the best encoding is, plus a rounding error of
-  ``ROUNDING`` times the largest contribution to that value.
+  ``ROUNDING`` times the largest contribution to that value. With a robust rule, only what the rule keeps of the
+  contributions counts: a reducer's own values reach no other member, so it can show any.
 
 A liar can use this freedom, but it moves each value by 1.5e-5 of the largest contribution to it at most.
 """
@@ -18,8 +19,11 @@ import torch
 
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.norm_check import NormCheck
-from p2pavg.allreduce.reduction import Contribution, bytes_of, decoded, reduce_part, scaled
-from p2pavg.group.aggregation import Aggregation
+from p2pavg.allreduce.reduction import PartContribution, bytes_of, decoded, reduce_part, scaled
+from p2pavg.allreduce.robust import largest_kept
+from p2pavg.allreduce.vector.buffers import fresh_floats
+from p2pavg.base.weights import bounded_weights
+from p2pavg.group.aggregation import Aggregation, RobustRule
 from p2pavg.group.norms import norm_factors
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Buffer
@@ -48,10 +52,17 @@ def what_is_wrong(
     """
     factors = norm_factors(roster, aggregation.max_norm)
     contributions = [
-        Contribution(member.peer_id, member.weight, value, factors.get(member.peer_id, 1.0))
+        PartContribution(member.peer_id, member.weight, value, factors.get(member.peer_id, 1.0))
         for member, value in zip(roster.contributors, values, strict=True)
     ]
-    exact = torch.empty(elements)
+    # What others sent is checked when it is decoded. A reducer shows its own values as they are, and with NaN in them
+    # there is no average at all.
+    for contribution in contributions:
+        own = contribution.values
+        if isinstance(own, torch.Tensor) and not bool((own.abs() <= MAX_MAGNITUDE).all()):
+            peer_id = contribution.peer_id
+            return f"it averaged a contribution of {peer_id} that counts in no round: its values are out of range"
+    exact = fresh_floats(elements)
     check = None if aggregation.max_norm is None else NormCheck(roster)
     try:
         if check is not None:  # the reduction does not check a reducer's own values
@@ -66,19 +77,29 @@ def what_is_wrong(
     if bytes(best) == bytes(average):
         return ""
     try:
-        sent = codec.decode(average, elements, torch.empty(elements)).double()
+        sent = codec.decode(average, elements, fresh_floats(elements)).double()
     except CodecError as error:
         return f"its average does not decode: {error}"
-    nearest = codec.decode(best, elements, torch.empty(elements)).double()
-    largest = torch.zeros(elements, dtype=torch.float64)
-    for contribution in contributions:
-        torch.maximum(largest, _magnitudes(codec, contribution, elements), out=largest)
+    nearest = codec.decode(best, elements, fresh_floats(elements)).double()
+    largest = _largest(codec, contributions, elements, aggregation.robust).double()
     precise = exact.double()
     allowed = (nearest - precise).abs() + ROUNDING * (largest + sent.abs())
     wrong = int(((sent - precise).abs() > allowed).sum())
     return f"{wrong} of {elements} values of a part are not the average of the contributions" if wrong else ""
 
 
-def _magnitudes(codec: Codec, contribution: Contribution, elements: int) -> torch.Tensor:
-    values = decoded(codec, contribution, torch.empty(elements))
-    return scaled(contribution, values, torch.empty).double().abs()
+def _largest(
+    codec: Codec, contributions: Sequence[PartContribution], elements: int, robust: RobustRule | None
+) -> torch.Tensor:
+    """Return the largest magnitude of what is averaged to each value."""
+    rows = (
+        scaled(contribution, decoded(codec, contribution, fresh_floats(elements)), fresh_floats)
+        for contribution in contributions
+    )
+    if robust is not None:
+        weights = bounded_weights([contribution.weight for contribution in contributions])
+        return largest_kept(robust, list(rows), weights)
+    largest = fresh_floats(elements).zero_()
+    for row in rows:
+        torch.maximum(largest, row.abs(), out=largest)
+    return largest

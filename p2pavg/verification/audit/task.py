@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from p2pavg.allreduce.proofs import SignedShare
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.audits import Audits, drawn_parts
 from p2pavg.group.candidate import Candidate
@@ -78,7 +78,7 @@ class AuditTask:
 
 
 def shares_of(
-    roster: Roster, members: Roster, values: Values, codec: Codec, aggregation: Aggregation
+    roster: Roster, members: Roster, values: AttemptData, codec: Codec, aggregation: Aggregation
 ) -> dict[str, Share]:
     """Return the shares of an attempt by their reducers' ids.
 
@@ -107,7 +107,7 @@ def tasks_of(
     roster: Roster,
     shares: Mapping[str, Share],
     audits: Audits,
-    values: Values,
+    values: AttemptData,
     request: AuditRequest,
 ) -> list[AuditTask]:
     """Return the audits that this member was drawn for. It holds the whole result of the attempt.

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from blake3 import blake3
 
+from p2pavg.allreduce import two_averages
 from p2pavg.base.encoding import first_text
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus import statements
@@ -61,7 +62,7 @@ class Accusation:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EvidenceKind:
     """One kind of evidence.
 
     Args:
@@ -93,10 +94,17 @@ def _read_false_average(data: bytes) -> tuple[str, str]:
     )
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType(
+def _read_two_averages(data: bytes) -> tuple[str, str]:
+    reducer, subject = two_averages.read_two_averages(data)
+    group = subject.group_id.hex()[:8]
+    return reducer, f"it signed two averages of its share in attempt {subject.attempt} of group {group}"
+
+
+KINDS: Mapping[str, EvidenceKind] = MappingProxyType(
     {
-        statements.CONTRADICTION: Kind(statements.MAX_EVIDENCE_BYTES, _read_contradiction),
-        false_average.FALSE_AVERAGE: Kind(false_average.MAX_EVIDENCE_BYTES, _read_false_average),
+        statements.CONTRADICTION: EvidenceKind(statements.MAX_EVIDENCE_BYTES, _read_contradiction),
+        false_average.FALSE_AVERAGE: EvidenceKind(false_average.MAX_EVIDENCE_BYTES, _read_false_average),
+        two_averages.TWO_AVERAGES: EvidenceKind(two_averages.MAX_EVIDENCE_BYTES, _read_two_averages),
     }
 )
 """The kinds of evidence that this version verifies, by the first field of their bytes."""

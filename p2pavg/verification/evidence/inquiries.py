@@ -28,10 +28,10 @@ MAX_ACCUSERS = 1024
 """Peers whose records are remembered. New ones are left out while there are so many."""
 MAX_IGNORED = 4096
 """Accusers that are ignored for a lie; the one that lied longest ago is forgotten."""
-RETRY_SECONDS = 15.0
+INQUIRY_RETRY_SECONDS = 15.0
 """An accuser that gave no answer is asked again after this time, and after twice as long each further time. It may have
 been busy with showing the same evidence to others."""
-MAX_RETRY_SECONDS = 3600.0
+MAX_INQUIRY_RETRY_SECONDS = 3600.0
 ACCUSER_FETCHES, ACCUSER_SECONDS = 32, 30.0
 """Fetches from one accuser: so many at once, and one more each time these seconds have passed."""
 UNMET_FETCHES, UNMET_SECONDS = 16, 60.0
@@ -45,7 +45,7 @@ def _bucket(count: float, seconds: float) -> TokenBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class EvidenceFetch:
     """A piece of evidence, and the accuser to fetch it from."""
 
     accuser: str
@@ -82,7 +82,7 @@ class Inquiries:
         self._me = me
         self._accusers: dict[str, _Accuser] = {}
         self._ignored: OrderedDict[str, None] = OrderedDict()
-        self._running: dict[str, Fetch] = {}  # by accuser
+        self._running: dict[str, EvidenceFetch] = {}  # by accuser
         self._unmet = _bucket(UNMET_FETCHES, UNMET_SECONDS)
         self._all = _bucket(ALL_FETCHES, ALL_SECONDS)
 
@@ -110,7 +110,7 @@ class Inquiries:
         known = self._accusers.get(accuser)
         return accuser in self._ignored or (known is not None and sequence <= known.sequence)
 
-    def next(self, now: float) -> Fetch | None:
+    def next(self, now: float) -> EvidenceFetch | None:
         """Return what to fetch now, or ``None``. The caller says by :meth:`ended` when the fetch has ended."""
         if len(self._running) >= MAX_FETCHES or self._all.level(now) < 1:
             return None
@@ -128,20 +128,20 @@ class Inquiries:
                 return fetch
         return None
 
-    def ended(self, fetch: Fetch) -> None:
+    def ended(self, fetch: EvidenceFetch) -> None:
         """Note that a fetch has ended, in whatever way."""
         self._running.pop(fetch.accuser, None)
 
-    def proved(self, fetch: Fetch) -> None:
+    def proved(self, fetch: EvidenceFetch) -> None:
         """Note that the evidence was what its accuser had named."""
         if (accuser := self._accusers.get(fetch.accuser)) is not None:
             accuser.proved, accuser.failures = True, 0
 
-    def failed(self, fetch: Fetch, now: float) -> None:
+    def failed(self, fetch: EvidenceFetch, now: float) -> None:
         """Note that an accuser could not be reached, or gave no evidence in time."""
         if (accuser := self._accusers.get(fetch.accuser)) is not None:
             accuser.not_before = now + min(
-                RETRY_SECONDS * 2.0 ** min(accuser.failures, 10), MAX_RETRY_SECONDS
+                INQUIRY_RETRY_SECONDS * 2.0 ** min(accuser.failures, 10), MAX_INQUIRY_RETRY_SECONDS
             )
             accuser.failures += 1
 
@@ -152,7 +152,7 @@ class Inquiries:
         if len(self._ignored) > MAX_IGNORED:
             self._ignored.popitem(last=False)
 
-    def _candidates(self, met: bool, now: float) -> Iterator[Fetch]:
+    def _candidates(self, met: bool, now: float) -> Iterator[EvidenceFetch]:
         for peer_id, accuser in sorted(self._accusers.items(), key=lambda item: item[1].order):
             if peer_id in self._running or now < accuser.not_before or now >= accuser.expires:
                 continue
@@ -160,7 +160,7 @@ class Inquiries:
                 continue
             for named in accuser.notice.named:
                 if self._wants(named) and self._exclusions.has_met(named.peer_id) == met:
-                    yield Fetch(peer_id, accuser.notice.addresses, named)
+                    yield EvidenceFetch(peer_id, accuser.notice.addresses, named)
 
     def _wants(self, named: Named) -> bool:
         # Other evidence against the same peer is not held back: an accomplice that answers slowly could delay it.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
+from p2pavg.base.peer_text import PeerText
 from p2pavg.verification.evidence.accusation import DIGEST_BYTES, MAX_EVIDENCE_BYTES, Named
 from p2pavg_dht.contact import ContactError, check_addresses
 from p2pavg_dht.identity import PeerIdError, public_key_of
@@ -81,7 +82,7 @@ def _read_named(fields: object) -> Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EvidenceRequest:
     """The first message of a stream: a peer of a run asks for evidence."""
 
     key: bytes
@@ -91,19 +92,19 @@ class Request:
     """Of the peer that asks; empty if the run is open to anybody."""
 
 
-def encode_request(request: Request) -> bytes:
+def encode_request(request: EvidenceRequest) -> bytes:
     """Return a request as bytes."""
     return pack(_VERSION, request.key, request.digest, request.certificate)
 
 
-def read_request(data: bytes) -> Request:
+def read_request(data: bytes) -> EvidenceRequest:
     """Read a request; raise RemoteProtocolError for anything that :func:`encode_request` does not make."""
     version, key, digest, certificate = unpack(data, int, bytes, bytes, bytes)
     if version != _VERSION or len(key) != KEY_BYTES or len(digest) != DIGEST_BYTES:
         raise RemoteProtocolError("a request of another version, or without a run or digest")
     if len(certificate) > MAX_CERTIFICATE_BYTES:
         raise RemoteProtocolError(f"a certificate of {len(certificate)} bytes")
-    return Request(key, digest, certificate)
+    return EvidenceRequest(key, digest, certificate)
 
 
 def encode_answer(refusal: str) -> bytes:
@@ -115,7 +116,7 @@ def encode_answer(refusal: str) -> bytes:
     return pack(_VERSION, refusal[:_MAX_REASON_CHARS])
 
 
-def read_answer(data: bytes) -> str:
+def read_answer(data: bytes) -> PeerText:
     """Return the reason for which evidence is not sent; empty if it follows.
 
     Raises:
@@ -124,4 +125,4 @@ def read_answer(data: bytes) -> str:
     version, refusal = unpack(data, int, str)
     if version != _VERSION or len(refusal) > _MAX_REASON_CHARS or not refusal.isprintable():
         raise RemoteProtocolError("an answer of another version, or with a reason that is no short text")
-    return str(refusal)
+    return PeerText(refusal)

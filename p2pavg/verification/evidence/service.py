@@ -21,12 +21,12 @@ from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.verification.evidence.messages import (
     MAX_REQUEST_BYTES,
-    Request,
+    EvidenceRequest,
     accusations_key,
     encode_answer,
     read_request,
 )
-from p2pavg.verification.evidence.spreading import OPEN_SECONDS, Accusations, transfer_seconds
+from p2pavg.verification.evidence.spreading import OPEN_ACCUSER_SECONDS, Accusations, transfer_seconds
 
 MAX_SERVED = 8
 """Streams that are served at once, one of each peer."""
@@ -39,7 +39,7 @@ _CHUNK_BYTES = 256 * 1024
 
 
 @dataclass(slots=True)
-class _Run:
+class _EvidenceRun:
     accusations: Accusations
     users: list[Membership | None] = field(default_factory=list)  # one of each averager and auxiliary
 
@@ -49,7 +49,7 @@ class EvidenceService:
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._runs: dict[bytes, _Run] = {}
+        self._runs: dict[bytes, _EvidenceRun] = {}
         self._served: set[PeerId] = set()
         self._shown: OrderedDict[tuple[PeerId, bytes], TokenBucket] = OrderedDict()
 
@@ -60,7 +60,9 @@ class EvidenceService:
             membership: ``None`` if the run is open to anybody.
         """
         key = accusations_key(run_id)
-        run = self._runs.setdefault(_stored(key, membership), _Run(Accusations(self._context, run_id, key)))
+        run = self._runs.setdefault(
+            _stored(key, membership), _EvidenceRun(Accusations(self._context, run_id, key))
+        )
         run.users.append(membership)
         return run.accusations
 
@@ -87,11 +89,13 @@ class EvidenceService:
             return
         with self._place(stream.remote):
             data = None
-            with trio.move_on_after(OPEN_SECONDS):
+            with trio.move_on_after(OPEN_ACCUSER_SECONDS):
                 data = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
             if data is None:
                 return
-            found = self._find(stream.remote, read_request(data))
+            await self._context.messages.admit(stream)
+            with self._context.messages.charged(stream):
+                found = self._find(stream.remote, read_request(data))
             evidence = b"" if isinstance(found, str) else found
             with trio.move_on_after(transfer_seconds(len(evidence))):
                 await send_message(stream, encode_answer(found if isinstance(found, str) else ""))
@@ -99,7 +103,7 @@ class EvidenceService:
                     await stream.send_all(memoryview(evidence)[start : start + _CHUNK_BYTES])
                 await stream.aclose()
 
-    def _find(self, peer_id: PeerId, request: Request) -> bytes | str:
+    def _find(self, peer_id: PeerId, request: EvidenceRequest) -> bytes | str:
         """Return the evidence that a peer asks for, or the reason for which it gets none."""
         run = self._runs.get(request.key)
         if run is None:

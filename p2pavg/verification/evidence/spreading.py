@@ -20,14 +20,14 @@ from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.verification.evidence.accusation import Accusation, digest_of, read_accusation, read_named
 from p2pavg.verification.evidence.exclusions import Exclusions
-from p2pavg.verification.evidence.inquiries import Fetch, Inquiries
+from p2pavg.verification.evidence.inquiries import EvidenceFetch, Inquiries
 from p2pavg.verification.evidence.messages import (
     MAX_ADDRESSES,
     MAX_ANSWER_BYTES,
     MAX_NAMED,
     PROTOCOL,
+    EvidenceRequest,
     Notice,
-    Request,
     encode_notice,
     encode_request,
     read_answer,
@@ -38,22 +38,22 @@ from p2pavg_dht.contact import MAX_ADDRESS_LENGTH
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 20.0
+EVIDENCE_LOOK_SECONDS = 20.0
 """Between two look-ups of the records. A record that another peer stores here is read within a second."""
-PAUSE_SECONDS = 1.0
+EVIDENCE_PAUSE_SECONDS = 1.0
 """Between two looks, whatever happens: an accuser may change its record all the time."""
 NOTICE_TTL_SECONDS = 600.0
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
-OPEN_SECONDS = 10.0  # to reach an accuser, and to get its answer
+OPEN_ACCUSER_SECONDS = 10.0  # to reach an accuser, and to get its answer
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
 _CHUNK_BYTES = 64 * 1024
-_WITHDRAW_SECONDS = 1.0
+_WITHDRAW_EVIDENCE_SECONDS = 1.0
 
 
 def transfer_seconds(size: int) -> float:
     """Return the timeout of a transfer of so many bytes of evidence, in seconds."""
-    return OPEN_SECONDS + size / MIN_BYTES_PER_SECOND
+    return OPEN_ACCUSER_SECONDS + size / MIN_BYTES_PER_SECOND
 
 
 class Accusations:
@@ -83,6 +83,7 @@ class Accusations:
         Args:
             evidence: of any kind in :data:`p2pavg.verification.evidence.accusation.KINDS`.
         """
+        # Several averagers of the run, or several rounds, may find the same evidence.
         digest = digest_of(evidence)
         if digest in self._claims:
             return
@@ -96,6 +97,7 @@ class Accusations:
         try:
             with guarded(self._me, lambda _peer_id, _error: None, what="own evidence"):
                 accusation = await self._context.run_in_thread(read_accusation, evidence)
+                # Evidence of a peer that was met in a round has priority: others may be invented identities.
                 self.exclusions.meets(accusation.peer_id)
                 self._learn(accusation)
         finally:
@@ -107,6 +109,7 @@ class Accusations:
             logger.warning(
                 "%s is excluded from run %r: %s", accusation.peer_id, self._run_id, accusation.reason
             )
+            # Published at once, so that the evidence outlives this peer.
             self._woken.set()
             for changed in tuple(self.changed):
                 changed()
@@ -126,6 +129,7 @@ class Accusations:
 
         While another user of the run at this peer does so, this call waits for its end, and then takes over.
         """
+        # A peer has one record under a key. Two users that published and withdrew it would disturb each other.
         async with self._turn:
             records.watch(self._key, lambda: self._woken.set())
             try:
@@ -133,26 +137,31 @@ class Accusations:
                     await self._look_and_publish(records, nursery)
             finally:
                 records.unwatch(self._key)
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
+                # Other peers would ask a peer that is gone for evidence, until the record expires.
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_EVIDENCE_SECONDS):
                     await records.withdraw(self._key)
 
     async def _look_and_publish(self, records: RunRecords, nursery: trio.Nursery) -> None:
         published, look_at = b"", trio.current_time()
         while True:
+            # Made before the look: what comes during the look begins the next one.
             self._woken = trio.Event()
             if trio.current_time() >= look_at:
                 self._hear(await records.find(self._key))
-                look_at = trio.current_time() + LOOK_SECONDS
+                look_at = trio.current_time() + EVIDENCE_LOOK_SECONDS
             else:
+                # Records that are stored here are read without a call to any peer.
                 self._hear(records.held(self._key))
             named = self.exclusions.newest(MAX_NAMED)
             value = encode_notice(Notice(self._addresses(), named)) if named else b""
             if value != published:
                 await self._publish(records, value)
                 published = value
+            # The inquiries bound how many run at once, and what one accuser may cost.
             while (fetch := self._inquiries.next(self._context.wall_clock())) is not None:
                 nursery.start_soon(self._fetch, fetch, records)
-            await trio.sleep(PAUSE_SECONDS)
+            # Without this pause, an accuser that changes its record all the time would keep this loop busy.
+            await trio.sleep(EVIDENCE_PAUSE_SECONDS)
             with trio.move_on_at(look_at):
                 await self._woken.wait()
 
@@ -175,15 +184,18 @@ class Accusations:
                 notice = read_notice(record.value)
             except RemoteProtocolError as error:
                 logger.debug("%s published an invalid notice of evidence: %s", record.publisher, error)
+                # An empty notice is noted for this sequence, so the same record is not read again in each look.
                 notice = Notice((), ())
             self._inquiries.heard(record.publisher, notice, record.sequence, record.expiration_time, now)
 
     # ------------------------------------------------------------------ evidence of others
 
-    async def _fetch(self, fetch: Fetch, records: RunRecords) -> None:
-        request = Request(records.stored_key(self._key), fetch.named.digest, records.certificate)
+    async def _fetch(self, fetch: EvidenceFetch, records: RunRecords) -> None:
+        request = EvidenceRequest(records.stored_key(self._key), fetch.named.digest, records.certificate)
         data = None
         try:
+            # The time follows from the size that the accuser has named: one that sends a byte now
+            # and then must not hold one of the few places.
             with trio.move_on_after(transfer_seconds(fetch.named.size)):
                 data = await self._receive(fetch, request)
             if data is None:
@@ -194,12 +206,12 @@ class Accusations:
             self._inquiries.ended(fetch)
             self._woken.set()
 
-    async def _receive(self, fetch: Fetch, request: Request) -> bytes | None:
+    async def _receive(self, fetch: EvidenceFetch, request: EvidenceRequest) -> bytes | None:
         """Return the evidence, which may be anything of its size; ``None`` if the accuser gives none."""
         stream: Stream | None = None
         try:
             stream = await self._context.transport.open_stream(
-                fetch.accuser, PROTOCOL, addresses=fetch.addresses, timeout=OPEN_SECONDS
+                fetch.accuser, PROTOCOL, addresses=fetch.addresses, timeout=OPEN_ACCUSER_SECONDS
             )
             await send_message(stream, encode_request(request))
             answer = await receive_message(stream, max_bytes=MAX_ANSWER_BYTES)
@@ -217,11 +229,12 @@ class Accusations:
             if stream is not None:
                 await stream.reset()
 
-    async def _judge(self, fetch: Fetch, data: bytes) -> None:
+    async def _judge(self, fetch: EvidenceFetch, data: bytes) -> None:
         """Believe the evidence, or ignore its accuser from now on."""
         with guarded(fetch.accuser, self._fault, what="evidence"):
             try:
                 accusation = await self._context.run_in_thread(read_named, data, fetch.named)
+            # Naming evidence costs an accuser nothing. So a false name costs it all further fetches.
             except RemoteProtocolError as error:
                 self._inquiries.ignore(fetch.accuser)
                 logger.warning(

@@ -18,6 +18,9 @@ connects, which may belong to a third party. As with every address that a peer n
   accepts the connection, it gets the first bytes of a handshake, which fails.
 * An attacker that makes both ends of a punch wait gets nothing but its own tries.
 
+* The verdict on a try that failed, and the refusal of an endpoint, are one fixed word. How long a try takes still tells
+  an endpoint that refuses from a silent one.
+
 So a few SYNs to a third party are left, as with any dial, and an attacker sends more packets to cause them.
 
 A peer may lie about the time that it needs for an answer. That shifts the moments at which the two begin, by a second
@@ -38,9 +41,17 @@ import trio
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_gate import DialGate
+from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.limits import PunchLimits
-from p2pavg.net.nat.punch.messages import MAX_BUSY_SECONDS, MAX_MESSAGE_BYTES, Answer, Propose, Sync, Verdict
+from p2pavg.net.nat.punch.messages import (
+    MAX_BUSY_SECONDS,
+    MAX_MESSAGE_BYTES,
+    PunchAnswer,
+    PunchProposal,
+    PunchVerdict,
+    Sync,
+)
 from p2pavg.net.nat.punch.plan import Endpoint, OwnSide
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.transport import PeerId, Stream
@@ -48,10 +59,10 @@ from p2pavg.net.transport import PeerId, Stream
 logger = logging.getLogger(__name__)
 
 # The time for one message of the other peer: a few round trips over a relay, and its probe of its own router.
-MESSAGE_SECONDS = MAX_BUSY_SECONDS
+PUNCH_MESSAGE_SECONDS = MAX_BUSY_SECONDS
 
 # The time from Sync to the verdict, at most.
-TRY_SECONDS = plan.LONGEST_ROUND_TRIP + plan.PUNCH_SECONDS + plan.UPGRADE_SECONDS
+TRY_PUNCH_SECONDS = plan.LONGEST_ROUND_TRIP + plan.PUNCH_SECONDS + plan.UPGRADE_SECONDS
 
 Predict = Callable[[FreshPort], Awaitable[int]]
 """Returns the outer port that this peer's router gives to connections from a port.
@@ -91,7 +102,8 @@ class Puncher:
     """
 
     def __init__(self, gate: DialGate, own: Callable[[], OwnSide], predict: Predict) -> None:
-        self._gate = gate
+        self.gate = gate
+        """The gate of all dials of this transport."""
         self._own = own
         self._predict = predict
         self._limits = PunchLimits()
@@ -121,6 +133,7 @@ class Puncher:
         for attempt in range(1, plan.TRIES + 1):
             try:
                 return await self._ask_once(stream, attempt, use, drop)
+            # It would be refused again. All other failures may be bad luck with the ports or the moment.
             except RefusedPunchError:
                 raise
             except UnreachableError as error:
@@ -131,12 +144,13 @@ class Puncher:
         with ExitStack() as owned:
             ports = await self._open_ports(owned, plan.hosts_to_propose(self._own()).values())
             sent = trio.current_time()
-            await send_message(stream, Propose(attempt, tuple(ports)).encode())
-            answer = Answer.decode(await _next(stream))
+            await send_message(stream, PunchProposal(attempt, tuple(ports)).encode())
+            answer = PunchAnswer.decode(await _next(stream))
             if answer.refusal or answer.endpoint is None:
                 raise RefusedPunchError(f"the peer takes part in no punch: {answer.refusal}")
             trip = plan.round_trip(sent=sent, answered=trio.current_time(), busy=answer.busy)
             half = _half(ports, answer.endpoint)
+            # Before Sync: the other peer begins to connect when it reads it, and would do so for nothing.
             await self._check_may_dial(stream.remote, half.other)
             await send_message(stream, Sync().encode())
             begin = plan.begin_of_asker(trio.current_time(), trip)
@@ -157,13 +171,14 @@ class Puncher:
             if verdict.reason:
                 raise UnreachableError(f"the peer reported: {verdict.reason}")  # noqa: TRY301 - as any other reason
         except BaseException:
+            # Without the other peer's success there is half a connection, which would only time out later.
             drop(made)
             raise
         return made
 
     # -- the peer that is asked
 
-    async def take_part(self, stream: Stream, first: Propose, use: Use[object]) -> bool:
+    async def take_part(self, stream: Stream, first: PunchProposal, use: Use[object]) -> bool:
         """Take part in a punch that the other peer has proposed. Return true after a success.
 
         Args:
@@ -181,28 +196,32 @@ class Puncher:
             following = await receive_bounded(stream)
             if following is None:
                 return False
-            message = Propose.decode(following)
+            message = PunchProposal.decode(following)
 
-    async def _answer_once(self, stream: Stream, propose: Propose, use: Use[object]) -> bool:
+    async def _answer_once(self, stream: Stream, propose: PunchProposal, use: Use[object]) -> bool:
         began = trio.current_time()
         try:
             async with self._half_of(stream.remote, propose) as half:
+                # The asker subtracts this from the round trip, from which it computes when the two begin.
                 busy = trio.current_time() - began
-                await send_message(stream, Answer("", half.own, busy).encode())
+                await send_message(stream, PunchAnswer("", half.own, busy).encode())
                 Sync.decode(await _next(stream))
                 reason = ""
                 try:
                     await self._meet(stream.remote, half, trio.current_time(), use)
                 except UnreachableError as error:
-                    reason = str(error)
-                await send_message(stream, Verdict(reason).encode())
+                    logger.debug("a punch for %s failed: %s", stream.remote, error)
+                    reason = (
+                        NOT_REACHED  # the endpoint was the other peer's choice: see "What an attacker can do"
+                    )
+                await send_message(stream, PunchVerdict(reason).encode())
                 return not reason
         except RefusedPunchError as error:
-            await send_message(stream, Answer(str(error)).encode())
+            await send_message(stream, PunchAnswer(str(error)).encode())
             return False
 
     @asynccontextmanager
-    async def _half_of(self, peer_id: PeerId, propose: Propose) -> AsyncIterator[_Half]:
+    async def _half_of(self, peer_id: PeerId, propose: PunchProposal) -> AsyncIterator[_Half]:
         """Hold this peer's half of a try, as the peer that is asked.
 
         Raises:
@@ -214,9 +233,15 @@ class Puncher:
         if isinstance(chosen, str):
             raise RefusedPunchError(chosen)
         own_host, other = chosen
+        # Counted before any work: ports and probes cost this peer more than a proposal costs its sender.
         with ExitStack() as owned, self.counted(peer_id):
-            await self._check_may_dial(peer_id, other)
-            yield _half(await self._open_ports(owned, [own_host]), other)
+            try:
+                await self._check_may_dial(peer_id, other)
+                half = _half(await self._open_ports(owned, [own_host]), other)
+            except RefusedPunchError as error:  # it tells of this machine's networks, and of its router
+                logger.debug("no punch for %s: %s", peer_id, error)
+                raise RefusedPunchError(NOT_REACHED) from None
+            yield half
 
     @contextmanager
     def counted(self, peer_id: PeerId) -> Iterator[None]:
@@ -252,15 +277,17 @@ class Puncher:
     async def _check_may_dial(self, peer_id: PeerId, endpoint: Endpoint) -> None:
         """Raise RefusedPunchError if the dial gate refuses an endpoint that the peer named."""
         try:
-            await self._gate.candidates(peer_id, endpoint.address_of(peer_id))
+            await self.gate.candidates(peer_id, endpoint.address_of(peer_id))
         except UnreachableError as error:
             raise RefusedPunchError(str(error)) from None
 
     async def _meet(self, peer_id: PeerId, half: _Half, begin: float, use: Use[T]) -> T:
         """Connect and do the handshakes. Raises UnreachableError."""
         text = half.other.address_of(peer_id)
-        (address,) = await self._gate.candidates(peer_id, text)
-        async with self._gate.dialling(peer_id, text, address):
+        # Asked again, since other tries may have used up the limits of the host meanwhile.
+        (address,) = await self.gate.candidates(peer_id, text)
+        async with self.gate.dialling(peer_id, text, address):
+            # From here on the socket belongs to `use`, which closes it also when the time below is over.
             plain = await punch(half.port, half.other, begin)
             with trio.move_on_after(plan.UPGRADE_SECONDS):
                 try:
@@ -281,7 +308,7 @@ def _half(ports: dict[Endpoint, FreshPort], other: Endpoint) -> _Half:
     raise RemoteProtocolError(f"the answer has an endpoint of IPv{other.version}, which was not proposed")
 
 
-async def receive_bounded(stream: Stream, seconds: float = MESSAGE_SECONDS) -> bytes | None:
+async def receive_bounded(stream: Stream, seconds: float = PUNCH_MESSAGE_SECONDS) -> bytes | None:
     """Return the next message; ``None`` if the other peer has closed its half.
 
     Raises:
@@ -297,8 +324,8 @@ async def _next(stream: Stream) -> bytes:
     return _present(stream, await receive_bounded(stream))
 
 
-async def _verdict(stream: Stream) -> Verdict:
-    return Verdict.decode(_present(stream, await receive_bounded(stream, TRY_SECONDS)))
+async def _verdict(stream: Stream) -> PunchVerdict:
+    return PunchVerdict.decode(_present(stream, await receive_bounded(stream, TRY_PUNCH_SECONDS)))
 
 
 def _present(stream: Stream, message: bytes | None) -> bytes:

@@ -11,6 +11,8 @@ After a failure, the asker may propose the next try. After a refusal, or an answ
 the stream.
 
 A peer that can be dialled needs no punch. It sends one DialMe with its addresses, and gets one Verdict.
+
+No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Self
 
 from p2pavg.base.encoding import first_text, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.peer_text import PeerText
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
 from p2pavg.net.nat.punch.plan import TRIES, Endpoint
 
@@ -34,7 +37,7 @@ _PROPOSE, _ANSWER, _SYNC, _VERDICT, _DIAL_ME = "propose", "answer", "sync", "ver
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
+class PunchProposal:
     """The proposal of a try, from 1 to TRIES, with the asker's endpoints: one or two, of different versions of IP."""
 
     attempt: int
@@ -60,7 +63,7 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PunchAnswer:
     """The answer to a proposal: the endpoint of the peer that answers, or a ``refusal``, which is the reason.
 
     ``busy`` is the time in seconds that the peer has needed for its answer. The asker does not count it as a part of
@@ -105,7 +108,7 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PunchVerdict:
     """The result of a try or of a dial at the peer that was asked: ``reason`` is empty if there is a connection."""
 
     reason: str = ""
@@ -145,8 +148,8 @@ class DialMe:
         return cls(addresses)
 
 
-Request = Propose | DialMe
-_REQUESTS: dict[str, type[Request]] = {_PROPOSE: Propose, _DIAL_ME: DialMe}
+Request = PunchProposal | DialMe
+_REQUESTS: dict[str, type[Request]] = {_PROPOSE: PunchProposal, _DIAL_ME: DialMe}
 
 
 def decode_request(message: bytes) -> Request:
@@ -178,8 +181,7 @@ def _endpoint(fields: object) -> Endpoint:
         raise RemoteProtocolError(f"not an endpoint: {error}") from None
 
 
-def _checked_reason(reason: str) -> str:
-    """Check the length of a reason, and make it one printable line: it is shown to people."""
+def _checked_reason(reason: str) -> PeerText:
     if len(reason) > MAX_REASON:
         raise RemoteProtocolError(f"a reason of {len(reason)} characters")
-    return reason if reason.isprintable() else ascii(reason)
+    return PeerText(reason)

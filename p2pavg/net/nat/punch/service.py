@@ -1,11 +1,12 @@
 """libp2p connections through two routers: the protocol ``/p2pavg/punch/1``, and both of its sides.
 
-The stream may be relayed. :mod:`p2pavg.net.nat.punch.meeting` coordinates the punch on it, and says what an attacker can
-do. This module adds which peers may ask, and turns the punched connection into a libp2p connection. The peer that asked
-is the initiator of Noise.
+The stream may be relayed. :mod:`p2pavg.net.nat.punch.meeting` coordinates the punch on it, and says what an attacker
+can do. This module adds which peers may ask, and turns the punched connection into a libp2p connection. The peer that
+asked is the initiator of Noise.
 
 A peer that can be dialled asks a peer behind a router to dial it, with ``DialMe``. That dial passes the dial gate and
-its budget of failed dials, as any other.
+its budget of failed dials, as any other. A private address is dialled for an asker in that network only, and the answer
+to a dial that failed is one fixed word: this peer is no means to find out what its network answers.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import trio
 from p2pavg.base.errors import AddressError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import send_message
+from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.punch.meeting import Puncher, RefusedPunchError, receive_bounded
 from p2pavg.net.nat.punch.messages import (
     MAX_ADDRESSES,
     PROTOCOL,
-    Answer,
     DialMe,
-    Propose,
-    Verdict,
+    PunchAnswer,
+    PunchProposal,
+    PunchVerdict,
     decode_request,
 )
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -36,10 +38,10 @@ from p2pavg.net.transport import PeerId, Stream, Transport
 logger = logging.getLogger(__name__)
 
 # All tries of a peer that is asked. Each wait within them has a bound of its own.
-SERVE_SECONDS = 45.0
+SERVE_PUNCHES_SECONDS = 45.0
 
 # The dial of a peer that has asked for it, at all of its addresses.
-DIAL_SECONDS = 10.0
+ASKED_DIAL_SECONDS = 10.0
 
 
 class Adopt(Protocol):
@@ -118,7 +120,7 @@ class PunchService:
             message = await receive_bounded(stream, timeout)
             if message is None:
                 raise StreamBrokenError(f"{peer_id} closed the stream early")
-            if reason := Verdict.decode(message).reason:
+            if reason := PunchVerdict.decode(message).reason:
                 raise UnreachableError(f"{peer_id} reported: {reason}")
 
         await self._with_stream(peer_id, timeout, ask)
@@ -141,7 +143,7 @@ class PunchService:
     # -- the peer that is asked
 
     async def _serve(self, stream: Stream) -> None:
-        with trio.move_on_after(SERVE_SECONDS):
+        with trio.move_on_after(SERVE_PUNCHES_SECONDS):
             message = await receive_bounded(stream)
             if message is None:
                 return
@@ -149,7 +151,7 @@ class PunchService:
             if isinstance(request, DialMe):
                 await self._dial_asker(stream, request)
             elif refusal := self._refusal(stream.remote):
-                await send_message(stream, Answer(refusal).encode())
+                await send_message(stream, PunchAnswer(refusal).encode())
             else:
                 await self._punch(stream, request)
             await stream.aclose()
@@ -162,7 +164,7 @@ class PunchService:
             return "a punch that this peer asked for is under way"  # of two punches at once, one goes on
         return ""
 
-    async def _punch(self, stream: Stream, propose: Propose) -> None:
+    async def _punch(self, stream: Stream, propose: PunchProposal) -> None:
         use = partial(self._adopt, peer_id=stream.remote, initiator=False)
         if await self._puncher.take_part(stream, propose, use):
             logger.debug("a punch with %s succeeded", stream.remote)
@@ -173,27 +175,26 @@ class PunchService:
         if not reason:
             try:
                 with self._puncher.counted(peer_id):
-                    reason = await self._dial_first(peer_id, request.addresses)
+                    asker = "" if stream.relayed else stream.remote_host
+                    addresses = self._puncher.gate.askable(request.addresses, asker)
+                    reason = "" if await self._dial_first(peer_id, addresses) else NOT_REACHED
             except RefusedPunchError as error:
                 reason = str(error)
-        await send_message(stream, Verdict(reason).encode())
+        await send_message(stream, PunchVerdict(reason).encode())
 
-    async def _dial_first(self, peer_id: PeerId, addresses: Sequence[str]) -> str:
-        """Dial the addresses in turn until one answers. Return the reasons if none does."""
-        reasons = []
-        with trio.move_on_after(DIAL_SECONDS) as scope:
+    async def _dial_first(self, peer_id: PeerId, addresses: Sequence[str]) -> bool:
+        """Dial the addresses in turn until one answers. Return whether one did; the reasons go to this peer's log."""
+        with trio.move_on_after(ASKED_DIAL_SECONDS):
             for address in addresses:
                 try:
                     if is_circuit(address):
                         raise UnreachableError("it leads through a relay")  # noqa: TRY301 - as any other reason
                     await self._dial(peer_id, address)
                 except (AddressError, UnreachableError) as error:
-                    reasons.append(f"{address}: {error}")
+                    logger.debug("%s asked to be dialled at %s: %s", peer_id, address, error)
                 else:
-                    return ""
-        if scope.cancelled_caught:
-            reasons.append(f"no answer within {DIAL_SECONDS:.0f} s")
-        return "; ".join(reasons)
+                    return True
+        return False
 
 
 def _keep(_: None) -> None:

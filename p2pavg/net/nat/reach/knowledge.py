@@ -6,16 +6,16 @@ Rules
 1. **Peers at loopback are not asked.** No router is on that path. As long as no peer of another network has answered,
    all addresses of the machine are announced at once: processes of one machine or one local network never wait.
 2. **Look.** A few connected peers of different networks say at which host they see this one. The believed hosts are
-   those that at least half of the networks name (:mod:`p2pavg.net.nat.reach.observations`). If such a host is an address
-   of this machine, no router is between; a firewall still may be.
+   those that at least half of the networks name (:mod:`p2pavg.net.nat.reach.observations`). If such a host is an
+   address of this machine, no router is between; a firewall still may be.
 3. **Dial back.** Each believed host with each listening port, and with the port that a router maps, is an *endpoint*.
    Two peers that see this one at that host, from other hosts, dial it. The endpoint works if at least half of the
-   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.nat.reach.dial_backs`). Where
-   no router is between, peers of other networks that have connected to this one count as well: a firewall that lets
-   them in is open, whatever liars say.
+   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.nat.reach.dial_backs`).
+   Where no router is between, peers of other networks that have connected to this one count as well: a firewall that
+   lets them in is open, whatever liars say.
 4. **Probe.** While no endpoint behind a router works, whoami probes from one fresh port to two or three servers tell
-   the kind of the router (:mod:`p2pavg.net.nat.reach.probes`). The listening port is not used for that: a probe would open
-   it in the router for that server, whose dial-back would then prove nothing.
+   the kind of the router (:mod:`p2pavg.net.nat.reach.probes`). The listening port is not used for that: a probe would
+   open it in the router for that server, whose dial-back would then prove nothing.
 5. **IPv4 decides** the kind, if a peer of another network has seen this one over IPv4: most peers have IPv4 only.
    Working endpoints of both versions are announced.
 6. **Announce** what works: first the user's list, then endpoints that others have dialled, then addresses of this
@@ -82,20 +82,25 @@ class Knowledge:
         before, facts.interfaces = facts.interfaces, frozenset(interfaces)
         facts.listening = tuple(listening)
         facts.meet(self._neighbours)
+        # A new address may be a way out that was not there: all questions may be asked again at once.
         if before != facts.interfaces:
             self._agenda.hurry(lambda _: True)
         for version in sorted({version_of(host) for host in before - facts.interfaces} & set(VERSIONS)):
+            # An address that is gone was perhaps the one over which peers have seen this machine.
             facts.observations.forget(version)
             self._moved(version)
 
     def connected(self, neighbours: Sequence[Neighbour]) -> None:
         """Note the peers with direct connections. A peer with several ones counts once for each of its hosts."""
+        # Neighbours are equal whatever their port, and whichever side dialled. Here a change of these counts, too.
         given = [(found.peer_id, found.host, found.port, found.arrived) for found in neighbours]
         if given == self._given:
             return
         self._given = given
         unique: dict[Neighbour, Neighbour] = {}
         for found in filter(lambda neighbour: version_of(neighbour.host), neighbours):
+            # Two connections of one peer tell different things: the one that it made
+            # has arrived here, and the other has its port.
             other = unique.get(found, found)
             unique[found] = replace(
                 found, port=other.port or found.port, arrived=other.arrived or found.arrived
@@ -108,6 +113,8 @@ class Knowledge:
         """Note the port that a router passes on; ``None`` if there is none any more."""
         for changed in (self._facts.mapping, mapping) if mapping != self._facts.mapping else ():
             if changed is not None:
+                # Votes on the old port and on the new one were cast without this
+                # mapping. So may be the answers under way.
                 self._facts.dial_backs.forget_port(changed.port)
                 self._agenda.ignore_answers(_is_dial_back_of(changed.port))
         self._facts.mapping = mapping
@@ -124,6 +131,7 @@ class Knowledge:
             answer: the host for a look, the result for a dial-back, the probe for a whoami; ``None`` if there was no
                 answer, or one that says nothing.
         """
+        # A question that was asked in the network before says nothing about this one.
         if not self._agenda.end(now, question, answered=answer is not None):
             return
         match question, answer:
@@ -143,6 +151,7 @@ class Knowledge:
     def _observed(self, peer: Neighbour, host: str) -> None:
         with self._watching_hosts():
             changed = self._facts.observations.add(peer.peer_id, peer.host, host, self._facts.interfaces)
+        # One peer sees another host than before. Whether that holds for all, the others are asked at once.
         if changed:
             self._agenda.hurry(lambda question: isinstance(question, AskLook))
 
@@ -152,6 +161,7 @@ class Knowledge:
         before = {version: set(self._facts.view(version).hosts) for version in VERSIONS}
         yield
         for version, hosts in before.items():
+            # As long as one of the hosts is left, the machine is still in the same network.
             if hosts and not hosts & set(self._facts.view(version).hosts):
                 self._moved(version)
         self._forget_other_hosts()
@@ -159,6 +169,7 @@ class Knowledge:
     def _moved(self, version: int) -> None:
         """Forget what was learned of the network before, except for the newest observations."""
         self._facts.probes[version].forget()
+        # The answers to open questions would be about the old network.
         self._agenda.withdraw()
         self._forget_other_hosts()
         self.network += 1
@@ -171,6 +182,7 @@ class Knowledge:
     def questions(self, now: float) -> list[Question]:
         """Return the questions to ask now. Each stays open until its end is told with :meth:`heard`."""
         found = self._begun(self._looks(now))
+        # A user that names the addresses knows how this peer is reached.
         if not self._announce:
             for version in VERSIONS:
                 for endpoint in self._facts.endpoints(version):
@@ -185,6 +197,7 @@ class Knowledge:
         return found
 
     def _looks(self, now: float) -> Iterator[AskLook]:
+        # Peers of different networks stand first, so a few of them are enough to outvote liars of one network.
         for peer in self._facts.askable[:MAX_OBSERVERS]:
             question = AskLook(
                 peer=peer, reason="the host at which other peers see this one may have changed"
@@ -209,6 +222,7 @@ class Knowledge:
             for question in questions
             if self._agenda.may_ask(now, question) and not self._is_dialling(question.peer)
         ]
+        # Each dial costs another peer a connection, so no more are asked for than decide.
         return may_ask[: max(0, ENOUGH - under_way)]
 
     def _is_dialling(self, peer: Neighbour) -> bool:
@@ -219,13 +233,17 @@ class Knowledge:
         """Return the next probe, one at a time: the first one's local port is used for the others."""
         view, probes = self._facts.view(version), self._facts.probes[version]
         again = now >= probes.again_at
+        # The kind of the router matters only while no port works.
         if not view.routed or self._facts.working(version) or (probes.settled and not again):
             return []
         if self._agenda.is_busy(lambda one: _is_probe(one, version)):
             return []
         for peer in self._facts.askable:
+            # A probe to this peer's own outer address stays inside the router, and
+            # tells nothing about its other side.
             if not peer.port or version_of(peer.host) != version or peer.host in view.hosts:
                 continue
+            # The answers of several servers are compared, so each is probed once.
             if probes.has(peer.host) and not again:
                 continue
             question = AskWhoami(

@@ -13,20 +13,20 @@ from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.natpmp import NatPmp
 from p2pavg.net.nat.reach.pcp import Pcp
 from p2pavg.net.nat.reach.router_udp import Granted
-from p2pavg.net.reach.upnp import Upnp
+from p2pavg.net.nat.reach.upnp import Upnp
 
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 3600
 """A process that is killed leaves its mapping behind for this time. RFC 6886 recommends 2 hours."""
 
-CHECK_SECONDS = 20.0
+CHECK_MAPPING_SECONDS = 20.0
 """The time between two questions to the router: does it still have the mapping, and the same outer address?"""
 
 SHORTEST_LEASE = 60
 """A router that grants less is not followed below it: a mapping that was lost is made again at the next check."""
 
-AGAIN_SECONDS = 300.0
+ASK_ROUTER_AGAIN_SECONDS = 300.0
 """The time until routers that have refused, or were not there, are asked again."""
 
 REMOVE_SECONDS = 1.0
@@ -76,8 +76,9 @@ class PortMapper:
     async def run(self, port: int) -> None:
         """Keep a listening port mapped until cancelled. Then the mapping is removed, within REMOVE_SECONDS.
 
-        A router that is absent or refuses is reported in one INFO line, and is asked again after AGAIN_SECONDS. A call
-        that is cancelled while the router is making the mapping leaves it behind for its lease.
+        A router that is absent or refuses is reported in one INFO line, and is asked again after
+        ASK_ROUTER_AGAIN_SECONDS. A call that is cancelled while the router is making the mapping leaves it behind for
+        its lease.
         """
         while True:
             reasons = []
@@ -91,7 +92,7 @@ class PortMapper:
                 break
             else:
                 self._say(f"the router maps no port: {'; '.join(reasons)}")
-                await trio.sleep(AGAIN_SECONDS)
+                await trio.sleep(ASK_ROUTER_AGAIN_SECONDS)
 
     async def _hold(self, client: MappingClient, port: int, host: str, granted: Granted) -> None:
         """Renew a mapping until the router has lost it or does not answer any more."""
@@ -113,7 +114,7 @@ class PortMapper:
         while True:
             half = trio.current_time() + max(granted.lease, SHORTEST_LEASE) / 2
             while trio.current_time() < half:
-                await trio.sleep(min(CHECK_SECONDS, max(0.0, half - trio.current_time())))
+                await trio.sleep(min(CHECK_MAPPING_SECONDS, max(0.0, half - trio.current_time())))
                 if not await client.still_has(port, host, granted):
                     self._say("the router has lost its mapping, or has another address now")
                     return

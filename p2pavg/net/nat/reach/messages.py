@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from p2pavg.base.encoding import first_text, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.peer_text import PeerText
 from p2pavg.net.limits.sources import parse_host
 
 PROTOCOL = "/p2pavg/reach/1"
@@ -22,7 +23,7 @@ MAX_REASON_CHARS = 200
 MAX_HOST_CHARS = 45  # an IPv6 address in its longest form
 
 
-class Outcome(StrEnum):
+class DialBackOutcome(StrEnum):
     """The ways in which a dial-back ends."""
 
     REACHED = "reached"
@@ -84,7 +85,7 @@ class DialledBack:
     """
 
     nonce: bytes
-    outcome: Outcome
+    outcome: DialBackOutcome
     reason: str = ""
     """The cause in words, for logs, unless the outcome is REACHED."""
 
@@ -149,6 +150,6 @@ def read_dialled_back(message: bytes, nonce: bytes) -> DialledBack:
     if kind != _DIALLED_BACK or repeated != nonce:
         raise RemoteProtocolError("an answer to another question than this dial-back")
     try:
-        return DialledBack(repeated, Outcome(outcome), reason)
+        return DialledBack(repeated, DialBackOutcome(outcome), PeerText(reason))
     except ValueError as error:
         raise RemoteProtocolError(str(error)) from None

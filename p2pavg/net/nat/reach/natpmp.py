@@ -121,7 +121,9 @@ class NatPmp:
         now, before = trio.current_time(), self._clock
         self._clock = (now, clock)
         has_restarted = before is not None and clock < before[1] + (now - before[0]) * 7 / 8 - 2
-        return now_host == host and not has_restarted
+        # The router's clock went on while this machine slept, and so did the lease.
+        has_slept = before is not None and clock - before[1] > now - before[0] + granted.lease / 2
+        return now_host == host and not (has_restarted or has_slept)
 
     async def remove(self, port: int, granted: Granted) -> None:  # noqa: ARG002 - UPnP's needs both
         """Remove the mapping of a port. Raises UnreachableError."""

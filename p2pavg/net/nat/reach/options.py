@@ -23,12 +23,14 @@ class ReachOptions:
     - ``port_mapping``: ask the router to forward the port, by UPnP or NAT-PMP.
     - ``relay_limits``: what this peer gives to others as a relay; ``None`` relays nothing.
     - ``reachable``: others must be able to reach this peer. A command that only asks something needs no relays.
+    - ``only_here``: this peer dials no other machine; see :mod:`p2pavg.net.nat.reach.own_machine`.
     """
 
     announce: tuple[str, ...] = ()
     port_mapping: bool = True
     relay_limits: RelayLimits | None = field(default_factory=RelayLimits)
     reachable: bool = True
+    only_here: bool = False
 
 
 ONLY_ASKS = ReachOptions(port_mapping=False, relay_limits=None, reachable=False)

@@ -10,7 +10,7 @@ from p2pavg.net.nat.reach.reachability import Barrier
 MAX_SERVERS = 3
 """Servers that are probed: a third one decides if one of two lies, or if a port was taken by chance."""
 
-AGAIN_SECONDS = 600.0
+PROBE_AGAIN_SECONDS = 600.0
 """The time after which the router is probed anew: a peer may have moved behind another one with the same address."""
 
 
@@ -38,7 +38,7 @@ class Probes:
     def add(self, probe: Probe) -> None:
         """Note the result of a probe. Those of an earlier time of probing do not count any more."""
         self._found = {
-            host: found for host, found in self._found.items() if found.at > probe.at - AGAIN_SECONDS
+            host: found for host, found in self._found.items() if found.at > probe.at - PROBE_AGAIN_SECONDS
         }
         self._found[probe.server_host] = probe
 
@@ -54,7 +54,7 @@ class Probes:
     @property
     def again_at(self) -> float:
         """The moment from which the router is probed anew."""
-        return max((probe.at for probe in self._found.values()), default=float("-inf")) + AGAIN_SECONDS
+        return max((probe.at for probe in self._found.values()), default=float("-inf")) + PROBE_AGAIN_SECONDS
 
     def has(self, server_host: str) -> bool:
         """Return whether a server was probed."""

@@ -11,19 +11,19 @@ import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.nat.reach.messages import (
     MAX_MESSAGE_BYTES,
-    MAX_REASON_CHARS,
     NONCE_BYTES,
     PROTOCOL,
     Answer,
     DialBack,
+    DialBackOutcome,
     DialledBack,
     Look,
     Observed,
-    Outcome,
     encode,
     read_dialled_back,
     read_observed,
@@ -33,11 +33,11 @@ from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-DIAL_SECONDS = 5.0
+DIAL_BACK_SECONDS = 5.0
 """The timeout of one dial for another peer."""
-SERVE_SECONDS = 10.0
+SERVE_REACH_SECONDS = 10.0
 """The timeout of one stream: a question, a dial and an answer."""
-ASK_SECONDS = 5.0
+ASK_REACH_SECONDS = 5.0
 """The timeout of a look; that of a dial-back is DIAL_SECONDS longer."""
 
 MAX_SERVED = 64
@@ -83,7 +83,7 @@ class ReachService:
 
     A dial goes only to the host from which the asker's own, direct connection comes, and counts against the limits of
     the asker, its host, and all together. So what strangers can cause is a few dials a minute of a host that has just
-    opened a connection to this peer.
+    opened a connection to this peer. The answer to a dial that failed is one fixed word.
 
     Args:
         dial_peer: opens a new connection for a dial-back.
@@ -106,7 +106,7 @@ class ReachService:
             return
         self._serving[stream.remote] = mine + 1
         try:
-            with trio.move_on_after(SERVE_SECONDS):
+            with trio.move_on_after(SERVE_REACH_SECONDS):
                 await self._serve(stream)
         finally:
             self._serving[stream.remote] -= 1
@@ -135,18 +135,19 @@ class ReachService:
     async def _dial_back(self, stream: Stream, question: DialBack) -> Answer:
         reason = self._refusal(stream)
         if reason:
-            return DialledBack(question.nonce, Outcome.REFUSED, reason)
+            return DialledBack(question.nonce, DialBackOutcome.REFUSED, reason)
         self._dialling.add(stream.remote)
         try:
-            with trio.fail_after(DIAL_SECONDS):
+            with trio.fail_after(DIAL_BACK_SECONDS):
                 await self._dial_peer(stream.remote, stream.remote_host, question.port)
         except UnreachableError as error:
-            return DialledBack(question.nonce, Outcome.FAILED, _short(str(error)))
+            logger.debug("%s asked to be dialled back at port %d: %s", stream.remote, question.port, error)
+            return DialledBack(question.nonce, DialBackOutcome.FAILED, NOT_REACHED)
         except trio.TooSlowError:
-            return DialledBack(question.nonce, Outcome.FAILED, f"no answer within {DIAL_SECONDS:.0f} s")
+            return DialledBack(question.nonce, DialBackOutcome.FAILED, NOT_REACHED)
         finally:
             self._dialling.discard(stream.remote)
-        return DialledBack(question.nonce, Outcome.REACHED)
+        return DialledBack(question.nonce, DialBackOutcome.REACHED)
 
     def _refusal(self, stream: Stream) -> str:
         """Return the reason against a dial; if there is none, take it from the budgets and return an empty text."""
@@ -172,18 +173,13 @@ def _take(*buckets: TokenBucket) -> bool:
     return True
 
 
-def _short(text: str) -> str:
-    """Return the text without control characters, as long as an answer may hold."""
-    return "".join(character if character.isprintable() else " " for character in text)[:MAX_REASON_CHARS]
-
-
 async def look(transport: Transport, peer_id: PeerId) -> Observed:
     """Ask a connected peer how it sees this one.
 
     Raises:
         UnreachableError: no answer came within ASK_SECONDS, or an invalid one.
     """
-    message = await _ask(transport, peer_id, Look(), ASK_SECONDS)
+    message = await _ask(transport, peer_id, Look(), ASK_REACH_SECONDS)
     try:
         return read_observed(message)
     except RemoteProtocolError as error:
@@ -199,7 +195,7 @@ async def ask_dial_back(transport: Transport, peer_id: PeerId, port: int) -> Dia
         UnreachableError: no answer came in time, or an invalid one.
     """
     question = DialBack(port, secrets.token_bytes(NONCE_BYTES))
-    message = await _ask(transport, peer_id, question, ASK_SECONDS + DIAL_SECONDS)
+    message = await _ask(transport, peer_id, question, ASK_REACH_SECONDS + DIAL_BACK_SECONDS)
     try:
         return read_dialled_back(message, question.nonce)
     except RemoteProtocolError as error:

@@ -7,8 +7,8 @@ Wiring in a transport
 =====================
 
 1. Make a :class:`~p2pavg.net.nat.reach.service.ReachService` with a function that dials back, and a
-   :class:`~p2pavg.net.nat.reach.whoami.WhoamiAnswerer`, to whose ``answer`` the listener hands each connection that begins
-   with ``P``.
+   :class:`~p2pavg.net.nat.reach.whoami.WhoamiAnswerer`, to whose ``answer`` the listener hands each connection that
+   begins with ``P``.
 2. Make a :class:`ReachWatcher` and start :meth:`ReachWatcher.run` in the transport's nursery. ``on_change`` is called
    at once with the machine's own addresses, and after that with each change.
 3. Call :meth:`ReachWatcher.inbound` for each new inbound libp2p connection that came to the listener, as soon as its
@@ -38,7 +38,7 @@ from p2pavg.net.nat.reach.dial_backs import Endpoint
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.knowledge import Knowledge
 from p2pavg.net.nat.reach.mapping import PortMapper
-from p2pavg.net.nat.reach.messages import Outcome
+from p2pavg.net.nat.reach.messages import DialBackOutcome
 from p2pavg.net.nat.reach.probes import Probe
 from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Reachability
@@ -132,6 +132,7 @@ class ReachWatcher:
         self._neighbours, self._listening, self._relays, self._hosts = neighbours, listening, relays, hosts
         self._source6 = source6
         self._on_change = on_change
+        # A user who names the addresses needs no mapping.
         self._mapper = None if make_mapper is None or announce else make_mapper(self._mapped)
         self._mapping: trio.CancelScope | None = None
         self._knowledge = Knowledge(transport.peer_id, announce)
@@ -172,6 +173,7 @@ class ReachWatcher:
     def inbound(self, peer_id: PeerId, host: str) -> None:
         """Note a new inbound connection of a peer, from a host, at a listening port."""
         awaited = self._awaited.get(peer_id)
+        # A dial-back has to come from the network in which this process sees the peer.
         if awaited is not None and awaited.network == prefix_of(host):
             awaited.seen.set()
 
@@ -182,9 +184,12 @@ class ReachWatcher:
             while True:
                 self._woken = trio.Event()  # before everything else: a call of wake() from here on counts
                 now = trio.current_time()
+                # Connections and answers can wake this task many times a second. The machine's addresses
+                # change rarely.
                 if now >= machine_at + LOOK_AGAIN_SECONDS:
                     machine_at = now
                     self._look_at_the_machine()
+                # Facts first, then the questions that follow from them, then the conclusions.
                 self._look_at_the_connections()
                 for question in self._knowledge.questions(now):
                     nursery.start_soon(self._ask, question)
@@ -199,6 +204,7 @@ class ReachWatcher:
             listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
             hosts, source6 = self._hosts(), self._source6()
         except OSError as error:
+            # Without free files the system cannot list the addresses. What was known before is kept.
             if not is_shortage(error):
                 raise
             logger.warning("cannot look at this machine's addresses: %s", error.strerror)
@@ -224,6 +230,7 @@ class ReachWatcher:
             return
         before, self._told = self._told[0], found
         sentence = found[0].sentence
+        # The user reads conclusions. That the first answers are still missing is none.
         if sentence != before.sentence and not sentence.startswith(NOT_KNOWN_YET):
             logger.info("reachability: %s", sentence)
         self._on_change(found[0], found[1])
@@ -243,6 +250,7 @@ class ReachWatcher:
                     answer = await _probe(question)
         except UnreachableError as error:
             logger.debug("no answer (%s): %s", question.reason, error)
+        # Also without an answer: a question that stays open is never asked again.
         self._knowledge.heard(trio.current_time(), question, answer)
         self.wake()
 
@@ -257,10 +265,12 @@ class ReachWatcher:
             peer.peer_id in self._awaited
         ):  # a dial-back that was asked for in the network before; it ends soon
             await self._awaited[peer.peer_id].ended.wait()
+        # Before the question: the peer's connection may come sooner than its answer.
         awaited = self._awaited[peer.peer_id] = _DialBack(prefix_of(peer.host))
         try:
             answer = await ask_dial_back(self._transport, peer.peer_id, question.port)
-            if answer.outcome is Outcome.REACHED:
+            if answer.outcome is DialBackOutcome.REACHED:
+                # The answer may overtake the connection, whose handshake is not over here yet.
                 with trio.move_on_after(INBOUND_SECONDS):
                     await awaited.seen.wait()
         finally:
@@ -269,7 +279,9 @@ class ReachWatcher:
         logger.debug("%s dialled port %d: %s %s", peer.peer_id, question.port, answer.outcome, answer.reason)
         if awaited.seen.is_set():
             return True
-        return False if answer.outcome is Outcome.FAILED else None
+        # A peer that claims to have reached this one, and was not seen, counts as one that did not answer: it
+        # may lie.
+        return False if answer.outcome is DialBackOutcome.FAILED else None
 
     # -- mapping
 
@@ -280,6 +292,7 @@ class ReachWatcher:
         """
         if self._mapper is None or self._mapping is not None:
             return
+        # With peers around, they tell whether a router is there. A peer that is alone has none to ask.
         alone = self._alone_since is not None and trio.current_time() >= self._alone_since + ALONE_SECONDS
         if not (self._knowledge.behind_router or (alone and not self._has_public_host())):
             return
@@ -291,6 +304,7 @@ class ReachWatcher:
     async def _map(self, mapper: PortMapper, port: int, scope: trio.CancelScope) -> None:
         with scope:
             await mapper.run(port)
+        # The network may have changed: then the next look begins anew, at the new router.
         self._mapping = None
         self.wake()
 

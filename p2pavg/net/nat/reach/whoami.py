@@ -35,7 +35,7 @@ NONCE_BYTES = 16
 QUESTION_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + 1 + 16 + 2
 
-ANSWER_SECONDS = 5.0
+WHOAMI_ANSWER_SECONDS = 5.0
 """The timeout of one question at the listener, a few round trips."""
 
 # Probes of one host: 64 at once, and 4 a second. Each try of hole punching takes one probe, and a member of a group of
@@ -49,7 +49,7 @@ MAX_HOSTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenEndpoint:
     """The end of a connection as the other side sees it."""
 
     host: str
@@ -123,7 +123,7 @@ class WhoamiAnswerer:
                 return
             self._answering += 1
             try:
-                with trio.move_on_after(ANSWER_SECONDS):
+                with trio.move_on_after(WHOAMI_ANSWER_SECONDS):
                     await _answer(trio.socket.from_stdlib_socket(opened), host, port)
             except (OSError, RemoteProtocolError) as error:
                 logger.debug("a whoami probe from %s ended: %s", host, error)
@@ -161,7 +161,9 @@ async def _receive(opened: trio.socket.SocketType, count: int) -> bytes:
     return received
 
 
-async def ask(server_host: str, server_port: int, *, local_port: int | None = None, timeout: float) -> Seen:
+async def ask(
+    server_host: str, server_port: int, *, local_port: int | None = None, timeout: float
+) -> SeenEndpoint:
     """Ask a listener under which address and port it sees a connection from a local port.
 
     Args:
@@ -182,7 +184,7 @@ async def ask(server_host: str, server_port: int, *, local_port: int | None = No
                 opened, ANSWER_BYTES + 1
             )  # one byte more than the answer: the end is awaited
             host, port = read_answer(answer, nonce)
-            return Seen(host=host, port=port, local_port=opened.getsockname()[1])
+            return SeenEndpoint(host=host, port=port, local_port=opened.getsockname()[1])
     except (OSError, RemoteProtocolError, trio.TooSlowError) as error:
         reason = f"within {timeout:.1f} s" if isinstance(error, trio.TooSlowError) else str(error)
         raise UnreachableError(f"no whoami answer of {server_host} port {server_port}: {reason}") from None

@@ -17,7 +17,7 @@ RELAYS_WANTED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RelayCandidate:
     """A peer that was dialled, and so may be a relay."""
 
     peer_id: str
@@ -26,7 +26,7 @@ class Candidate:
 
 def choose_relays(
     me: str,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RelayCandidate],
     held: Collection[str],
     avoided_until: Mapping[str, float],
     now: float,

@@ -16,7 +16,7 @@ from p2pavg.net.nat.relay.messages import (
     Connect,
     Connected,
     Incoming,
-    Refused,
+    RelayRefusal,
     encode,
 )
 from p2pavg.net.nat.relay.receiving import receive
@@ -49,7 +49,7 @@ async def open_circuit(transport: Transport, address: CircuitAddress) -> Stream:
                 raise UnreachableError(f"the relay {address.relay} is itself only reached by a relay")  # noqa: TRY301
             await send_message(stream, encode(Connect(address.target)))
             answer = await receive(stream)
-            if isinstance(answer, Refused):
+            if isinstance(answer, RelayRefusal):
                 raise UnreachableError(f"the relay {address.relay} gives no circuit: {answer.reason}")  # noqa: TRY301
             if not isinstance(answer, Connected):
                 raise RemoteProtocolError(f"it answered with {type(answer).__name__}")  # noqa: TRY301
@@ -83,7 +83,7 @@ class InboundCircuits:
             if not isinstance(message, Incoming):
                 raise RemoteProtocolError(f"a circuit began with {type(message).__name__}")
             if stream.relayed or not self._is_relay(stream.remote):
-                await send_message(stream, encode(Refused("this peer has no reservation there")))
+                await send_message(stream, encode(RelayRefusal("this peer has no reservation there")))
                 await stream.aclose()
                 return
             await send_message(stream, encode(Connected()))

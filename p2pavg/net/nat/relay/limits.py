@@ -113,13 +113,16 @@ class RelayBudget:
             host: its IP address, as this relay sees it.
         """
         limits = self.limits
+        # A renewal must not fail because of the place that it takes over.
         others = [other for other in self._reservations.values() if other.peer_id != peer_id]
         prefix = prefix_of(host)
+        # A peer with many identities at one address competes with itself: nothing gives way there.
         if sum(other.host == host for other in others) >= limits.reservations_per_host:
             return f"{limits.reservations_per_host} peers at this address have a reservation"
         neighbours = [other for other in others if prefix_of(other.host) == prefix]
         ended: list[Reservation] = []
         if len(neighbours) >= limits.reservations_per_prefix:
+            # Within a network, the address with the most places gives way.
             ended = _giving_way(neighbours, host)
             if not ended:
                 return f"{limits.reservations_per_prefix} peers of this network have a reservation"
@@ -150,6 +153,7 @@ class RelayBudget:
             target: the peer that it wants to reach.
             now: seconds of a clock that does not run backwards.
         """
+        # Counted first, so that requests for peers without a reservation are not free.
         if not self._may_ask(source, host, now):
             return "this peer, or its address, asks for circuits too often"
         reservation = self._reservations.get(target)
@@ -157,6 +161,7 @@ class RelayBudget:
             return "the peer has no reservation at this relay"
         if source == target:
             return "a peer needs no circuit to itself"
+        # Such a circuit would end at its first bytes. Both ends are told at once instead.
         if self._is_used_up(source, host, now):
             return "this peer, or its address, has used up its bytes for now"
         if self._is_used_up(target, reservation.host, now):
@@ -164,11 +169,14 @@ class RelayBudget:
         limits = self.limits
         ended: list[Circuit] = []
         for name, most, shared, belongs in (
+            # A peer or an address that has used up its own places displaces none.
+            # Only places that strangers share give way.
             ("of this peer", limits.circuits_per_peer, False, lambda other: other.source == source),
             ("from this address", limits.circuits_per_host, False, lambda other: other.host == host),
             ("to that peer", limits.circuits_per_target, True, lambda other: other.target == target),
             ("in all", limits.circuits, True, lambda _: True),
         ):
+            # What gives way for one limit counts no more for the next one.
             crowd = [other for other in self._circuits if other not in ended and belongs(other)]
             if len(crowd) < most:
                 continue
@@ -197,9 +205,11 @@ class RelayBudget:
         sender = (circuit.target, circuit.target_host) if back else (circuit.source, circuit.host)
         accounts = self._byte_accounts(*sender)
         for account in accounts:
+            # The bytes are here already, so they count in any case, also those that end the circuit.
             account.take(now, count)
         if any(account.level(now) < 0 for account in accounts):
             return None
+        # The common rate comes last: bytes that are not carried must not delay others.
         return self._rate.take(now, count)
 
     def _may_ask(self, peer_id: str, host: str, now: float) -> bool:
@@ -210,6 +220,7 @@ class RelayBudget:
         ]
         if any(account.level(now) < 1.0 for account in accounts):
             return False
+        # A request that is refused takes nothing: otherwise a peer that goes on asking would never be let in again.
         for account in accounts:
             account.take(now, 1.0)
         return True
@@ -227,6 +238,7 @@ class RelayBudget:
 
     def _account(self, key: tuple[str, str], rate: float, most: float) -> TokenBucket:
         if key in self._accounts:
+            # The accounts in use stay at the end, and the least recent one is forgotten.
             self._accounts.move_to_end(key)
         else:
             self._accounts[key] = TokenBucket(rate, most)
@@ -241,6 +253,7 @@ class RelayBudget:
             for each in self._circuits
             for name in (each.source, each.host, each.target, each.target_host)
         }
+        # The account that was just made has no circuit yet, and must not be forgotten at once.
         newest = next(reversed(self._accounts))
         oldest = next((key for key in self._accounts if key[1] not in busy and key != newest), None)
         if oldest is not None:

@@ -4,7 +4,7 @@ On a stream of ``PROTOCOL``, which a peer opens to the relay:
 
     peer     Reserve      it wants to be reachable through the relay, for as long as this stream lives
     relay    Reserved     with the addresses at which the relay can be dialled; or Refused, with the reason
-    peer     Ping         every PING_SECONDS; the relay answers with a Ping
+    peer     Ping         every RELAY_PING_SECONDS; the relay answers with a Ping
 
     peer     Connect      it wants a circuit to another peer
     relay    Connected    and from then on the bytes of the circuit; or Refused, with the reason
@@ -13,6 +13,8 @@ On a stream of ``CIRCUIT_PROTOCOL``, which the relay opens to the peer behind it
 
     relay    Incoming     the peer that wants the circuit
     peer     Connected    and from then on the bytes of the circuit; or Refused, with the reason
+
+No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 from p2pavg.base.encoding import first_text, pack, unpack
 from p2pavg.base.errors import AddressError, RemoteProtocolError
+from p2pavg.base.peer_text import PeerText
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS, is_circuit, parse_peer_address
 from p2pavg_dht import PeerIdError, public_key_of
 
@@ -44,7 +47,7 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class RelayPing:
     """A sign of life, which also keeps the routers' entries for the connection."""
 
 
@@ -68,17 +71,17 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RelayRefusal:
     """The refusal of a reservation or a circuit."""
 
     reason: str
 
 
-Message = Reserve | Reserved | Ping | Connect | Incoming | Connected | Refused
+Message = Reserve | Reserved | RelayPing | Connect | Incoming | Connected | RelayRefusal
 
-_PLAIN: dict[str, type[Reserve | Ping | Connected]] = {
+_PLAIN: dict[str, type[Reserve | RelayPing | Connected]] = {
     "reserve": Reserve,
-    "ping": Ping,
+    "ping": RelayPing,
     "connected": Connected,
 }
 
@@ -90,7 +93,7 @@ def encode(message: Message) -> bytes:
             return pack("reserve")
         case Reserved(addresses):
             return pack("reserved", addresses[:MAX_RELAY_ADDRESSES])
-        case Ping():
+        case RelayPing():
             return pack("ping")
         case Connect(target):
             return pack("connect", target)
@@ -98,7 +101,7 @@ def encode(message: Message) -> bytes:
             return pack("incoming", source)
         case Connected():
             return pack("connected")
-        case Refused(reason):
+        case RelayRefusal(reason):
             return pack("refused", reason[:_MAX_REASON])
 
 
@@ -119,7 +122,7 @@ def decode(data: bytes) -> Message:
         raise RemoteProtocolError(f"no message of a relay is called {kind!r}")
     _, text = unpack(data, str, str)
     if kind == "refused":
-        return Refused(_checked_reason(text))
+        return RelayRefusal(_checked_reason(text))
     try:
         public_key_of(text)
     except PeerIdError as error:
@@ -127,11 +130,10 @@ def decode(data: bytes) -> Message:
     return Connect(text) if kind == "connect" else Incoming(text)
 
 
-def _checked_reason(reason: str) -> str:
-    """Check the length of a reason, and make it one printable line: it is shown to people."""
+def _checked_reason(reason: str) -> PeerText:
     if len(reason) > _MAX_REASON:
         raise RemoteProtocolError(f"a reason of {len(reason)} characters")
-    return reason if reason.isprintable() else ascii(reason)
+    return PeerText(reason)
 
 
 def _checked_addresses(addresses: tuple[object, ...]) -> tuple[str, ...]:

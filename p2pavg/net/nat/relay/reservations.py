@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -11,26 +12,26 @@ import trio
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import CircuitAddress
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.nat.relay.choice import Candidate, addresses_of_relay, choose_relays
+from p2pavg.net.nat.relay.choice import RelayCandidate, addresses_of_relay, choose_relays
 from p2pavg.net.nat.relay.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Ping,
-    Refused,
+    RelayPing,
+    RelayRefusal,
     Reserve,
     Reserved,
     decode,
     encode,
 )
 from p2pavg.net.nat.relay.receiving import receive
-from p2pavg.net.nat.relay.service import PING_SECONDS
+from p2pavg.net.nat.relay.service import RELAY_PING_SECONDS
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-ASK_SECONDS = 6.0
-ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
-LOOK_SECONDS = 5.0  # candidates are looked at this often while a relay is missing
+ASK_RELAY_SECONDS = 6.0
+PING_ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
+RELAY_LOOK_SECONDS = 5.0  # candidates are looked at this often while a relay is missing
 AVOID_SECONDS = 60.0
 _LOST_SECONDS = (
     2.0  # a relay that was lost may have been restarted, or this peer may have changed its network
@@ -53,7 +54,7 @@ class Reservations:
         self,
         transport: Transport,
         *,
-        candidates: Callable[[], Sequence[Candidate]],
+        candidates: Callable[[], Sequence[RelayCandidate]],
         reached: Callable[[PeerId], Sequence[str]],
         on_change: Callable[[], None],
     ) -> None:
@@ -65,9 +66,8 @@ class Reservations:
         self._asked: dict[PeerId, trio.CancelScope] = {}
         self._held: dict[PeerId, tuple[str, ...]] = {}
         self._avoided: OrderedDict[PeerId, float] = OrderedDict()
+        self._next_questions = -math.inf
         self._changed = trio.Event()
-        self.last_refusal = ""
-        """The last reason for which a peer gave no reservation; empty if there was none yet."""
 
     @property
     def relays(self) -> tuple[PeerId, ...]:
@@ -108,12 +108,13 @@ class Reservations:
                     for peer_id in choose_relays(
                         self._transport.peer_id, self._candidates(), self._asked, self._avoided, now
                     ):
+                        # Before the task begins, so that the next look does not ask the same peer again.
                         self._asked[peer_id] = trio.CancelScope()
                         nursery.start_soon(self._hold, peer_id)
                 else:
                     for scope in self._asked.values():
                         scope.cancel()
-                with trio.move_on_after(LOOK_SECONDS):
+                with trio.move_on_after(RELAY_LOOK_SECONDS):
                     await self._changed.wait()
 
     async def _hold(self, relay: PeerId) -> None:
@@ -122,18 +123,20 @@ class Reservations:
         held = False
         try:
             with self._asked[relay]:
-                with trio.move_on_after(ASK_SECONDS):
-                    stream = await self._transport.open_stream(relay, PROTOCOL, timeout=ASK_SECONDS)
+                with trio.move_on_after(ASK_RELAY_SECONDS):
+                    stream = await self._transport.open_stream(relay, PROTOCOL, timeout=ASK_RELAY_SECONDS)
                     addresses = await self._reserve(stream)
                     held = True
+                # The time is over. The relay may have made the reservation: the reset below ends it there.
                 if stream is None or not held:
-                    raise UnreachableError(f"no answer within {ASK_SECONDS:.0f} s")
+                    raise UnreachableError(f"no answer within {ASK_RELAY_SECONDS:.0f} s")
                 self._held[relay] = addresses
                 logger.info("this peer is reachable through the relay %s", relay)
                 self._on_change()
                 await self._ping(stream)
         except _FAILURES as error:
-            self.last_refusal = str(error)
+            if held and self._held.keys() <= {relay}:
+                self._ask_all_again()
             self._avoid(relay, _LOST_SECONDS if held else AVOID_SECONDS)
             logger.info("%s at %s: %s", "the reservation is lost" if held else "no reservation", relay, error)
         finally:
@@ -145,11 +148,12 @@ class Reservations:
             self.look()
 
     async def _reserve(self, stream: Stream) -> tuple[str, ...]:
+        # No chains of relays: the relay refuses them as well.
         if stream.relayed:
             raise UnreachableError("the peer is itself only reached by a relay")
         await send_message(stream, encode(Reserve()))
         answer = await receive(stream)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RelayRefusal):
             raise UnreachableError(answer.reason)
         if not isinstance(answer, Reserved):
             raise RemoteProtocolError(f"it answered with {type(answer).__name__}")
@@ -160,18 +164,18 @@ class Reservations:
 
     async def _ping(self, stream: Stream) -> None:
         """Exchange pings with a relay until it is lost. Raises the reason."""
-        heard = _Heard(trio.current_time())
+        heard = _RelayLife(trio.current_time())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._hear, stream, heard, nursery.cancel_scope)
             # Both tasks may fail at once when the connection ends, so neither raises: a nursery would raise a group.
             try:
-                while trio.current_time() <= heard.at + PING_SECONDS + ANSWER_SECONDS:
-                    await send_message(stream, encode(Ping()))
-                    await trio.sleep(PING_SECONDS)
+                while trio.current_time() <= heard.at + RELAY_PING_SECONDS + PING_ANSWER_SECONDS:
+                    await send_message(stream, encode(RelayPing()))
+                    await trio.sleep(RELAY_PING_SECONDS)
                 # The connection is dead, or a router has forgotten it: nothing else would notice that for minutes.
                 await stream.reset_connection()
                 heard.end = heard.end or UnreachableError(
-                    f"no answer to a ping within {ANSWER_SECONDS:.0f} s"
+                    f"no answer to a ping within {PING_ANSWER_SECONDS:.0f} s"
                 )
             except _FAILURES as error:
                 heard.end = heard.end or error
@@ -179,16 +183,26 @@ class Reservations:
         assert heard.end is not None  # a cancelled caller does not come here
         raise heard.end
 
-    async def _hear(self, stream: Stream, heard: _Heard, both: trio.CancelScope) -> None:
+    async def _hear(self, stream: Stream, heard: _RelayLife, both: trio.CancelScope) -> None:
         try:
             while data := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES):
-                if not isinstance(decode(data), Ping):
+                if not isinstance(decode(data), RelayPing):
                     raise RemoteProtocolError("it sent something else than a ping")
                 heard.at = trio.current_time()
             raise UnreachableError("the relay has ended the reservation")
         except _FAILURES as error:
             heard.end = heard.end or error
         both.cancel()
+
+    def _ask_all_again(self) -> None:
+        """Ask any peer again, because the only relay is lost: one that has refused may be a relay by now.
+
+        A relay that takes this peer and drops it again and again causes one such question to others in AVOID_SECONDS.
+        """
+        # A hostile relay could otherwise make this peer ask all others without end.
+        if (now := trio.current_time()) >= self._next_questions:
+            self._next_questions = now + AVOID_SECONDS
+            self._avoided.clear()
 
     def _avoid(self, relay: PeerId, seconds: float) -> None:
         self._avoided[relay] = trio.current_time() + seconds
@@ -197,7 +211,7 @@ class Reservations:
             self._avoided.popitem(last=False)
 
 
-class _Heard:
+class _RelayLife:
     """The time of a relay's last sign of life, and the reason for which the reservation has ended."""
 
     def __init__(self, at: float) -> None:

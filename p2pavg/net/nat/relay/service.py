@@ -11,9 +11,9 @@ What it guarantees:
 
 * A relay connects to peers with a reservation only, over the connection that they have opened to it. So no stranger can
   make a relay dial a third party.
-* What the relay gives is bounded by :class:`~p2pavg.net.nat.relay.limits.RelayLimits`: for each peer, each address and in
-  all. All circuits together stay below one rate, of which each sending address gets an equal part: of the circuits in
-  which it sends, one has its turn at a time.
+* What the relay gives is bounded by :class:`~p2pavg.net.nat.relay.limits.RelayLimits`: for each peer, each address and
+  in all. All circuits together stay below one rate, of which each sending address gets an equal part: of the circuits
+  in which it sends, one has its turn at a time.
 * A circuit holds at most one piece of PIECE_BYTES in each direction here, besides the windows of its two streams,
   which are 256 KiB each and do not grow. All circuits together hold what the transport holds for strangers at most.
 
@@ -47,8 +47,8 @@ from p2pavg.net.nat.relay.messages import (
     Connect,
     Connected,
     Incoming,
-    Ping,
-    Refused,
+    RelayPing,
+    RelayRefusal,
     Reserve,
     Reserved,
     decode,
@@ -59,11 +59,11 @@ from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-PING_SECONDS = 10.0
+RELAY_PING_SECONDS = 10.0
 """Home routers forget an idle connection after some minutes; and a peer behind one shall notice a dead relay soon."""
-MAX_PINGS = 8  # at once, since answers cost time; two in PING_SECONDS after that
-SILENCE_SECONDS = 25.0
-ANSWER_SECONDS = 5.0
+MAX_PINGS = 8  # at once, since answers cost time; two in RELAY_PING_SECONDS after that
+RELAY_SILENCE_SECONDS = 25.0
+RELAY_ANSWER_SECONDS = 5.0
 PIECE_BYTES = 16 * 1024
 
 
@@ -95,10 +95,11 @@ class RelayService:
 
     async def serve(self, stream: Stream) -> None:
         """Answer a request for a reservation or a circuit."""
-        with trio.move_on_after(ANSWER_SECONDS) as scope:
+        with trio.move_on_after(RELAY_ANSWER_SECONDS) as scope:
             message = await receive(stream)
         if scope.cancelled_caught:
             return
+        # Chains of relays would multiply traffic.
         reason = "a relay is not asked through a relay" if stream.relayed else self._refusal()
         if reason:
             await _refuse(stream, reason)
@@ -117,10 +118,12 @@ class RelayService:
             await _refuse(stream, found)
             return
         taken, ended = found
+        # The older reservation of the same peer goes as well: its connection may be dead without a sign of it.
         for peer_id in (stream.remote, *(each.peer_id for each in ended)):
             if (older := self._holders.pop(peer_id, None)) is not None:
                 older.cancel()
         self._holders[stream.remote] = holding = trio.CancelScope()
+        # The connection must not give way to strangers' ones: circuits to the peer go over it.
         self._transport.remember_peer(stream.remote)
         logger.info("%s at %s is reachable through this peer", stream.remote, stream.remote_host)
         try:
@@ -132,24 +135,29 @@ class RelayService:
         except (StreamBrokenError, ClosedError) as error:
             logger.debug("a reservation ends: %s", error)
         finally:
+            # Nothing happens here if a newer reservation of the peer has its place by now.
             self.budget.give_up(taken)
             if self._holders.get(stream.remote) is holding:
                 del self._holders[stream.remote]
 
     async def _answer_pings(self, stream: Stream) -> None:
-        pings = TokenBucket(2.0 / PING_SECONDS, MAX_PINGS)
+        pings = TokenBucket(2.0 / RELAY_PING_SECONDS, MAX_PINGS)
         while True:
-            with trio.move_on_after(SILENCE_SECONDS) as silence:
+            with trio.move_on_after(RELAY_SILENCE_SECONDS) as silence:
                 data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
                 if data is None:
                     return
-                if not isinstance(decode(data), Ping):
+                if not isinstance(decode(data), RelayPing):
                     raise RemoteProtocolError("a peer with a reservation sent something else than a ping")
+                # Each ping costs an answer, so a peer that sends them without end would use up the relay's time.
                 if pings.take(trio.current_time(), 1.0) > 0.0:
                     raise RemoteProtocolError(f"a peer sent more than {MAX_PINGS} pings at once")
-                await send_message(stream, encode(Ping()))
+                await send_message(stream, encode(RelayPing()))
             if silence.cancelled_caught:
-                logger.info("%s was silent for %.0f s: its reservation ends", stream.remote, SILENCE_SECONDS)
+                logger.info(
+                    "%s was silent for %.0f s: its reservation ends", stream.remote, RELAY_SILENCE_SECONDS
+                )
+                # The connection is dead. Circuits over it would only wait.
                 await stream.reset_connection()
                 return
 
@@ -161,6 +169,7 @@ class RelayService:
             await _refuse(stream, found)
             return
         circuit, ended = found
+        # The budget has counted these as closed. Their tasks end here.
         for each in ended:
             self._open.pop(each).cancel()
         self._open[circuit] = scope = trio.CancelScope()
@@ -177,28 +186,32 @@ class RelayService:
         except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
             await _refuse(stream, f"the peer was not reached: {error}")
             return
+        # From here on, an end that reads nothing costs its stream and no connection: the other end may be at fault.
         for each in (stream, other):
             each.carry_circuit()
         try:
             await send_message(stream, encode(Connected()))
+            # Closed and not reset: what was sent before the end has to arrive.
             for ended in await self._join(circuit, stream, other):
                 await ended.aclose()
         finally:
             await other.reset()
 
     async def _reach_in_time(self, target: PeerId, source: PeerId) -> Stream:
-        with trio.move_on_after(ANSWER_SECONDS):
+        with trio.move_on_after(RELAY_ANSWER_SECONDS):
             return await self._reach(target, source)
-        raise UnreachableError(f"no answer within {ANSWER_SECONDS:.0f} s")
+        raise UnreachableError(f"no answer within {RELAY_ANSWER_SECONDS:.0f} s")
 
     async def _reach(self, target: PeerId, source: PeerId) -> Stream:
-        stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=ANSWER_SECONDS)
+        stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=RELAY_ANSWER_SECONDS)
         try:
+            # The target has a reservation, and so a connection of its own. If that
+            # has just ended, another relay is no way to it.
             if stream.relayed:
                 raise UnreachableError("it is behind another relay")  # noqa: TRY301 - as any other reason
             await send_message(stream, encode(Incoming(source)))
             answer = await receive(stream)
-            if isinstance(answer, Refused):
+            if isinstance(answer, RelayRefusal):
                 raise UnreachableError(answer.reason)  # noqa: TRY301
             if not isinstance(answer, Connected):
                 raise RemoteProtocolError(f"it answered with {type(answer).__name__}")  # noqa: TRY301
@@ -234,6 +247,8 @@ class RelayService:
         both: trio.CancelScope,
     ) -> None:
         """Carry the bytes of one direction, and end both directions with it."""
+        # One turn for each sending address, whatever its number of circuits. So an
+        # address with many gets no larger part of the rate.
         turn = self._turns.setdefault(circuit.target_host if back else circuit.host, trio.Lock())
         try:
             while piece := await one.receive_some(PIECE_BYTES):
@@ -246,6 +261,7 @@ class RelayService:
                         both.cancel()
                         return
                     await trio.sleep(wait)
+                # Outside of the turn: an end that reads slowly holds up no other circuit of the same address.
                 await other.send_all(piece)
             complete.append(other)
         except (StreamBrokenError, ClosedError) as error:
@@ -261,5 +277,5 @@ class RelayService:
 
 
 async def _refuse(stream: Stream, reason: str) -> None:
-    await send_message(stream, encode(Refused(reason)))
+    await send_message(stream, encode(RelayRefusal(reason)))
     await stream.aclose()

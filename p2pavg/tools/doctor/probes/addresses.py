@@ -1,4 +1,4 @@
-"""Facts of peers' addresses: what dialling one leads to, step by step."""
+"""Facts of addresses: what dialling a peer's leads to, step by step, and those of this machine's interfaces."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
+import psutil
 import trio
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, UnreachableError
 from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_peer_address
 from p2pavg.net.transport import Transport
-from p2pavg.tools.doctor.rules.network import Answer, Dialled
+from p2pavg.tools.doctor.rules.network import Dialled, DialOutcome
 
 NAME_SECONDS = 2.0
 CONNECT_SECONDS = 3.0
-GREETING_SECONDS = 2.0
-DIAL_SECONDS = 4.0
+PROBE_GREETING_SECONDS = 2.0
+PROBE_DIAL_SECONDS = 4.0
 ADDRESS_SECONDS = 5.0
 """Timeout of all steps of one address."""
 
@@ -27,19 +28,19 @@ _MAX_HOSTS = 4  # addresses of one name
 _MAX_SHOWN = 40  # characters of another service's words
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _ANSWERS = {
-    errno.ECONNREFUSED: Answer.REFUSED,
-    errno.ENETUNREACH: Answer.NO_ROUTE,
-    errno.EHOSTUNREACH: Answer.NO_ROUTE,
-    errno.ENETDOWN: Answer.NO_ROUTE,
-    errno.EADDRNOTAVAIL: Answer.NO_ROUTE,  # no IPv6 on this machine
-    errno.EACCES: Answer.FORBIDDEN,
-    errno.EPERM: Answer.FORBIDDEN,
-    errno.ETIMEDOUT: Answer.TIMED_OUT,
-    errno.ECONNRESET: Answer.CLOSED,
+    errno.ECONNREFUSED: DialOutcome.REFUSED,
+    errno.ENETUNREACH: DialOutcome.NO_ROUTE,
+    errno.EHOSTUNREACH: DialOutcome.NO_ROUTE,
+    errno.ENETDOWN: DialOutcome.NO_ROUTE,
+    errno.EADDRNOTAVAIL: DialOutcome.NO_ROUTE,  # no IPv6 on this machine
+    errno.EACCES: DialOutcome.FORBIDDEN,
+    errno.EPERM: DialOutcome.FORBIDDEN,
+    errno.ETIMEDOUT: DialOutcome.TIMED_OUT,
+    errno.ECONNRESET: DialOutcome.CLOSED,
 }
 _UNKNOWN_NAMES = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
-Found = tuple[Answer, str]
+Found = tuple[DialOutcome, str]
 
 
 async def meet(transport: Transport, text: str, own_id: str | None = None) -> Dialled:
@@ -55,18 +56,18 @@ async def meet(transport: Transport, text: str, own_id: str | None = None) -> Di
     port = int(str(address.value_for_protocol("tcp")))
     made = partial(Dialled, address=text, host=host, port=port, peer_id=peer_id)
     if peer_id == own_id:
-        return made(answer=Answer.OWN)
-    found: Found = (Answer.TIMED_OUT, "")
+        return made(answer=DialOutcome.OWN)
+    found: Found = (DialOutcome.TIMED_OUT, "")
     began = trio.current_time()
     with trio.move_on_after(ADDRESS_SECONDS):
         hosts, found = await _look_up(address, port)
         if hosts:
             found = await _first_words(hosts, port)
-        if found[0] is Answer.REACHED:
+        if found[0] is DialOutcome.REACHED:
             began = trio.current_time()
             found = await _dial(transport, text)
-            if relay is not None and found[0] is Answer.FAILED:
-                found = Answer.NOT_BEHIND, found[1]
+            if relay is not None and found[0] is DialOutcome.FAILED:
+                found = DialOutcome.NOT_BEHIND, found[1]
     answer, detail = found
     return made(answer=answer, detail=detail, seconds=trio.current_time() - began)
 
@@ -78,18 +79,24 @@ def _host_of(address: Multiaddr) -> str:
 async def _look_up(address: Multiaddr, port: int) -> tuple[list[str], Found]:
     name, host = next(iter(address.protocols())).name, _host_of(address)
     if name not in _FAMILIES:
-        return [host], (Answer.REACHED, "")
+        return [host], (DialOutcome.REACHED, "")
     look_up = partial(socket.getaddrinfo, host, port, _FAMILIES[name], socket.SOCK_STREAM)
     with trio.move_on_after(NAME_SECONDS):
         try:
             found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
         except socket.gaierror as error:
             unknown = error.errno in _UNKNOWN_NAMES
-            return [], (Answer.NAME_UNKNOWN if unknown else Answer.NO_NAME_SERVER, error.strerror or "")
+            return [], (
+                DialOutcome.NAME_UNKNOWN if unknown else DialOutcome.NO_NAME_SERVER,
+                error.strerror or "",
+            )
         except OSError as error:
-            return [], (Answer.NO_NAME_SERVER, str(error))
-        return list(dict.fromkeys(str(where[4][0]) for where in found))[:_MAX_HOSTS], (Answer.REACHED, "")
-    return [], (Answer.NO_NAME_SERVER, "")
+            return [], (DialOutcome.NO_NAME_SERVER, str(error))
+        return list(dict.fromkeys(str(where[4][0]) for where in found))[:_MAX_HOSTS], (
+            DialOutcome.REACHED,
+            "",
+        )
+    return [], (DialOutcome.NO_NAME_SERVER, "")
 
 
 async def _first_words(hosts: Sequence[str], port: int) -> Found:
@@ -108,11 +115,11 @@ async def _first_words(hosts: Sequence[str], port: int) -> Found:
 
 
 _HOW_FAR = (
-    Answer.FAILED,
-    Answer.NO_ROUTE,
-    Answer.FORBIDDEN,
-    Answer.TIMED_OUT,
-    Answer.REFUSED,
+    DialOutcome.FAILED,
+    DialOutcome.NO_ROUTE,
+    DialOutcome.FORBIDDEN,
+    DialOutcome.TIMED_OUT,
+    DialOutcome.REFUSED,
 )  # others are further
 
 
@@ -124,19 +131,19 @@ async def _greet(host: str, port: int) -> Found:
             with trio.move_on_after(CONNECT_SECONDS) as scope:
                 await opened.connect((host, port))
             if scope.cancelled_caught:
-                return Answer.TIMED_OUT, ""
-            with trio.move_on_after(GREETING_SECONDS) as scope:
+                return DialOutcome.TIMED_OUT, ""
+            with trio.move_on_after(PROBE_GREETING_SECONDS) as scope:
                 await opened.send(_GREETING)
                 words = await opened.recv(len(_GREETING))
             if scope.cancelled_caught:
-                return Answer.SILENT, ""
+                return DialOutcome.SILENT, ""
         except OSError as error:
-            return _ANSWERS.get(error.errno or 0, Answer.FAILED), error.strerror or str(error)
+            return _ANSWERS.get(error.errno or 0, DialOutcome.FAILED), error.strerror or str(error)
     if not words:
-        return Answer.CLOSED, ""
+        return DialOutcome.CLOSED, ""
     if not _GREETING.startswith(words):
-        return Answer.OTHER_SERVICE, _printable(words)
-    return Answer.REACHED, ""
+        return DialOutcome.OTHER_SERVICE, _printable(words)
+    return DialOutcome.REACHED, ""
 
 
 def _printable(words: bytes) -> str:
@@ -149,8 +156,22 @@ async def _dial(transport: Transport, text: str) -> Found:
     from p2pavg.net.libp2p.errors import ANOTHER_PEER  # libp2p takes 0.4 s to import
 
     try:
-        await transport.dial(text, timeout=DIAL_SECONDS)
+        await transport.dial(text, timeout=PROBE_DIAL_SECONDS)
     except (UnreachableError, AddressError) as error:
         _, found, other = str(error).partition(ANOTHER_PEER)
-        return (Answer.OTHER_PEER, other.split(";")[0].strip()) if found else (Answer.FAILED, str(error))
-    return Answer.REACHED, ""
+        return (
+            (DialOutcome.OTHER_PEER, other.split(";")[0].strip())
+            if found
+            else (DialOutcome.FAILED, str(error))
+        )
+    return DialOutcome.REACHED, ""
+
+
+def own_hosts() -> frozenset[str]:
+    """Return the IP addresses of this machine's interfaces."""
+    return frozenset(
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from p2pavg.base.errors import ConfigError
 from p2pavg.runs.membership.files import read_certificate_file, read_run_file
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.tools.doctor.rules.files import SEED_BYTES, KeyFile, Shown
+from p2pavg.tools.doctor.rules.files import SEED_BYTES, KeyFile, NamedCertificate
 from p2pavg_dht import Ed25519Signer
 
 
@@ -41,11 +41,11 @@ def run_file(path: Path | None) -> tuple[RunFile | None, str]:
         return None, str(error)
 
 
-def certificate(path: Path | None) -> Shown | None:
+def certificate(path: Path | None) -> NamedCertificate | None:
     """Return the certificate as it is; ``None`` without a path. Nothing of it is checked here."""
     if path is None:
         return None
     try:
-        return Shown(path=str(path), certificate=read_certificate_file(path))
+        return NamedCertificate(path=str(path), certificate=read_certificate_file(path))
     except ConfigError as error:
-        return Shown(path=str(path), error=str(error).removeprefix(f"{path}: "))
+        return NamedCertificate(path=str(path), error=str(error).removeprefix(f"{path}: "))

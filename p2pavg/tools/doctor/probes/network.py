@@ -12,7 +12,7 @@ from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_listen_address
-from p2pavg.net.nat.reach.messages import Outcome
+from p2pavg.net.nat.reach.messages import DialBackOutcome
 from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind, Reachability
 from p2pavg.net.nat.reach.service import ask_dial_back, look
 from p2pavg.net.transport import Stream, Transport
@@ -20,10 +20,10 @@ from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
 from p2pavg.runs.records.bandwidth import measure
 from p2pavg.runs.records.greeting import ASKED_AT_ONCE, MIN_SECONDS_BETWEEN, Greeter
-from p2pavg.runs.records.hello import Heard
+from p2pavg.runs.records.hello import HelloAnswer
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.tools.doctor.rules.announced import Announced
-from p2pavg.tools.doctor.rules.network import Reach
+from p2pavg.tools.doctor.rules.network import NetworkReach
 from p2pavg.tools.doctor.rules.run import Measured
 from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
@@ -39,13 +39,13 @@ DIAL_TRIES = 4
 CLOCK_TRIES = 3
 MEASURED_PEERS = 3
 MEASURE_SECONDS = 4.0  # of one peer
-STREAM_SECONDS = 2.0
+PROBE_STREAM_SECONDS = 2.0
 POLL_SECONDS = 0.2
 MAX_ERROR_CHARS = 200
 
 
 async def ask_clocks(
-    peer: Peer, wall_clock: Callable[[], float], heard: Callable[[tuple[Heard, ...]], None]
+    peer: Peer, wall_clock: Callable[[], float], heard: Callable[[tuple[HelloAnswer, ...]], None]
 ) -> None:
     """Ask a few peers, and call ``heard`` with all answers so far.
 
@@ -54,7 +54,7 @@ async def ask_clocks(
     Args:
         wall_clock: this machine's clock, uncorrected.
     """
-    most: tuple[Heard, ...] = ()
+    most: tuple[HelloAnswer, ...] = ()
     for _ in range(CLOCK_TRIES):
         greeter = Greeter(
             peer.context.transport,
@@ -73,13 +73,13 @@ async def ask_clocks(
 # ------------------------------------------------------------------ reachability and bandwidth
 
 
-async def wait_for_reach(transport: Transport, seconds: float) -> Reach:
+async def wait_for_reach(transport: Transport, seconds: float) -> NetworkReach:
     """Return the reachability as soon as dials of other peers have shown it, or what is known after ``seconds``."""
     with trio.move_on_after(seconds):
         while not _is_shown(transport.reachability):  # noqa: ASYNC110 - a transport does not tell of changes
             await trio.sleep(POLL_SECONDS)
     found = transport.reachability
-    return Reach(kind=str(found.kind), sentence=found.sentence, outer_hosts=found.outer_hosts)
+    return NetworkReach(kind=str(found.kind), sentence=found.sentence, outer_hosts=found.outer_hosts)
 
 
 def _is_shown(found: Reachability) -> bool:
@@ -145,15 +145,17 @@ async def _dial_back(transport: Transport, peer_id: str, host: str, port: int) -
             return _Answer(seen)
         for _ in range(DIAL_TRIES):
             answer = await ask_dial_back(transport, peer_id, port)
-            if answer.outcome is not Outcome.REFUSED:
+            if answer.outcome is not DialBackOutcome.REFUSED:
                 break
             await trio.sleep(POLL_SECONDS * 5)
     except UnreachableError as error:
         logger.info("%s said nothing about an address to announce: %s", peer_id, error)
         return _Answer()
-    if answer.outcome is Outcome.REACHED:
+    if answer.outcome is DialBackOutcome.REACHED:
         return _Answer(seen, reached=True)
-    return _Answer(seen, failure=answer.reason[:MAX_ERROR_CHARS] if answer.outcome is Outcome.FAILED else "")
+    return _Answer(
+        seen, failure=answer.reason[:MAX_ERROR_CHARS] if answer.outcome is DialBackOutcome.FAILED else ""
+    )
 
 
 async def measure_some(peer: Peer, members: Collection[str]) -> list[Measured]:
@@ -169,7 +171,7 @@ async def _measure(transport: Transport, contact: Contact) -> Measured:
     try:
         with trio.move_on_after(MEASURE_SECONDS):
             stream = await transport.open_stream(
-                peer_id, BANDWIDTH_PROTOCOL, addresses=addresses, timeout=STREAM_SECONDS
+                peer_id, BANDWIDTH_PROTOCOL, addresses=addresses, timeout=PROBE_STREAM_SECONDS
             )
             found = await measure(stream)
             return Measured(

@@ -15,7 +15,7 @@ from multiaddr import Multiaddr
 from p2pavg.net.addresses import parse_listen_address
 from p2pavg.net.transport import Transport
 from p2pavg.tools.doctor.probes.addresses import meet
-from p2pavg.tools.doctor.rules.network import Answer, Port, PortState
+from p2pavg.tools.doctor.rules.network import DialOutcome, Port, PortState
 
 _STATES = {
     errno.EADDRINUSE: PortState.TAKEN,
@@ -51,7 +51,7 @@ async def ask_owner(port: Port, transport: Transport, own_id: str | None) -> Por
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     version = "ip6" if ":" in host else "ip4"
     met = await meet(transport, f"/{version}/{host}/tcp/{port.port}/p2p/{own_id}")
-    return replace(port, is_this_peer=met.answer is Answer.REACHED)
+    return replace(port, is_this_peer=met.answer is DialOutcome.REACHED)
 
 
 def _host_of(address: Multiaddr) -> str:

@@ -17,23 +17,23 @@ from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.transport import Transport
 from p2pavg.optim.coordination.word import TOPIC, read_words
 from p2pavg.peer.peer import Peer
-from p2pavg.records.revocations import revocations_key
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import refusal
 from p2pavg.runs.membership.revocation import RevocationList, no_revocations, read_revocations
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.sealing import sealed_key, unseal
 from p2pavg.runs.records.board import board_key
+from p2pavg.runs.records.revocations import revocations_key
 from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.runs.records.spread_records import find_sample
-from p2pavg.tools.doctor.rules.run import Run
+from p2pavg.tools.doctor.rules.run import FoundRun
 from p2pavg_dht import Record
 
 MAX_RECORDS = 512
 """Records of one key that are read; hostile keepers can send thousands."""
 MAX_KINDS = 3  # of entries whose ready peers are looked for
 MAX_REACHED = 8  # ready peers that are dialled
-REACH_SECONDS = 2.5
+REACH_MEMBER_SECONDS = 2.5
 
 
 class RunReader:
@@ -53,7 +53,7 @@ class RunReader:
         """The newest list of revoked certificates; ``None`` before it was looked for, and without a run file."""
         self._refused: dict[str, str] = {}
 
-    async def read(self) -> Run:
+    async def read(self) -> FoundRun:
         """Return the run as its records describe it."""
         if self._file is not None:
             self.revocations = await self._newest_revocations(self._file)
@@ -63,7 +63,7 @@ class RunReader:
             )
         )
         said = await self._find(board_key(self._run_id, TOPIC))
-        return Run(
+        return FoundRun(
             run_id=self._run_id,
             known=len(self._peer.records.contacts),
             entries=entries,
@@ -112,7 +112,7 @@ class RunReader:
             authority=file.authority,
             peer_id=record.publisher,
             now=self._now(),
-            revoked=self.revocations.serials if self.revocations is not None else (),
+            revoked=self.revocations.identifiers if self.revocations is not None else (),
         )
         if why is not None:
             raise RemoteProtocolError(why)
@@ -120,7 +120,7 @@ class RunReader:
 
     async def _newest_revocations(self, file: RunFile) -> RevocationList:
         newest = no_revocations(file.authority)
-        for record in await self._find(revocations_key(self._run_id)):
+        for record in await self._find(revocations_key(file.authority)):
             try:
                 found = read_revocations(record.value, file.authority)
             except (
@@ -151,7 +151,7 @@ async def unreached(
     async def reach(candidate: Candidate) -> None:
         try:
             stream = await transport.open_stream(
-                candidate.peer_id, MATCH_PROTOCOL, addresses=candidate.addresses, timeout=REACH_SECONDS
+                candidate.peer_id, MATCH_PROTOCOL, addresses=candidate.addresses, timeout=REACH_MEMBER_SECONDS
             )
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             found.append((candidate, str(error)))

@@ -15,7 +15,7 @@ from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 
 SEED_BYTES = 32
-SOON_SECONDS = 3 * 86400.0
+EXPIRES_SOON_SECONDS = 3 * 86400.0
 """A certificate that expires within this time is worth a warning."""
 _ASK = (
     "ask the run's operator for a new one: `p2pavg run invite` with the id that `p2pavg identity FILE` prints"
@@ -114,7 +114,7 @@ def judge_run_file(run: RunFile | None, error: str) -> list[Finding]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class NamedCertificate:
     """The certificate that the user named."""
 
     path: str
@@ -124,7 +124,7 @@ class Shown:
 
 
 def judge_certificate(
-    shown: Shown | None,
+    shown: NamedCertificate | None,
     run: RunFile | None,
     peer_id: str | None,
     now: float,
@@ -137,7 +137,7 @@ def judge_certificate(
         run: the run; ``None`` if its file cannot be read, or if the user named none.
         peer_id: id of the key file; ``None`` if there is no key.
         now: wall clock, seconds, corrected by what other peers say.
-        revoked: serials of the newest list of the run; ``None`` if no list could be looked for.
+        revoked: identifiers in the newest list of the run; ``None`` if no list could be looked for.
     """
     if run is None:
         return []
@@ -163,7 +163,7 @@ def judge_certificate(
         found.append(not_known("certificate", "without a readable key file, its peer is not compared"))
     if revoked is None:
         found.append(not_known("certificate", "no member was reached, so revoked certificates are not known"))
-    if certificate.expires - now < SOON_SECONDS:
+    if certificate.expires - now < EXPIRES_SOON_SECONDS:
         hours = (certificate.expires - now) / 3600
         what = f"it expires in {hours:.0f} hours"
         found[0] = warning("certificate", what, f"it is valid until {date_of(certificate.expires)}", _ASK)
@@ -194,10 +194,10 @@ def _not_this_peers(certificate: Certificate, peer_id: str | None) -> Finding | 
 
 
 def _revoked(certificate: Certificate, revoked: Collection[bytes]) -> Finding | None:
-    for serial in certificate.serials:
-        if serial in revoked:
-            whose = "it" if serial == certificate.serial else "the certificate of its delegate"
-            cause = f"the authority has revoked serial {serial.hex()}"
+    for identifier in certificate.identifiers:
+        if identifier in revoked:
+            whose = "it" if identifier == certificate.identifier else "the certificate of its delegate"
+            cause = f"the authority has revoked the certificate {identifier.hex()}"
             return fault("certificate", f"{whose} was revoked", cause, _ASK)
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from p2pavg.net.limits.sources import parse_host
-from p2pavg.runs.records.hello import SKEW_SECONDS, Heard, other_versions, wrong_clock
+from p2pavg.runs.records.hello import SKEW_SECONDS, HelloAnswer, other_versions, wrong_clock
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 
 # ------------------------------------------------------------------ ports
@@ -48,11 +48,13 @@ def judge_ports(ports: Sequence[Port]) -> list[Finding]:
 
 def _judge_port(port: Port) -> Finding:
     if port.state is PortState.FREE:
+        # With port 0 the system chooses a free one at each start.
         if port.port == 0:
             return ok("port", f"{port.address} takes any free port; a forwarded port needs a fixed one")
         return ok("port", f"{port.address} is free")
     what = f"{port.address} cannot be listened on"
     if port.state is PortState.TAKEN:
+        # The doctor may run beside the peer that it examines.
         if port.is_this_peer:
             return ok("port", f"{port.address} is held by this peer, which runs already")
         owner = port.owner or "another process, which the system does not name to this user"
@@ -71,7 +73,7 @@ def _judge_port(port: Port) -> Finding:
 # ------------------------------------------------------------------ bootstrap addresses
 
 
-class Answer(StrEnum):
+class DialOutcome(StrEnum):
     """The outcome of dialling an address."""
 
     REACHED = "reached"
@@ -98,7 +100,7 @@ class Dialled:
     host: str
     port: int
     peer_id: str
-    answer: Answer
+    answer: DialOutcome
     detail: str = ""
     """The first words of another service, the id of another peer, or the text of an error."""
     seconds: float = 0.0
@@ -111,16 +113,18 @@ def judge_bootstrap(dialled: Sequence[Dialled]) -> list[Finding]:
         return [
             not_known("bootstrap", "no address was named: add --bootstrap ADDR, or --run FILE with addresses")
         ]
-    reached = any(each.answer is Answer.REACHED for each in dialled)
+    reached = any(each.answer is DialOutcome.REACHED for each in dialled)
     return [_judge_dialled(each, others=reached) for each in dialled]
 
 
 def _judge_dialled(each: Dialled, *, others: bool) -> Finding:
-    if each.answer is Answer.REACHED:
+    if each.answer is DialOutcome.REACHED:
         return ok("bootstrap", f"{each.address} answered in {each.seconds:.2f} s")
-    if each.answer is Answer.OWN:
+    # A run file lists the peers that are usually online, and this one may be among them.
+    if each.answer is DialOutcome.OWN:
         return note("bootstrap", f"{each.address} is this peer itself", "its id is that of the key file")
     cause, remedy = _why(each)
+    # One address that answers is enough to join the network.
     return (warning if others else fault)("bootstrap", f"{each.address} is not reached", cause, remedy)
 
 
@@ -129,48 +133,54 @@ def _why(each: Dialled) -> tuple[str, str]:
     host, port, detail = each.host, each.port, each.detail
     compare = "compare the address with the one that the peer prints when it starts"
     causes = {
-        Answer.NAME_UNKNOWN: (
+        DialOutcome.NAME_UNKNOWN: (
             f"the name {host} is unknown",
             "correct the name, or use the peer's IP address",
         ),
-        Answer.NO_NAME_SERVER: (
+        DialOutcome.NO_NAME_SERVER: (
             f"no name server answers, so {host} is not looked up",
             "connect this machine to the network, and look at its DNS settings",
         ),
-        Answer.NO_ROUTE: (
+        DialOutcome.NO_ROUTE: (
             f"no route leads from this machine to {host}",
             "connect this machine to the network; an IPv6 address needs IPv6 here",
         ),
-        Answer.FORBIDDEN: (
+        DialOutcome.FORBIDDEN: (
             f"this machine's own firewall forbids connections to {host} port {port}",
             "allow outgoing TCP connections to that port",
         ),
-        Answer.REFUSED: (
+        # The machine itself answers, so it is on, and nothing on the way drops the connection.
+        DialOutcome.REFUSED: (
             f"{host} refuses connections to port {port}: no process listens there, or the port is wrong",
             f"start the peer there, and {compare}",
         ),
-        Answer.TIMED_OUT: (
+        # Not even a refusal comes back.
+        DialOutcome.TIMED_OUT: (
             f"{host} port {port} does not answer: a firewall or router drops the connection, or the machine is off",
             f"allow inbound TCP connections to port {port} there, or forward the port in its router; {compare}",
         ),
-        Answer.OTHER_SERVICE: (
+        # It answers with words that are not libp2p's greeting.
+        DialOutcome.OTHER_SERVICE: (
             f"port {port} of {host} is the port of another service"
             + (f", which says {detail!r}" if detail else ""),
             compare,
         ),
-        Answer.SILENT: (
+        # The system accepts connections for a program that hangs.
+        DialOutcome.SILENT: (
             f"a process accepts connections to {host} port {port} and says nothing",
             f"it hangs, or it is another service: start the peer again, and {compare}",
         ),
-        Answer.CLOSED: (
+        DialOutcome.CLOSED: (
             f"{host} port {port} accepts the connection and closes it at once",
             f"it is another service, a router in between, or a peer that is full; {compare}",
         ),
-        Answer.OTHER_PEER: (
+        # The listener has proved another peer id than that of the address.
+        DialOutcome.OTHER_PEER: (
             f"another peer is there: {detail}, not {each.peer_id}",
             "its key file is new or another one: use the address that it prints now",
         ),
-        Answer.NOT_BEHIND: (
+        # The relay itself is reached, so the fault lies between it and the peer.
+        DialOutcome.NOT_BEHIND: (
             f"the relay at {host} port {port} answers, and leads to no peer {each.peer_id}: {detail}",
             "the peer has left, or has taken other relays: use an address that it announces now",
         ),
@@ -181,7 +191,7 @@ def _why(each: Dialled) -> tuple[str, str]:
 # ------------------------------------------------------------------ answers of other peers
 
 
-def judge_clock(heard: Sequence[Heard] | None) -> list[Finding]:
+def judge_clock(heard: Sequence[HelloAnswer] | None) -> list[Finding]:
     """Judge this machine's clock by those of other peers.
 
     Args:
@@ -191,6 +201,7 @@ def judge_clock(heard: Sequence[Heard] | None) -> list[Finding]:
         return [not_known("clock", "no other peer was reached, so clocks are not compared")]
     sentence = wrong_clock(heard)
     if not sentence:
+        # One clock that is off is that peer's own matter, and no fault of this machine.
         most = max(heard, key=lambda answer: abs(answer.ahead))
         if abs(most.ahead) > SKEW_SECONDS:
             cause = (
@@ -208,7 +219,7 @@ def judge_clock(heard: Sequence[Heard] | None) -> list[Finding]:
     ]
 
 
-def judge_versions(mine: Sequence[str], heard: Sequence[Heard] | None) -> list[Finding]:
+def judge_versions(mine: Sequence[str], heard: Sequence[HelloAnswer] | None) -> list[Finding]:
     """Judge the versions of the protocols of other peers.
 
     Args:
@@ -227,7 +238,7 @@ def judge_versions(mine: Sequence[str], heard: Sequence[Heard] | None) -> list[F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class NetworkReach:
     """The reachability of this machine, as peers in other networks have found it."""
 
     kind: str
@@ -249,7 +260,7 @@ def is_outside(host: str, own_hosts: Collection[str]) -> bool:
 
 
 def judge_reach(
-    reach: Reach | None, own_hosts: Collection[str], port: int, *, listens: bool
+    reach: NetworkReach | None, own_hosts: Collection[str], port: int, *, listens: bool
 ) -> list[Finding]:
     """Judge the outer address, the firewall, the router and the port mapping.
 
@@ -264,6 +275,7 @@ def judge_reach(
     if reach is None or reach.kind == "unknown":
         sentence = "" if reach is None else reach.sentence
         return _all_not_known(sentence or "no peer in another network was asked to dial this one")
+    # Others see an address that no interface of this machine has, so a router translates.
     routed = bool(reach.outer_hosts) and not set(reach.outer_hosts) & set(own_hosts)
     outer = ", ".join(reach.outer_hosts)
     return [
@@ -279,9 +291,10 @@ def _all_not_known(cause: str) -> list[Finding]:
     return [not_known(name, cause) for name in ("outer address", "firewall", "router", "port mapping")]
 
 
-def _judge_firewall(reach: Reach, port: int, *, routed: bool) -> list[Finding]:
+def _judge_firewall(reach: NetworkReach, port: int, *, routed: bool) -> list[Finding]:
     if reach.kind in ("public", "mapped", "announced"):
         return [ok("firewall", "others can dial this peer")]
+    # From outside, a firewall on this machine cannot be told from the router before it.
     if routed:
         return [note("firewall", "others cannot dial this peer", "a router is in between; see there")]
     return [
@@ -294,19 +307,21 @@ def _judge_firewall(reach: Reach, port: int, *, routed: bool) -> list[Finding]:
     ]
 
 
-def _judge_router(reach: Reach, own_hosts: Collection[str], *, routed: bool) -> list[Finding]:
+def _judge_router(reach: NetworkReach, own_hosts: Collection[str], *, routed: bool) -> list[Finding]:
     if not routed:
         none = "this machine has its outer address itself"
         return [ok("router", none), note("port mapping", "not needed", none)]
     if reach.kind in ("public", "mapped", "announced"):
         mapped = reach.sentence if reach.kind == "mapped" else "the port is forwarded already"
         return [ok("router", reach.sentence), ok("port mapping", mapped)]
+    # Providers give their customers addresses of this range, behind a router of their own.
     shared = any((address := parse_host(host)) is not None and address in _CGNAT for host in own_hosts)
     by = (
         "the provider's router is in between too (CGNAT), and forwards no ports"
         if shared
         else "a router is in between"
     )
+    # Through a router that keeps ports, holes can be punched. Without that, only relays are left.
     symmetric = reach.kind == "relayed"
     remedy = "forward the port in the router, turn on UPnP or NAT-PMP there, or listen on IPv6"
     router = warning if symmetric else note

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.reasons import unreached_peers
-from p2pavg.optim.coordination.word import Word
+from p2pavg.optim.coordination.word import RecipeRecord
 from p2pavg.runs.records.run_entry import MEAN, RunEntry
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 
@@ -23,7 +23,7 @@ _BYTES_OF_OTHERS = 1.1  # the codecs of 8 bits, with their scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class FoundRun:
     """A run as its members' records describe it."""
 
     run_id: str
@@ -37,7 +37,7 @@ class Run:
     """The peers that are ready for a round at this moment."""
     unreached: tuple[tuple[Candidate, str], ...] = ()
     """Ready peers that could not be reached, each with the reason."""
-    words: Mapping[str, Word] = field(default_factory=dict)
+    words: Mapping[str, RecipeRecord] = field(default_factory=dict)
     """The recipe of each peer that trains with an optimizer of p2pavg, by peer id."""
     codec: str | None = None
     """The codec of the run file; ``None`` without one."""
@@ -47,7 +47,7 @@ class Run:
     """True if the run has an authority."""
 
 
-def judge_run(run: Run | None, *, asked: bool) -> list[Finding]:
+def judge_run(run: FoundRun | None, *, asked: bool) -> list[Finding]:
     """Judge whether the run was found.
 
     Args:
@@ -61,6 +61,7 @@ def judge_run(run: Run | None, *, asked: bool) -> list[Finding]:
     if run.entries:
         return [ok("run", f"{_peers(len(run.entries))} of the run {run.run_id!r}")]
     remedy = "start a peer of the run, and compare the run id with that of the other peers"
+    # The keys of a run's records follow from its secret. With another secret, a peer looks in other places.
     if run.sealed:
         remedy += "; all peers need the same run file: `p2pavg run rotate` makes one with another secret"
     network = (
@@ -70,7 +71,7 @@ def judge_run(run: Run | None, *, asked: bool) -> list[Finding]:
     return [fault("run", f"no peer of the run {run.run_id!r} was found", cause, remedy)]
 
 
-def judge_peers(run: Run | None, own_id: str | None) -> list[Finding]:
+def judge_peers(run: FoundRun | None, own_id: str | None) -> list[Finding]:
     """Judge whether the peers of a run can meet each other, and this one.
 
     Args:
@@ -112,9 +113,10 @@ _PARTS: tuple[tuple[str, Callable[[RunEntry], object], str], ...] = (
 )
 
 
-def _judge_entries(run: Run, own_id: str | None) -> list[Finding]:
+def _judge_entries(run: FoundRun, own_id: str | None) -> list[Finding]:
     if not run.entries:
         return []
+    # If this peer runs, the user wants to know what is wrong with it, whatever most peers do.
     own = run.entries.get(own_id or "")
     if own is not None:
         reference, whose = own, "this peer"
@@ -126,6 +128,7 @@ def _judge_entries(run: Run, own_id: str | None) -> list[Finding]:
         others = Counter(entry for entry in run.entries.values() if part(entry) != expected)
         if not others:
             continue
+        # One example is enough: all that differ need the same remedy.
         odd, _ = others.most_common(1)[0]
         cause = f"{name}: {_told(name, odd, reference)}, {of} {_told_expected(name, expected, reference)}"
         what = f"{others.total()} of {_peers(len(run.entries))} of the run cannot meet {_them(whose, of)}"
@@ -133,8 +136,9 @@ def _judge_entries(run: Run, own_id: str | None) -> list[Finding]:
     return found
 
 
-def _expected(run: Run, name: str, common: object, whose: str) -> tuple[object, str]:
+def _expected(run: FoundRun, name: str, common: object, whose: str) -> tuple[object, str]:
     """Return what a part of an entry should be, and who says so."""
+    # What the run file says is right even if most peers have something else.
     if name == "codec" and run.codec is not None:
         return run.codec, "the run file"
     if name == "aggregation" and run.aggregation is not None:
@@ -149,6 +153,7 @@ def _them(whose: str, of: str) -> str:
 def _told(name: str, entry: RunEntry, reference: RunEntry) -> str:
     if name == "schema":
         counts = f"{entry.tensors} tensors of {entry.elements} elements"
+        # The hash covers names, shapes and dtypes as well, so it may differ although the numbers agree.
         same = (entry.tensors, entry.elements) == (reference.tensors, reference.elements)
         return f"{counts} with other names, shapes or dtypes" if same else counts
     texts = {"codec": entry.codec, "participation rule": entry.rule or "none"}
@@ -161,7 +166,7 @@ def _told_expected(name: str, expected: object, reference: RunEntry) -> str:
     return str(expected) or (MEAN if name == "aggregation" else "none")
 
 
-def _judge_recipes(run: Run, own_id: str | None) -> list[Finding]:
+def _judge_recipes(run: FoundRun, own_id: str | None) -> list[Finding]:
     words = run.words
     if len(words) < 2:
         return []
@@ -173,6 +178,7 @@ def _judge_recipes(run: Run, own_id: str | None) -> list[Finding]:
     if not odd:
         return []
     whose = "most peers" if own is None else "this peer"
+    # Many peers with the same mistake are told once.
     causes = dict.fromkeys(text for word in odd for text in _recipe_differences(word, reference, whose))
     return [
         fault(
@@ -184,7 +190,7 @@ def _judge_recipes(run: Run, own_id: str | None) -> list[Finding]:
     ]
 
 
-def _recipe_differences(word: Word, reference: Word, whose: str) -> list[str]:
+def _recipe_differences(word: RecipeRecord, reference: RecipeRecord, whose: str) -> list[str]:
     its, own = dict(word.fields), dict(reference.fields)
     found = [
         f"{name} {its.get(name, 'none')}, {whose} {own.get(name, 'none')}"
@@ -194,6 +200,7 @@ def _recipe_differences(word: Word, reference: Word, whose: str) -> list[str]:
     if (word.tensors, word.elements) != (reference.tensors, reference.elements):
         counts = f"{word.tensors} tensors of {word.elements} elements"
         found.insert(0, f"{counts}, {whose} {reference.tensors} of {reference.elements}")
+    # The digest covers the whole recipe, and the fields are as many as a word has room for.
     if not found and word.recipe != reference.recipe:
         found.append("settings that are not published")
     if word.origin != reference.origin:
@@ -201,7 +208,7 @@ def _recipe_differences(word: Word, reference: Word, whose: str) -> list[str]:
     return found
 
 
-def _judge_refused(run: Run) -> list[Finding]:
+def _judge_refused(run: FoundRun) -> list[Finding]:
     kinds = Counter(run.refused.values())
     if not kinds:
         return []
@@ -211,7 +218,7 @@ def _judge_refused(run: Run) -> list[Finding]:
     return [warning("peers", what, f"certificate: {'; '.join(told)}", remedy)]
 
 
-def _judge_unreached(run: Run) -> list[Finding]:
+def _judge_unreached(run: FoundRun) -> list[Finding]:
     if not run.unreached:
         return []
     return [
@@ -224,10 +231,11 @@ def _judge_unreached(run: Run) -> list[Finding]:
     ]
 
 
-def _judge_ready(run: Run) -> list[Finding]:
+def _judge_ready(run: FoundRun) -> list[Finding]:
     """Say how many peers are ready, and whether they are at different updates, as it happens between two rounds."""
     if not run.entries:
         return []
+    # An auxiliary has no state: it helps with any.
     contributing = [each for each in run.ready if not each.auxiliary]
     what = (
         f"{_peers(len(contributing))} of the run look{'s' if len(contributing) == 1 else ''} for a group now"
@@ -292,6 +300,7 @@ def _judge_measured(each: Measured, elements: int, codec: str, exchange_timeout:
             f"and may take {exchange_timeout:.0f} s",
             "use a faster link, a codec with fewer bits, or a longer exchange_timeout",
         )
+    # A slow link is told even if the run's vector is small, or not known.
     if slowest < SLOW_MBPS:
         cause = "the link of one of the two is slow, or busy at the moment"
         return warning("bandwidth", what, cause, "measure again when the link is idle, or use a faster one")

@@ -89,8 +89,12 @@ function showSummary(run) {
   );
 }
 
+// An auxiliary trains nothing: "idle", update 0 and no samples would read as if it did not help.
+const helps = (peer) => peer.role === "auxiliary";
+
 function activity(peer) {
   if (peer.gone !== null) return pill("gone", "bad");
+  if (helps(peer)) return pill("helping", "good");
   const kinds = { computing: "good", waiting: "accent", following: "warn", idle: "" };
   return pill(peer.activity === "following" ? "catching up" : peer.activity, kinds[peer.activity] || "");
 }
@@ -116,8 +120,8 @@ function rowOfPeer(peer) {
       ...notes,
     ]),
     cell("State", activity(peer)),
-    cell("Update", number(peer.epoch, 9), "num"),
-    cell("Samples/s", number(peer.samples_per_second), "num"),
+    cell("Update", helps(peer) ? "–" : number(peer.epoch, 9), "num"),
+    cell("Samples/s", helps(peer) ? "–" : number(peer.samples_per_second), "num"),
     cell("Reachability", [peer.reach, make("span", { class: "sub" }, peer.reach_sentence)]),
     cell("Up / down", [`${mbps(peer.upload_mbps)} / ${mbps(peer.download_mbps)}`, make("span", { class: "sub" }, "Mbit/s")], "num"),
     cell("Rounds", [number(peer.rounds, 9), peer.failures ? make("span", { class: "sub" }, `${peer.failures} failed`) : ""], "num"),
@@ -183,7 +187,7 @@ function showLineages(run) {
     parts.push(make("div", { class: "branch" }, pill("drift", "bad"), make("p", {}, `${nameOf(peer.id)} says: ${peer.drift}`)));
   }
   for (const each of run.excluded) parts.push(make("div", { class: "branch" }, pill("excluded", "bad"), make("p", {}, `${nameOf(each.peer)}: ${each.reason}`)));
-  $("lineages").replaceChildren(...(parts.length ? parts : [empty("No peer of this run trains yet.")]));
+  $("lineages").replaceChildren(...(parts.length ? parts : [empty("No peer of this run trains now.")]));
 }
 
 function showTransfers(run) {

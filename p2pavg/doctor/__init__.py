@@ -1,5 +1,0 @@
-"""Finds out why a peer does not meet others. ``p2pavg doctor`` is the command.
-
-``probes`` gathers facts, within bounded time. ``rules`` turns facts into findings, and does no I/O. ``examination``
-joins the two, and ``report`` writes the findings down.
-"""

@@ -1,1 +1,0 @@
-"""Rules: each is a plain function from facts to findings. No I/O, no clock, no random source."""

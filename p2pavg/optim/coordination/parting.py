@@ -1,0 +1,200 @@
+"""One optimizer at the end of its training: it says its last word, and stays while others lack its last update.
+
+It runs in the thread that closes the averager, or calls ``finish()``. The rules are in
+:mod:`p2pavg.optim.coordination.ending`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from p2pavg.base.errors import ClosedError
+from p2pavg.blocking import Averager
+from p2pavg.optim.catching_up.states import States
+from p2pavg.optim.coordination.ending import (
+    Goes,
+    GroupMember,
+    Handover,
+    LastWord,
+    RunEnd,
+    encode_last_word,
+    read_last_words,
+    run_end,
+)
+from p2pavg.optim.coordination.together import PEER_LOOK_SECONDS, RoundCoordinator
+from p2pavg.runs.records.board import Topic
+
+logger = logging.getLogger(__name__)
+
+
+class Parting:
+    """The end of one optimizer's training.
+
+    Args:
+        averager: its averager.
+        together: its coordination with the other peers.
+        states: returns its states, if it shares them.
+        snapshots: true if this thread may take snapshots for others: not on one of several ranks, which take theirs
+            together.
+        hands_over: false if the peers of the run have no common updates, so that there is nothing to hand over.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        together: RoundCoordinator,
+        states: Callable[[], States | None],
+        *,
+        snapshots: bool,
+        hands_over: bool,
+    ) -> None:
+        self._averager = averager
+        self._together = together
+        self._states = states
+        self._snapshots = snapshots
+        self._hands_over = hands_over
+        config = averager.config
+        # As long as a straggler may cost a round: the time to find its group, and beyond that the time to exchange.
+        self._quiet, self._most = config.match_timeout, config.match_timeout + config.exchange_timeout
+        self._last_words: Topic | None = None
+        self._handover: Handover | None = None
+        self._began = 0.0
+        self._told: frozenset[str] = frozenset()
+        self.has_ended = False
+        """True after :meth:`begin` and :meth:`leave`, until :meth:`resume`."""
+        self.stepping = threading.Lock()
+        """Held by a step: another thread that closes the averager meanwhile takes no snapshot."""
+
+    # ------------------------------------------------------------------ this peer's end
+
+    def begin(self) -> bool:
+        """Say this peer's last word; return whether there may be a reason to stay."""
+        if self.has_ended or not self.stepping.acquire(blocking=False):
+            return False
+        try:
+            run = self._together.run
+            if not self._hands_over or not run.lineage.epoch:
+                return False
+            try:
+                self._averager.cancel_matchmaking("this peer has taken its last update")
+            except ClosedError:  # the program has closed it in its own block
+                return False
+            self.has_ended = True
+            run.end()
+            if (states := self._states()) is not None:
+                states.say()
+            self._say_last()
+            self._began = time.monotonic()
+            self._handover = Handover(self._began, quiet=self._quiet, most=self._most)
+            return True
+        finally:
+            self.stepping.release()
+
+    def leave(self) -> None:
+        """Say this peer's last word, and stay for no other peer."""
+        if self._hands_over and self._together.run.lineage.epoch and not self.has_ended:
+            self._say_last()
+        self.has_ended = True
+
+    def was_told(self) -> None:
+        """Note that the run has ended without this peer: it has nothing to say, and nothing to hand over."""
+        self.has_ended = True
+
+    def resume(self) -> None:
+        """Take part again, after :meth:`begin` or :meth:`leave`."""
+        if self.has_ended:
+            self.has_ended = False
+            self._together.run.resume()
+            if self._last_words is not None:
+                self._last_words.withdraw()
+
+    def stays(self) -> bool:
+        """Offer what other peers ask for; return whether to stay longer."""
+        assert self._handover is not None
+        if not self.has_ended:  # another thread steps again
+            return False
+        run, states, now = self._together.run, self._states(), time.monotonic()
+        # A step of another thread may have begun since: a snapshot that is taken now would be half updated.
+        if states is not None and self._snapshots and self.stepping.acquire(blocking=False):
+            try:
+                states.look()
+            finally:
+                self.stepping.release()
+        served_at = -math.inf if states is None else states.served_at
+        said = read_last_words(_values(self._topic()))
+        words = run.words
+        members = [
+            GroupMember(
+                peer_id=peer_id,
+                word=words.get(peer_id),
+                connected=self._averager.is_connected(peer_id),
+                has_ended=peer_id in said,
+            )
+            for peer_id in run.last_members
+        ]
+        found = self._handover.decide(run.lineage.epoch, members, served_at, now)
+        if isinstance(found, Goes):
+            logger.log(logging.WARNING if self._told else logging.DEBUG, "this peer ends: %s", found.reason)
+            return False
+        waiting = frozenset(found.peers)
+        # A word takes a second or two: most members are at the last update by then, and nothing is to be told.
+        if now >= self._began + 2 * PEER_LOOK_SECONDS and not waiting <= self._told:
+            self._told |= waiting
+            logger.warning(
+                "this peer has taken its last update, %d, and stays for peers that lack it, for %.0f s at most while"
+                " nothing comes from them: %s. Ctrl-C ends this",
+                run.lineage.epoch,
+                found.seconds,
+                found.reason,
+            )
+        return True
+
+    def wait(self) -> None:
+        """Block until other peers may have said something new, for a second at most."""
+        run = self._together.run
+        run.wait(run.version, PEER_LOOK_SECONDS)
+
+    def _say_last(self) -> None:
+        lineage = self._together.run.lineage
+        self._topic().publish(encode_last_word(LastWord(lineage.epoch, lineage.state)), now=True)
+
+    def _topic(self) -> Topic:
+        """Return the board of last words, which this peer opens when it first needs it.
+
+        A last word lives for ``sync_timeout``, as long as a call of ``step`` waits for others: a peer that was away for
+        less still reads it.
+        """
+        if self._last_words is None:
+            self._last_words = self._averager.last_words(self._together.patience)
+        return self._last_words
+
+    # ------------------------------------------------------------------ the end of others
+
+    def run_end(self) -> RunEnd | None:
+        """Return the end of the run, if it has ended without this peer.
+
+        While the members of its last group are there and train, it reads nothing but their words.
+        """
+        run = self._together.run
+        group = run.last_group
+        if not group or not self._hands_over:
+            return None
+        words = run.words
+        present = sum(peer_id in words and not words[peer_id].left for peer_id in group)
+        if 2 * present >= len(group):
+            return None
+        is_first, topic = self._last_words is None, self._topic()
+        if is_first:  # it looks before this peer begins anything with the peers that are left
+            topic.look()
+            topic.wait(topic.version, PEER_LOOK_SECONDS)
+            words = run.words
+        last_words = read_last_words(_values(topic))
+        return run_end(run.mine, group, words, last_words, follows=self._together.comes_back)
+
+
+def _values(topic: Topic) -> dict[str, bytes]:
+    return {peer_id: entry.value for peer_id, entry in topic.entries.items()}

@@ -1,0 +1,196 @@
+"""A program's peer in a run: its configuration, by what its user was given, and the peer itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from p2pavg.base.errors import BusyError, ConfigError
+from p2pavg.base.files import locked
+from p2pavg.net.addresses import is_circuit, parse_peer_address
+from p2pavg.net.limits.dial_policy import is_private
+from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
+from p2pavg.net.nat.reach.watcher import machine_hosts
+from p2pavg.peer.joining.finding import join
+from p2pavg.peer.joining.home import Home
+from p2pavg.peer.joining.links import open_delegate, serving_links
+from p2pavg.peer.joining.remembering import join_again, remembering
+from p2pavg.peer.peer import Peer, check_openness, open_peer
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.peer_files import PeerFiles
+from p2pavg.runs.membership.tokens import SCHEME
+
+
+def join_run(
+    what: str | os.PathLike[str], *, home: str | os.PathLike[str] | None = None, **settings: Any
+) -> AveragingConfig:
+    """Return the configuration of this machine's peer in a run that has an authority.
+
+    :func:`p2pavg.blocking.open_averager` then needs nothing else: identity, port and bootstrap addresses come from the
+    peer's folder. The peer of the folder that ``p2pavg run create`` has made also admits others by links, as long as
+    its averager is open.
+
+    Args:
+        what: the folder or the invitation link that ``p2pavg run create`` has printed; or the path of a run file, if
+            this peer's certificate is beside it or in its folder. A link is used at the first start, for which the peer
+            that made it must be online: it brings the run file and a certificate, which later starts find.
+        home: this peer's folder, if it is not ``~/.local/share/p2pavg/NAME``. Peers of one machine need one each.
+        settings: of this peer, which replace those of the run file, such as ``bandwidth`` or ``name``.
+
+    Raises:
+        ConfigError, IdentityError: a file cannot be read or made, or a setting is out of range; the message names it.
+        InvitationError: the peer that made the link did not admit this one.
+        UnreachableError: the peer that made the link could not be reached within 20 s.
+    """
+    text = os.fspath(what)
+    if not text.startswith(SCHEME) and not os.path.exists(text):
+        raise ConfigError(
+            f"there is no folder or run file {text!r}, and it is no invitation link, which begins with {SCHEME}",
+            remedy="make a run with `p2pavg run create NAME`; it prints what to give to each machine",
+        )
+    files = join(text, link=None, certificate=None, identity=None, home=None if home is None else Path(home))
+    return AveragingConfig.from_run(
+        files.run_file, certificate=files.certificate, **(settings | {"files": files})
+    )
+
+
+@asynccontextmanager
+async def open_peer_of(
+    config: AveragingConfig,
+    *,
+    listen: Sequence[str] | None,
+    bootstrap: Sequence[str],
+    identity: str | os.PathLike[str] | None,
+    announce: Sequence[str],
+    port_mapping: bool,
+    relay_mbps: float,
+) -> AsyncIterator[Peer]:
+    """Open a peer for an averager with this configuration; the arguments are those of ``open_averager``.
+
+    Raises:
+        ConfigError: an address leads out of this machine, and ``config`` has neither ``access`` nor ``open_run``.
+        BusyError: another process is the peer of the folder.
+    """
+    if config.files is not None:
+        async with _open_peer_in(
+            config.files,
+            config,
+            listen=listen,
+            bootstrap=bootstrap,
+            identity=identity,
+            announce=announce,
+            port_mapping=port_mapping,
+            relay_mbps=relay_mbps,
+        ) as peer:
+            yield peer
+        return
+    if listen is None:
+        listen = LOOPBACK if config.access is None and not config.open_run else EVERYWHERE
+    # Before the peer opens: not even for a moment does it listen to others, or dial them.
+    check_openness(config, way_out(listen, bootstrap, announce))
+    async with open_peer(
+        listen=listen,
+        bootstrap=bootstrap,
+        identity=identity,
+        announce=announce,
+        port_mapping=port_mapping,
+        relay_mbps=relay_mbps,
+    ) as peer:
+        yield peer
+
+
+@asynccontextmanager
+async def _open_peer_in(
+    files: PeerFiles,
+    config: AveragingConfig,
+    *,
+    listen: Sequence[str] | None,
+    bootstrap: Sequence[str],
+    identity: str | os.PathLike[str] | None,
+    announce: Sequence[str],
+    port_mapping: bool,
+    relay_mbps: float,
+) -> AsyncIterator[Peer]:
+    """Open the peer of a folder, which remembers other peers and admits new ones if its certificate lets it."""
+    assert config.access is not None
+    home, run = Home(files.folder), read_run_file(files.run_file)
+    own = home.addresses
+    others = [each for each in run.bootstrap if not each.endswith(f"/p2p/{config.access.peer_id}")]
+    delegate = None
+    if Role.DELEGATE in config.access.roles:
+        delegate = open_delegate(files.run_file, files.certificate, files.identity)
+    named = [*bootstrap, *others]
+    remembered = home.remembered
+    with _one_process(home):
+        if listen is None:
+            # Links and others' run files have this peer's address: another port would be of no use to them.
+            listen = listens_for(own, home.port) if own and home.port else home.listen_again(EVERYWHERE)
+        async with (
+            open_peer(
+                listen=listen,
+                bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
+                identity=files.identity if identity is None else identity,
+                announce=announce or forwarded(own, machine_hosts()),
+                port_mapping=port_mapping,
+                relay_mbps=relay_mbps,
+            ) as peer,
+            remembering(peer, home),
+            serving_links(peer, delegate),
+            trio.open_nursery() as nursery,
+        ):
+            if remembered and not named:
+                nursery.start_soon(join_again, peer, remembered)
+            yield peer
+            nursery.cancel_scope.cancel()
+
+
+def listens_for(own: Sequence[str], port: int) -> list[str]:
+    """Return where a peer listens so that others reach it at its own addresses, through a forwarded port or without."""
+    if not way_out(LOOPBACK, own, ()):
+        return [f"/ip4/127.0.0.1/tcp/{port}"]
+    six = any(address.startswith("/ip6/") for address in own)
+    return [f"/ip4/0.0.0.0/tcp/{port}", *([f"/ip6/::/tcp/{port}"] if six else [])]
+
+
+def forwarded(own: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """Return the addresses that a router forwards: public ones that no interface of this machine has.
+
+    Private ones are not announced without a check: the machine may have been moved to another network since.
+
+    Args:
+        hosts: the IP addresses of this machine.
+    """
+    found = []
+    for text in own:
+        address, _ = parse_peer_address(text)
+        first = next(iter(address.protocols()))
+        host = str(address.value_for_protocol(first.code))
+        if (
+            not is_circuit(text)
+            and first.name in ("ip4", "ip6")
+            and not is_private(host)
+            and host not in hosts
+        ):
+            found.append(text.rpartition("/p2p/")[0])
+    return found
+
+
+@contextmanager
+def _one_process(home: Home) -> Iterator[None]:
+    """Hold the folder. Two processes with one identity would never meet, and other peers would confuse them."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(home.lock))
+        except BusyError:
+            raise BusyError(
+                f"another process is the peer of the folder {home.folder}",
+                remedy="give each process a link and a folder of its own: p2pavg.join_run(LINK, home=FOLDER)",
+            ) from None
+        yield

@@ -1,0 +1,175 @@
+"""The work of ``p2pavg run create``: a run in one folder, and a link for each further machine.
+
+The folder has the authority's key, the run file, and this machine's identity with a certificate that lets it admit
+others. A program that opens ``p2pavg.join_run(FOLDER)`` needs nothing else, and answers the links while it runs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from p2pavg.base.errors import AddressError, ConfigError
+from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.net.addresses import parse_peer_address
+from p2pavg.peer.joining.home import Home
+from p2pavg.peer.joining.links import open_delegate
+from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.records.identity import make_seed
+from p2pavg.tools.cli.authority import create, invite, open_authority, refuse_to_overwrite
+from p2pavg.tools.cli.invitation import make_links
+from p2pavg_dht import Ed25519Signer
+
+CERTIFICATE_DAYS = 365.0
+"""Days for which the certificates of a run are valid that `p2pavg run create` makes. A run that trains is shorter."""
+_GIVEN = (Role.CONTRIBUTOR, Role.AUXILIARY)
+_FAR = ("192.0.2.1", 9)  # of no machine (RFC 5737); no packet is sent
+
+
+def create_run(
+    name: str,
+    directory: Path | None,
+    bootstrap: Sequence[str],
+    settings: dict[str, Any],
+    *,
+    address: str | None,
+    count: int,
+    days: float,
+) -> list[str]:
+    """Make a run and its folder. Return the lines to print. If anything fails, no file of it stays.
+
+    Args:
+        directory: the folder; ``None``: one of the run's name in the current folder.
+        bootstrap: addresses of peers that are usually online, besides this one.
+        address: where others reach this machine, as ``HOST``, ``HOST:PORT`` or ``/ip4/HOST/tcp/PORT``.
+        count: number of links, each for one peer.
+        days: for which the links can be used.
+    """
+    folder = Path(name) if directory is None else directory
+    home = Home(folder)
+    key_file, run_file, certificate = (folder / f"{name}{end}" for end in (".key", ".run", ".cert"))
+    files = [key_file, run_file, certificate, home.identity]
+    files += [folder / each for each in (f"{name}.issued", "port", "addresses")]
+    for file in files:
+        refuse_to_overwrite(file)
+    is_new = not folder.exists()
+    made: list[Path] = []
+    try:
+        home.make()
+        # Of two calls at once, one fails here: the files are the other one's, and stay.
+        peer_id = Ed25519Signer(make_seed(home.identity, what="identity")).peer_id
+        made = files
+        host, port = _host_and_port(address)
+        port = port or _free_port()
+        own = f"{host}/tcp/{port}/p2p/{peer_id}"
+        try:
+            parse_peer_address(own)
+        except AddressError:
+            raise _no_address(str(address)) from None
+        home.keep_port(port)
+        home.keep_address(own)
+        create(name, folder, bootstrap, settings)
+        invite(
+            open_authority(run_file, None),
+            peer_id,
+            roles=[*_GIVEN, Role.SOURCE],
+            max_weight=settings.get("max_weight") or MAX_WEIGHT,
+            days=CERTIFICATE_DAYS,
+            output=certificate,
+            delegate=True,
+        )
+        links = make_links(
+            open_delegate(run_file, certificate, home.identity),
+            address=own,
+            count=count,
+            days=days,
+            certificate_days=None,
+            roles=_GIVEN,
+            max_weight=None,
+        )
+    except BaseException:
+        for file in made:
+            file.unlink(missing_ok=True)
+        if is_new:
+            with suppress(OSError):  # it was not made, or another call has files in it
+                folder.rmdir()
+        raise
+    return _lines(name, folder, links, own, days)
+
+
+def _lines(name: str, folder: Path, links: Sequence[str], own: str, days: float) -> list[str]:
+    where = own.partition("/p2p/")[0]
+    only_here = where.split("/")[1] in ("ip4", "ip6") and is_loopback(where.split("/")[2])
+    several = len(links) > 1
+    return [
+        f"made the run {name!r} in the folder {folder}: it holds the keys of the run, so show it to no one",
+        "",
+        "On this machine:",
+        f"  python train.py {folder}",
+        f"On {'other machines, one line each' if several else 'the second machine'}, while that program runs:",
+        *(f"  python train.py {link}" for link in links),
+        "",
+        "train.py is your program: it opens p2pavg.join_run(sys.argv[1]).",
+        f"Each link admits one peer, within {days:g} days. Until then it is a secret: send it over a private channel.",
+        f"It leads to {where}"
+        + (
+            ", so it works on this machine only."
+            if only_here
+            else ", which the other machine must be able to dial."
+        )
+        + " --address names another address.",
+        f"More links: p2pavg run link {folder} --count N",
+    ]
+
+
+def _host_and_port(address: str | None) -> tuple[str, int]:
+    """Return the first part of a multiaddress, and the port; 0 if none is named.
+
+    Raises:
+        ConfigError: the text is no address.
+    """
+    if address is None:
+        return f"/ip4/{_usual_host()}", 0
+    if address.startswith("/"):
+        start, _, port = address.rpartition("/tcp/")
+        if not start or not port.isdecimal():
+            raise _no_address(address)
+        return start, int(port)
+    host, colon, text = address.rpartition(":")
+    if (
+        not colon or "]" in text or (":" in host and not host.startswith("["))
+    ):  # an IPv6 address without a port
+        host, text = address, "0"
+    host = host.strip("[]")
+    if not text.isdecimal() or int(text) > 65535:
+        raise _no_address(address)
+    try:
+        return f"/ip{ipaddress.ip_address(host).version}/{host}", int(text)
+    except ValueError:
+        return f"/dns/{host}", int(text)
+
+
+def _no_address(text: str) -> ConfigError:
+    return ConfigError(
+        f"--address must be HOST, HOST:PORT or an address such as /ip4/203.0.113.7/tcp/4001, got {text!r}"
+    )
+
+
+def _usual_host() -> str:
+    """Return the address of the interface through which this machine reaches others; 127.0.0.1 without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        try:
+            opened.connect(_FAR)
+        except OSError:  # no route to other machines
+            return "127.0.0.1"
+        return str(opened.getsockname()[0])
+
+
+def _free_port() -> int:
+    with closing(socket.create_server(("", 0))) as opened:
+        return int(opened.getsockname()[1])

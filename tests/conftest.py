@@ -1,12 +1,16 @@
-"""Profiles of hypothesis, and the order of the tests.
+"""Profiles of hypothesis, the order of trio's tasks, and the order of the tests.
 
 The suite tries the same examples in every run, so that a failure is caused by the tested change. ``scripts/test
---hypothesis-profile=explore tests/properties`` draws new ones.
+--hypothesis-profile=explore tests/properties`` draws new ones. In the same way, trio wakes the tasks of a test in the
+same order in every run, as far as the network is simulated. ``scripts/test --task-order 7 tests/simulation`` tries
+another order.
 
 ``scripts/test`` runs the suite with four workers of pytest-xdist (``--dist loadgroup``):
 
 * The files whose tests start processes are in one of two groups, which begin first. One worker runs all tests of a
   group. So at most two of these tests run at once, however many workers there are.
+* A file of :data:`SHARED` has a fixture for all its tests that takes a minute. One worker runs them, so that it is made
+  once, and not by each worker.
 * The other tests over real sockets mostly wait, and the simulations compute. They take turns, so that workers that run
   both at once use all of a machine with two cores.
 * The short tests of ``unit/`` come last, so that all workers end at about the same time.
@@ -14,6 +18,7 @@ The suite tries the same examples in every run, so that a failure is caused by t
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 from itertools import chain, zip_longest
@@ -27,10 +32,8 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 PROCESSES = (
-    ("attach/test_deaths", "test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
+    ("test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
     (
-        "attach/test_documented",
-        "attach/test_training",
         "test_blocking_ends",
         "test_chaos",
         "test_cli",
@@ -51,10 +54,26 @@ GROUPS = {
     for name in names
 } | {f"tests/nat/{name}.py": "processes 2" for name in ("test_faults", "test_lab", "test_peers")}
 
+SHARED = {
+    f"tests/{name}.py"
+    for name in (
+        "integration/optim/test_state_checkpoints",
+        "integration/optim/test_state_faults",
+        "simulation/test_cells",
+        "simulation/test_churn",
+    )
+}
+
 
 def group_of(test: str) -> str | None:
     """Return the group of a test whose processes share the machine with one other group; ``None`` for other tests."""
     return GROUPS.get(test.partition("::")[0])
+
+
+def scope_of(test: str) -> str:
+    """Return the name of the tests that one worker runs with this one."""
+    file = test.partition("::")[0]
+    return group_of(test) or (file if file in SHARED else test)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,6 +91,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     computing.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
     turns = chain.from_iterable(zip_longest(waiting, computing))
     items[:] = [*first, *(item for item in turns if item is not None)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--task-order", default="0", help="any text: another order in which trio wakes tasks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Wake the tasks of a test in an order that follows from its name: trio wakes those that are ready in any order."""
+    # trio has no public function for this; pytest-trio, too, reaches for the generator that draws the order.
+    order: Any = importlib.import_module("trio._core._run")
+    order._r.seed(f"{item.config.getoption('--task-order')} {item.nodeid}")
 
 
 @pytest.fixture(autouse=True)
@@ -96,5 +127,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = lambda test: group_of(test) or test
+    scheduler._split_scope = scope_of
     return scheduler

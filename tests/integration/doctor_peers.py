@@ -24,13 +24,13 @@ import trio
 from p2pavg import AveragingConfig, Peer
 from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.net.libp2p.transport import open_libp2p_transport
-from p2pavg.optim.coordination.word import TOPIC, Word, encode_word
+from p2pavg.optim.coordination.word import TOPIC, RecipeRecord, encode_word
 from p2pavg.peer.peer import peer_over
-from p2pavg.records.identity import load_seed
 from p2pavg.runs.membership.files import read_run_file
 from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.runs.records.board import board_key
 from p2pavg.runs.records.calls import RecordCalls
+from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
 from p2pavg_dht import Contact, Ed25519Signer, RecordNode
 
@@ -70,7 +70,7 @@ async def average(peer: Peer, config: AveragingConfig, elements: int) -> None:
 async def publish_recipes(peers: Sequence[Peer]) -> None:
     """Publish a recipe of each peer, which differ in the learning rate."""
     for number, each in enumerate(peers):
-        word = Word(
+        word = RecipeRecord(
             recipe=bytes([number]) * 32,
             origin=bytes(32),
             tensors=1,

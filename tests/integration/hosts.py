@@ -1,6 +1,7 @@
 """Hosts on loopback over real libp2p, and helpers of their tests."""
 
 import functools
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -36,6 +37,13 @@ async def open_host(*listen: str, options: ReachOptions | None = None) -> AsyncI
     async with open_libp2p_transport(seed=next(seeds), listen=listen, options=options) as host:
         host.serve(ECHO, echo)
         yield host
+
+
+def assert_checked_while_idle(opened: socket.socket | trio.socket.SocketType) -> None:
+    """Assert that the system checks an idle connection, before a router forgets it that does so after 20 s."""
+    assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 15
 
 
 def hide(host: Libp2pTransport) -> None:

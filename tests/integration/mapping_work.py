@@ -33,8 +33,8 @@ async def greet(stream: trio.SocketStream) -> None:
 async def main() -> None:
     """See the top of this file."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="log: %(message)s")
-    mapping.CHECK_SECONDS = float(sys.argv[1])
-    mapping.AGAIN_SECONDS = float(sys.argv[1])
+    mapping.CHECK_MAPPING_SECONDS = float(sys.argv[1])
+    mapping.ASK_ROUTER_AGAIN_SECONDS = float(sys.argv[1])
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio.serve_tcp, greet, 0, host="0.0.0.0"))
         clients = [Pcp(lambda: True)] if sys.argv[2:] == ["PCP"] else None

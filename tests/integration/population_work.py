@@ -68,7 +68,8 @@ def train(member: Member) -> None:
                 "reason": report.reason,
             }
             member.report(**told)
-        member.report(picture=population.history.svg("lr"), ancestors=len(population.lineage))
+        seen = sorted({each.peer_id for each in population.history.generations})
+        member.report(seen=seen, ancestors=len(population.lineage))
 
 
 def _momentum(optimizer: torch.optim.Optimizer) -> float:

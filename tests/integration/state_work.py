@@ -12,7 +12,7 @@ import trio
 import p2pavg
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.state.donor.service import stored_key
-from p2pavg.state.joiner.fetching import Fetch, Progress
+from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.sink import FileSink
 from p2pavg.testing.swarm import Member
@@ -56,7 +56,7 @@ async def _join(member: Member) -> None:
     donors = {address.rpartition("/")[2]: [address] for address in member.bootstrap}
     before = -1
 
-    def report(progress: Progress) -> None:
+    def report(progress: DownloadProgress) -> None:
         nonlocal before
         if progress.done != before:
             before = progress.done
@@ -65,7 +65,7 @@ async def _join(member: Member) -> None:
     async with p2pavg.open_peer(listen=[LOOPBACK], bootstrap=member.bootstrap) as peer:
         member.report(address=peer.addresses[0], peer_id=peer.id)
         async with open_sessions(peer.context, peer.lobby, key=stored_key(RUN, None)) as sessions:
-            fetch = Fetch(
+            fetch = BlobDownload(
                 sessions,
                 blob.wanted,
                 lambda manifest: FileSink(path, manifest.sizes, manifest.digests),

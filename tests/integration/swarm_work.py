@@ -207,7 +207,7 @@ def rounds(member: Member) -> None:
             if isinstance(result, p2pavg.Success):
                 found |= {
                     "group_id": result.group_id,
-                    "peers": result.peers_count,
+                    "peers": len(result.peers),
                     "to_group": result.duration - result.exchange_duration,
                     "exchange": result.exchange_duration,
                 }

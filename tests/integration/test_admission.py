@@ -12,12 +12,12 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pavg.peer.peer import open_peer
-from p2pavg.records.identity import load_or_make_seed
-from p2pavg.records.revocations import spread
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Certificate, Role, issue, read_certificate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import revoke
+from p2pavg.runs.records.identity import load_or_make_seed
+from p2pavg.runs.records.revocations import spread
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import SwarmProcess
@@ -71,11 +71,11 @@ async def hand_over(revoked: bytes, bootstrap: list[str], folder: Path) -> int:
     signer = Ed25519Signer(load_or_make_seed(identity))
     certificate = certify(signer.peer_id, 99, roles=[Role.OBSERVER], expires=time.time() + 600.0)
     access = RunAccess(authority=PUBLIC, secret=SECRET, certificate=certificate.data)
-    newest = revoke(AUTHORITY.sign, authority=PUBLIC, number=1, serials=[revoked])
+    newest = revoke(AUTHORITY.sign, authority=PUBLIC, number=1, identifiers=[revoked])
     async with open_peer(listen=["/ip4/127.0.0.1/tcp/0"], bootstrap=bootstrap, identity=identity) as peer:
         membership = Membership(access, peer.id)
         records = RunRecords(peer.records, membership, time.time)
-        return await spread(records, membership, "admission", newest, timeout=60.0)
+        return await spread(records, membership, newest, timeout=60.0)
 
 
 @pytest.mark.long
@@ -106,7 +106,7 @@ def test_only_members_take_part_among_real_processes(tmp_path: Path) -> None:
         unopened = swarm.add(arguments=forged, wait=False)
         assert unopened.process.wait(60.0) != 0
 
-        serial = read_certificate(bytes.fromhex(members[2]["access"]["certificate"])).serial
+        serial = read_certificate(bytes.fromhex(members[2]["access"]["certificate"])).identifier
         told_at = time.time()
         assert trio.run(hand_over, serial, [first.address], tmp_path) >= 1
         heard = report_of(third, lambda report: "its certificate was revoked" in report.get("reason", ""))

@@ -42,7 +42,7 @@ def test_a_round_of_two() -> None:
         assert one.group_id == other.group_id
         assert set(one.peers) == {first.peer_id, second.peer_id}
         assert one.peers == other.peers
-        assert one.peers_count == 2
+        assert len(one.peers) == 2
         assert dict(one.weights) == {first.peer_id: 8.0, second.peer_id: 24.0}
         assert one.total_weight == 32.0
         assert one.auxiliaries == ()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from p2pavg.records.identity import load_or_make_seed
+from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.tools.cli.authority import create, invite, open_authority
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
@@ -218,7 +218,7 @@ def test_the_command_of_the_unit_as_it_is_written(start: Start, tmp_path: Path) 
         assert program == "/opt/p2pavg/bin/p2pavg"
         daemon = start("unit", command=[*COMMAND, *arguments], **given_by_unit, HOME="/")
         manager.hears("READY=1")
-        manager.hears("STATUS=began a new network; no other peer of run 'lab' is here yet")
+        manager.hears("STATUS=began a new network; no other peer of run 'lab' takes part in its rounds now")
         assert status(state)[1]["run_id"] == "lab"
         daemon.process.send_signal(signal.SIGHUP)
         manager.hears("RELOADING=1")

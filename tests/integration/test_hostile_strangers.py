@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from hashlib import sha256
 
@@ -13,14 +13,27 @@ import trio.lowlevel
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits import memory_budget
-from p2pavg.net.limits.call_budget import CallRates
+from p2pavg.net.limits.call_budget import CallBudget, CallRates
 from p2pavg.net.limits.dial_policy import HOST_FAILURES, HOST_FAILURES_PER_SECOND
+from p2pavg.net.limits.handshakes import Handshakes
+from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Contact, Ed25519Signer, sign_record
-from p2pavg_dht.messages import Find, Found, Locate, Located, Request, Store, Stored, decode_request, encode
+from p2pavg_dht.messages import (
+    Find,
+    Found,
+    Locate,
+    LocateAnswer,
+    Request,
+    Store,
+    Stored,
+    decode_request,
+    encode,
+)
 from tests.integration.hosts import (
     LOOPBACK,
     TIMEOUT,
@@ -79,6 +92,72 @@ async def test_unfinished_connections_do_not_keep_a_new_peer_out(said: str) -> N
             async with open_host() as newcomer:
                 await assert_serves(newcomer, host)
         attackers.cancel_scope.cancel()
+
+
+async def answer_to_half_of_a_handshake(host: Libp2pTransport, source: str) -> bytes:
+    """Send the first message of a handshake from an address, and return the first bytes of the answer to it."""
+    async with await trio.open_tcp_stream("127.0.0.1", port_of(host), local_address=source) as tcp:
+        await tcp.send_all(SAID["half of a handshake"])
+        return bytes(await tcp.receive_some(1000))
+
+
+def owes(budget: CallBudget) -> bool:
+    return budget.delay(trio.current_time(), "", prefix_of("127.0.0.1")) != 0.0
+
+
+@watched
+async def test_unfinished_handshakes_use_up_the_budget_of_their_network_only() -> None:
+    """Each of them costs this peer several times the processor time of its sender."""
+    budget = CallBudget(CallRates(peer_seconds=1e-6, peer_burst_seconds=1e-6, prefix_factor=1.0))
+    async with open_host(LOOPBACK) as host, open_host() as honest:
+        host._swarm.handshakes = Handshakes(budget)
+        await assert_serves(honest, host)
+        assert not owes(budget), "a handshake that is finished is free"
+        assert await answer_to_half_of_a_handshake(host, "127.0.0.1")
+        await eventually(lambda: owes(budget))
+        with trio.move_on_after(1.0) as scope:
+            await answer_to_half_of_a_handshake(host, "127.0.0.2")
+        assert scope.cancelled_caught, "its network has to wait"
+        assert await answer_to_half_of_a_handshake(host, "127.0.1.1")
+        await assert_serves(honest, host)
+
+
+@watched
+async def test_a_peer_behind_the_router_of_an_attacker_gets_in_once_the_debt_is_paid() -> None:
+    rates = CallRates(peer_seconds=0.01, peer_burst_seconds=1e-6, prefix_factor=1.0)
+    budget = CallBudget(rates)
+    async with open_host(LOOPBACK) as host, open_host() as newcomer:
+        host._swarm.handshakes = Handshakes(budget)
+        await answer_to_half_of_a_handshake(host, "127.0.0.1")
+        await eventually(lambda: owes(budget))
+        await assert_serves(newcomer, host)
+
+
+@watched
+async def test_a_relay_pays_for_handshakes_that_come_through_its_circuits() -> None:
+    budget = CallBudget(CallRates(peer_seconds=1e-6, peer_burst_seconds=1e-6, prefix_factor=1.0))
+    async with open_host(LOOPBACK) as host, open_host() as relay:
+        host._swarm.handshakes = Handshakes(budget)
+
+        async def accept(stream: Stream) -> None:
+            with suppress(UnreachableError):
+                await host._connections.adopt(RelayedStream(stream), relay.peer_id, initiator=False)
+
+        async def answer_through_a_circuit() -> bytes:
+            stream = await relay.open_stream(host.peer_id, "/c/1", addresses=host.addresses, timeout=TIMEOUT)
+            try:
+                await stream.send_all(SAID["half of a handshake"])
+                return await stream.receive_some(1000)
+            finally:
+                await stream.reset()
+
+        host.serve("/c/1", accept)
+        assert await answer_through_a_circuit()
+        await eventually(lambda: budget.delay(trio.current_time(), "", relay.peer_id) != 0.0)
+        assert not owes(budget), "direct connections from the relay's network are others"
+        with trio.move_on_after(1.0) as scope:
+            await answer_through_a_circuit()
+        assert scope.cancelled_caught, "the relay has to wait"
 
 
 async def until_closed(tcp: trio.SocketStream) -> None:
@@ -233,7 +312,7 @@ class Liar:
             for peer_id in ids
         )
 
-    def _answer(self, request: Request) -> Stored | Found | Located:
+    def _answer(self, request: Request) -> Stored | Found | LocateAnswer:
         self.answers += 1
         match request:
             case Store(_, records):
@@ -241,7 +320,7 @@ class Liar:
             case Find():
                 return Found(self._invented(), ())
             case Locate():
-                return Located(self._invented())
+                return LocateAnswer(self._invented())
 
     async def serve(self, stream: Stream) -> None:
         while (message := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)) is not None:

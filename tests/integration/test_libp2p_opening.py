@@ -34,14 +34,20 @@ class Tried:
         return await self._open(peer_id, protocol)
 
 
+@pytest.mark.parametrize("is_inbound", [False, True], ids=["outbound", "inbound"])
 @watched
 async def test_a_connection_that_ends_while_a_stream_is_opened_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    is_inbound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member of a round would otherwise be lost to another one."""
+    """A member of a round would otherwise be lost to another one.
+
+    This end cleans up after a connection that the other end has closed. That is not a reason to give the peer up.
+    """
     for _ in range(20):
         async with open_host(LOOPBACK) as here, open_host(LOOPBACK) as there:
             tried = Tried(here, there, monkeypatch, ends=1)
+            if is_inbound:
+                await there.dial(here.addresses[0], timeout=TIMEOUT)
             await assert_serves(here, there)
             assert tried.count == 2
 

@@ -29,7 +29,7 @@ from p2pavg.net.libp2p.speed import (
     MAX_FRAME_BYTES,
     SMALL_FRAME_BYTES,
     EagerPackets,
-    Started,
+    WriteStart,
 )
 from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES, WRITE_PIECE_BYTES
 from p2pavg.net.libp2p.transport import Libp2pTransport
@@ -75,16 +75,16 @@ async def read_on(stream: Stream, piece: int, found: bytearray) -> None:
 @contextmanager
 def frames_of(
     connection: GuardedYamux, then: Callable[[], object] = lambda: None
-) -> Iterator[list[tuple[int, Started]]]:
+) -> Iterator[list[tuple[int, WriteStart]]]:
     """Note the length of each frame that a connection tries to write without waiting, and how far it came.
 
     Args:
         then: is called after each try.
     """
-    frames: list[tuple[int, Started]] = []
+    frames: list[tuple[int, WriteStart]] = []
     start = connection.start_frame
 
-    def note(frame: bytes) -> Started:
+    def note(frame: bytes) -> WriteStart:
         found = start(frame)
         frames.append((len(frame), found))
         then()
@@ -163,7 +163,7 @@ async def test_messages_to_a_full_socket_arrive_in_order() -> None:
                 second.begin.set()
         await eventually(lambda: len(first.found) == len(second.found) == MESSAGE_BYTES * len(messages))
         assert first.found == second.found == b"".join(messages)
-        assert {started for _, started in frames} >= {Started.PART, Started.WHOLE}, (
+        assert {started for _, started in frames} >= {WriteStart.PART, WriteStart.WHOLE}, (
             "the socket was full, and it was not"
         )
 
@@ -176,8 +176,8 @@ async def test_a_frame_goes_before_no_other_that_waits() -> None:
         await to(there, here, HELD)
         connection = connection_of(here, there.peer_id)
         async with connection._write_lock:
-            assert connection.start_frame(pings(1)) is Started.NOTHING
-        assert connection.start_frame(pings(1)) is Started.WHOLE
+            assert connection.start_frame(pings(1)) is WriteStart.NOTHING
+        assert connection.start_frame(pings(1)) is WriteStart.WHOLE
 
 
 @watched
@@ -289,7 +289,7 @@ async def test_pieces_are_short_again_after_a_wait() -> None:
         with frames_of(connection) as frames, trio.move_on_after(1.0):
             await stream.send_all(bytes(1_000_000))
         after_waits = [
-            count for (_, before), (count, _) in itertools.pairwise(frames) if before is not Started.WHOLE
+            count for (_, before), (count, _) in itertools.pairwise(frames) if before is not WriteStart.WHOLE
         ]
         assert after_waits, "the socket was full"
         assert max(after_waits) <= WRITE_PIECE_BYTES + HEADER_SIZE
@@ -333,7 +333,7 @@ async def test_a_piece_that_has_to_wait_is_short() -> None:
                 nursery.start_soon(stream.send_all, message)
                 await eventually(lambda: len(frames) == 3)
         # The long piece is refused, then a short one, which a task writes when it is its turn.
-        assert frames[:3] == [(MAX_FRAME_BYTES, Started.NOTHING)] + [(short, Started.NOTHING)] * 2
+        assert frames[:3] == [(MAX_FRAME_BYTES, WriteStart.NOTHING)] + [(short, WriteStart.NOTHING)] * 2
         assert max(count for count, _ in frames[3:]) <= short
         await eventually(lambda: taking.found == message)
 

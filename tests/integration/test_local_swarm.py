@@ -196,6 +196,7 @@ def test_a_process_ends_with_its_code_after_its_threads_and_exit_functions(
 class TestForkedProcesses:
     def test_they_begin_like_a_new_interpreter(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         described = []
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
         for fork in (True, True, False):
             monkeypatch.setenv("P2PAVG_TEST_VARIABLE", f"forked: {fork}")
             monkeypatch.chdir(tmp_path)

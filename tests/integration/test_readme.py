@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -22,10 +23,17 @@ import p2pavg.strategies
 import p2pavg.testing
 from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
+from scripts.benchmarks.population import draw_rates
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *PAGES]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "tests/README.md",
+    *PAGES,
+]
 
 DRIVER = """
 import sys
@@ -41,8 +49,10 @@ def snippets(name: str) -> list[str]:
 
 
 @contextmanager
-def started(path: Path, bootstrap: list[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, path, *bootstrap], stdout=subprocess.PIPE, text=True) as process:
+def started(
+    path: Path, bootstrap: list[str], *, python: str | Path = sys.executable
+) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([python, path, *bootstrap], stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -51,7 +61,12 @@ def started(path: Path, bootstrap: list[str]) -> Iterator[subprocess.Popen[str]]
 
 def test_four_processes_average_with_the_documented_loop(tmp_path: Path) -> None:
     path = tmp_path / "averaging.py"
-    path.write_text(snippets("docs/how-to/average-tensors.md")[0] + DRIVER, encoding="utf-8")
+    program = snippets("docs/how-to/average-tensors.md")[0]
+    given = "min_group_size=2, match_timeout=30.0"
+    assert given in program
+    # All rounds are of four, also on a machine where the last program starts a minute after the first.
+    program = program.replace(given, "min_group_size=4, match_timeout=300.0")
+    path.write_text(program + DRIVER, encoding="utf-8")
     with started(path, []) as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
@@ -60,7 +75,7 @@ def test_four_processes_average_with_the_documented_loop(tmp_path: Path) -> None
             started(path, [address]) as third,
             started(path, [address]) as fourth,
         ):
-            printed = [process.communicate(timeout=120)[0] for process in (first, second, third, fourth)]
+            printed = [process.communicate(timeout=600)[0] for process in (first, second, third, fourth)]
     for lines in printed:
         assert lines.count("averaged with 4 peers") == 3, printed
 
@@ -71,9 +86,9 @@ def test_the_quickstarts_optimizers_train() -> None:
     loss = model(inputs).square().mean()
     torch.autograd.backward(loss)
     before = model.weight.detach().clone()
-    with open_averager(p2pavg.AveragingConfig(run_id="readme"), listen=["/ip4/127.0.0.1/tcp/0"]) as averager:
+    with open_averager(p2pavg.AveragingConfig(run_id="readme")) as averager:
         names = {"torch": torch, "model": model, "averager": averager, "inputs": inputs, "loss": loss}
-        exec(snippets("docs/tutorial/quickstart.md")[1], names)
+        exec(snippets("docs/tutorial/quickstart.md")[2], names)
     assert isinstance(names["report"], StepReport)
     assert not torch.equal(model.weight, before), "the inner optimizer took a step"
 
@@ -84,9 +99,36 @@ def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None
     with started(path, []) as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
+        assert address.startswith("/ip4/127.0.0.1/"), "no other machine can dial it"
         with started(path, [address]) as second:
-            printed = [process.communicate(timeout=120)[0].splitlines() for process in (first, second)]
-            assert [process.returncode for process in (first, second)] == [0, 0]
+            check_that_both_train(first, second)
+
+
+def test_two_processes_train_with_the_line_for_two_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command's own output says what to start; the second process has a folder as on another machine."""
+    program, line = snippets("README.md")[:2]
+    assert snippets("docs/tutorial/quickstart.md")[:2] == [program, line]
+    before = re.findall(r"with p2pavg.blocking.open_averager.*\n", program)
+    assert len(before) == 1
+    path = tmp_path / "train.py"
+    path.write_text(program.replace(before[0], line), encoding="utf-8")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "second"))
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "p2pavg", "run", "create", "lab", "--address", "127.0.0.1"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    folder, link = re.findall(r"^  python train.py (.*)$", made, flags=re.MULTILINE)
+    assert folder == "lab"
+    # Both at once: the link waits for the program that answers it.
+    with started(path, [link]) as second, started(path, [folder]) as first:
+        check_that_both_train(first, second)
+    assert (tmp_path / "second/p2pavg/lab/lab.cert").exists()
+
+
+def check_that_both_train(first: subprocess.Popen[str], second: subprocess.Popen[str]) -> None:
+    printed = [process.communicate(timeout=600)[0].splitlines() for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0]
     updates = [[line for line in lines if line.startswith("update")] for lines in printed]
     assert updates[0] == updates[1], "the same means of the same peers' losses"
     assert [line.partition(",")[0] for line in updates[0]] == [
@@ -114,14 +156,16 @@ def test_the_documented_test_runs_under_pytest(mode: str, tmp_path: Path) -> Non
     """pytest is started in the root, and the test is in a folder that no new process can import from."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["p2pavg.testing.fixtures"]\n', encoding="utf-8")
-    (tmp_path / "tests/test_mine.py").write_text(snippets("docs/how-to/test-your-code.md")[3], encoding="utf-8")
+    (tmp_path / "tests/test_mine.py").write_text(
+        snippets("docs/how-to/test-your-code.md")[3], encoding="utf-8"
+    )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--import-mode={mode}"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_the_documented_sampler_runs(tmp_path: Path) -> None:
-    (code,) = (code for code in snippets("docs/how-to/train.md") if "PeerSampler(" in code)
+    (code,) = (code for code in snippets("docs/how-to/train-with-large-batches.md") if "PeerSampler(" in code)
     path = tmp_path / "sampling.py"
     path.write_text(code, encoding="utf-8")
     run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
@@ -129,27 +173,34 @@ def test_the_documented_sampler_runs(tmp_path: Path) -> None:
     assert run.stdout == "the last saved state is after 19984 samples\n"
 
 
+def test_the_documented_picture_of_a_population_is_that_of_the_benchmark() -> None:
+    """``simulation/test_population_bench.py`` draws it."""
+    assert any(
+        inspect.getsource(draw_rates) in code for code in snippets("docs/how-to/train-a-population.md")
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_snippet_is_python(page: Path) -> None:
-    for code in snippets(f"docs/{page.name}"):
+    for code in snippets(str(page.relative_to(ROOT))):
         compile(code, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_file_that_a_document_names_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for name in re.findall(r"`((?:scripts|docs|tests|p2pavg|dht|compression)/[\w/.]*\w)`", text):
+    for name in re.findall(r"`((?:scripts|docs|tests|p2pavg|dht|compression)/[\w/.-]*\w)`", text):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         places = (ROOT, ROOT / "p2pavg", ROOT / "tests")
         assert any((place / name).exists() for place in places), f"{document.name} names {name}"
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_every_link_outside_the_site_has_a_target(document: str) -> None:
     """``scripts/docs`` checks the links of the pages in ``docs/``."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    for name, _, anchor in re.findall(r"\]\(([\w/.]+)(#([\w-]+))?\)", text):
+    for name, _, anchor in re.findall(r"\]\(([\w/.-]+)(#([\w-]+))?\)", text):
         assert (ROOT / name).exists(), f"{document} links to {name}"
         if anchor:
             headings = re.findall(r"^#+ (.*)", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)

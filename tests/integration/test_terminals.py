@@ -100,7 +100,7 @@ def test_the_volunteers_view_draws_and_leaves_the_terminal_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    succeed("run", "create", "lab")
+    succeed("run", "create", "lab", "--output", ".")
     peer_id = succeed("identity", "peer.key").split()[-1]
     terms = ("--max-weight", "100", "--days", "30", "--role", "auxiliary")
     succeed("run", "invite", "lab.run", peer_id, *terms, "--output", "peer.cert")

@@ -235,7 +235,7 @@ class Crew:
         listen = ["--listen", f"/ip4/{host.address}/tcp/{DAEMON_PORT}"]
         if host.address6:
             listen += ["--listen", f"/ip6/{host.address6}/tcp/{DAEMON_PORT}"]
-        process = self.start(host, entry, "peer", *listen, *options)
+        process = self.start(host, entry, "peer", "--open", *listen, *options)
         return process, process.line(DAEMON_SECONDS).strip()
 
     def worker(self, host: Host, **settings: Any) -> Process:

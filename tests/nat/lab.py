@@ -227,6 +227,11 @@ class Lab:
         for router in filter(None, (site.router, site.provider)):
             forget_connections(router)
 
+    def forget_idle(self, site: Site, seconds: int) -> None:
+        """Let the site's routers forget connections from now on that carry nothing for so many seconds."""
+        for router in filter(None, (site.router, site.provider)):
+            settings(router, netfilter__nf_conntrack_tcp_timeout_established=seconds)
+
     def cut(self, site: Site) -> None:
         """Cut the site's link to the internet."""
         ip(self._internet, f"link set site{site.index} down")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.nat.trials import FaultOutcome, move, relay_killed, relay_lies
+from tests.nat.trials import FaultOutcome, idle, move, relay_killed, relay_lies
 
 
 def check(found: FaultOutcome) -> None:
@@ -21,3 +21,7 @@ def test_a_relay_is_killed() -> None:
 
 def test_a_relay_that_changes_bytes_causes_no_wrong_result() -> None:
     check(relay_lies(rounds=6, elements=50_000))
+
+
+def test_a_router_that_forgets_idle_connections_costs_no_round() -> None:
+    assert idle() == []

@@ -284,6 +284,34 @@ def forget(*, rounds: int = 10, seconds: float = 150.0) -> FaultOutcome:
         return _disturb(team, team.members[-1], lambda: set_up.lab.forget(site), rounds, seconds)
 
 
+def idle(*, pauses: int = 2, pause: float = 40.0, forgets_after: int = 20) -> list[str]:
+    """Let routers forget connections that are idle for less than the pause between two rounds.
+
+    Returns:
+        The reasons of the rounds that failed after each peer had been in one.
+    """
+    with stage() as set_up:
+        hosts = [set_up.lab.site(kind).hosts[0] for kind in (Kind.PUBLIC, Kind.CONE, Kind.CONE)]
+        for host in hosts[1:]:
+            set_up.lab.forget_idle(host.site, forgets_after)
+        team = Team(set_up.crew, set_up.bootstrap, elements=200_000, pause=pause, group_size=3)
+        for host in hosts:
+            team.add(host)
+        if not team.run(START_SECONDS, team.all_succeeded(1)):
+            raise LabError(f"no round before the first pause:\n{team.log()}")
+        before = {member.peer_id: len(member.rounds) for member in team.members}
+        if not team.run(pauses * (pause + START_SECONDS), team.all_succeeded(pauses)):
+            raise LabError(f"no rounds after the pauses:\n{team.log()}")
+        failed = [
+            found["reason"]
+            for member in team.members
+            for found in member.rounds[before[member.peer_id] :]
+            if found["kind"] == "Failed"
+        ]
+        team.end()
+        return failed
+
+
 def relay_killed(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
     """Kill the daemon that relays most, in the middle of rounds of two peers behind symmetric routers."""
     return _with_relays(Process.kill, rounds, seconds, elements, DAEMON)

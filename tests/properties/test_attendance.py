@@ -8,15 +8,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.optim.coordination.attendance import CLAIM_MARGIN, FIRST_BATCHES, NEWCOMERS, Attendance
+from p2pavg.optim.coordination.attendance import CLAIM_MARGIN, FIRST_BATCHES, NEWCOMERS, PeerTrust
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
     MAX_EPOCH,
     MAX_SAMPLES,
     Average,
-    Behind,
-    Progress,
-    Wait,
+    LeftBehind,
+    PeerProgress,
+    WaitForPeers,
     decide,
     survey,
 )
@@ -26,8 +26,8 @@ SPEED, BATCH_SECONDS = 4.0, 2.0
 KNOWN = ("a", "b")
 
 
-def honest(epoch: int, samples: float, *, waiting: bool = False) -> Progress:
-    return Progress(
+def honest(epoch: int, samples: float, *, waiting: bool = False) -> PeerProgress:
+    return PeerProgress(
         epoch=epoch,
         state=STATES[epoch],
         samples=samples,
@@ -39,7 +39,7 @@ def honest(epoch: int, samples: float, *, waiting: bool = False) -> Progress:
 
 
 lies = st.builds(
-    Progress,
+    PeerProgress,
     epoch=st.integers(0, 3) | st.integers(0, MAX_EPOCH),
     state=st.sampled_from(STATES) | st.binary(min_size=32, max_size=32),
     samples=st.floats(0.0, MAX_SAMPLES),
@@ -54,22 +54,22 @@ strangers = st.dictionaries(st.text("xyz", min_size=1, max_size=4), lies, max_si
 @dataclass
 class Moment:
     after: float
-    words: dict[str, Progress]
+    words: dict[str, PeerProgress]
 
 
 moments = st.lists(st.builds(Moment, st.floats(0.0, 100.0), strangers), min_size=1, max_size=8)
 
 
-def running(samples: float) -> tuple[Attendance, dict[str, Progress]]:
+def running(samples: float) -> tuple[PeerTrust, dict[str, PeerProgress]]:
     """Return a peer's attendance after an update with two others, and the others' words."""
-    attendance = Attendance(0.0)
+    attendance = PeerTrust(0.0)
     attendance.hear(honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
     attendance.took(KNOWN, honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
     return attendance, {peer: honest(1, samples) for peer in KNOWN}
 
 
 def decided(
-    attendance: Attendance, mine: Progress, words: dict[str, Progress], now: float, **how: Any
+    attendance: PeerTrust, mine: PeerProgress, words: dict[str, PeerProgress], now: float, **how: Any
 ) -> Any:
     seen = survey(mine, attendance.hear(mine, words, now))
     return decide(mine, seen, least=2, settled=attendance.is_settled(mine, seen.peers, 1, now), **how)
@@ -84,7 +84,7 @@ def test_strangers_never_make_a_peer_behind_whose_companions_are_with_it(
     for moment in said:
         now += moment.after
         assert not isinstance(
-            decided(attendance, honest(1, 8.0), moment.words | words, now, target=target), Behind
+            decided(attendance, honest(1, 8.0), moment.words | words, now, target=target), LeftBehind
         )
 
 
@@ -105,7 +105,7 @@ def test_strangers_samples_are_limited_by_those_of_known_peers(said: list[Moment
 def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(
     said: list[Moment],
 ) -> None:
-    attendance, now, mine = Attendance(0.0), 0.0, honest(0, 8.0)
+    attendance, now, mine = PeerTrust(0.0), 0.0, honest(0, 8.0)
     for moment in said:
         now += moment.after
         for other in attendance.hear(mine, moment.words, now):
@@ -123,13 +123,13 @@ def test_strangers_delay_waiting_peers_for_a_bounded_time(said: list[Moment]) ->
         now += moment.after
         decisions.append((now, decided(attendance, mine, moment.words | words, now, target=float("inf"))))
     late = [decision for at, decision in decisions if at >= decisions[0][0] + 30.0]
-    assert not any(isinstance(decision, Wait) for decision in late)
+    assert not any(isinstance(decision, WaitForPeers) for decision in late)
     assert all(isinstance(decision, Average) and decision.peers <= 3 + NEWCOMERS for decision in late)
 
 
 @given(moments, st.integers(0, 3))
 def test_any_words_are_counted_without_an_error(said: list[Moment], epoch: int) -> None:
-    attendance, now = Attendance(0.0), 0.0
+    attendance, now = PeerTrust(0.0), 0.0
     for moment in said:
         now += moment.after
         mine = honest(epoch, 8.0)

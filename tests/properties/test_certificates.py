@@ -15,7 +15,7 @@ from p2pavg.consensus.certificate import (
     verify_certificate,
 )
 from p2pavg.consensus.statements import Statement
-from p2pavg.consensus.votes import Commit
+from p2pavg.consensus.votes import ResultCommit
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.testing.simulation import simulated_signer
@@ -48,12 +48,14 @@ def roster_of(size: int, auxiliaries: int = 0, addresses: tuple[str, ...] = ()) 
 ROSTER = roster_of(SIZE, auxiliaries=1)
 
 
-def signed(roster: Roster, signers: set[int], attempt: int = 0, members: set[int] | None = None) -> Commit:
+def signed(
+    roster: Roster, signers: set[int], attempt: int = 0, members: set[int] | None = None
+) -> ResultCommit:
     """Return a commit that these members have signed."""
     among = frozenset(range(len(roster.members)) if members is None else members)
     statement = Statement(roster.group_id, attempt, among, DIGEST)
     signatures = ((one, simulated_signer(one).sign(statement.signed_bytes())) for one in sorted(signers))
-    return Commit(attempt, among, DIGEST, tuple(signatures))
+    return ResultCommit(attempt, among, DIGEST, tuple(signatures))
 
 
 def ids(*positions: int) -> tuple[str, ...]:
@@ -107,8 +109,8 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
             verify_certificate(prefix + data)
 
 
-FALSE: dict[str, Commit] = {
-    "no signature": Commit(0, frozenset(range(SIZE)), DIGEST, ()),
+FALSE: dict[str, ResultCommit] = {
+    "no signature": ResultCommit(0, frozenset(range(SIZE)), DIGEST, ()),
     "a signature of an auxiliary": signed(ROSTER, {0, 1, 2, 3}),
     "a signature of no member of the attempt": signed(ROSTER, {0, 1}, 4, {0, 3}),
     "members that the group has not": signed(ROSTER, {0}, 0, {0, 1, SIZE}),

@@ -14,8 +14,8 @@ from p2pavg.base.encoding import first_text
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.verification.evidence.accusation import read_accusation
 from p2pavg.verification.evidence.messages import (
+    EvidenceRequest,
     Notice,
-    Request,
     encode_answer,
     encode_notice,
     encode_request,
@@ -69,7 +69,7 @@ def test_notices_survive_the_wire(notice: Notice) -> None:
 
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32), st.binary(max_size=256))
 def test_requests_survive_the_wire(key: bytes, digest: bytes, certificate: bytes) -> None:
-    request = Request(key, digest, certificate)
+    request = EvidenceRequest(key, digest, certificate)
     assert read_request(encode_request(request)) == request
 
 

@@ -12,7 +12,15 @@ from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.messages import MAX_ADDRESSES, Ask, Back, Meet, Offer, Verdict, decode_next_way
+from p2pavg.net.lanes.messages import (
+    MAX_ADDRESSES,
+    Back,
+    LaneOffer,
+    LaneRequest,
+    LaneVerdict,
+    Meet,
+    decode_next_way,
+)
 
 DER = OwnCertificate("me").der
 scalars = (
@@ -35,7 +43,14 @@ near_misses = (
 
 
 def read_by_all(message: bytes) -> None:
-    for decode in (Ask.decode, Offer.decode, Back.decode, Meet.decode, Verdict.decode, decode_next_way):
+    for decode in (
+        LaneRequest.decode,
+        LaneOffer.decode,
+        Back.decode,
+        Meet.decode,
+        LaneVerdict.decode,
+        decode_next_way,
+    ):
         try:
             found: Any = decode(message)
         except RemoteProtocolError:
@@ -43,7 +58,7 @@ def read_by_all(message: bytes) -> None:
         assert type(found).decode(found.encode()) == found
         if isinstance(found, Back):
             assert len(found.ticket) == TICKET_BYTES
-        if isinstance(found, Back | Offer):
+        if isinstance(found, Back | LaneOffer):
             assert len(found.addresses) <= MAX_ADDRESSES
 
 

@@ -13,16 +13,16 @@ from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster, read_roster
 from p2pavg.matchmaking.messages import (
     Accept,
-    Ask,
-    Commit,
     Declined,
     Disband,
+    GroupCommit,
+    GroupProposal,
     Joined,
+    JoinRequest,
+    LeaderStatus,
     Message,
     Nudge,
-    Propose,
     Refuse,
-    Status,
     decode,
     encode,
 )
@@ -68,26 +68,26 @@ def rosters(draw: st.DrawFn) -> Roster:
 
 
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Ask, candidates),
+    st.builds(JoinRequest, candidates),
     st.builds(Nudge, candidates),
     st.builds(Joined, candidates),
     st.builds(Declined, reasons, st.none() | candidates, peer_ids, st.booleans()),
-    st.builds(Status, st.integers(1, 64), st.booleans()),
-    st.builds(Propose, rosters()),
+    st.builds(LeaderStatus, st.integers(1, 64), st.booleans()),
+    st.builds(GroupProposal, rosters()),
     st.builds(Accept, group_ids),
     st.builds(Refuse, group_ids, reasons),
-    st.builds(Commit, group_ids),
+    st.builds(GroupCommit, group_ids),
     st.builds(Disband, reasons, st.none() | candidates),
 )
 
 
 def candidates_in(message: Message) -> list[Candidate]:
     match message:
-        case Ask(me) | Nudge(me) | Joined(me):
+        case JoinRequest(me) | Nudge(me) | Joined(me):
             return [me]
         case Declined(leader=Candidate() as leader) | Disband(leader=Candidate() as leader):
             return [leader]
-        case Propose(group):
+        case GroupProposal(group):
             return list(group.members)
     return []
 

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.limits.sources import parse_host
-from p2pavg.net.nat.punch.messages import Answer, DialMe, Propose, Sync, Verdict, decode_request
+from p2pavg.net.nat.punch.messages import (
+    DialMe,
+    PunchAnswer,
+    PunchProposal,
+    PunchVerdict,
+    Sync,
+    decode_request,
+)
 from p2pavg.net.nat.punch.plan import LOWEST_PORT, TRIES, Endpoint
 
-KINDS = (Propose, Answer, Sync, Verdict, DialMe)
+KINDS = (PunchProposal, PunchAnswer, Sync, PunchVerdict, DialMe)
 
 hosts = st.ip_addresses().map(str) | st.sampled_from(
     ["example.org", "127.0.0.1", "::1", "fe80::1%lo", "١.1.1.1"]
@@ -51,16 +58,16 @@ def read_by_all(message: bytes) -> None:
         except RemoteProtocolError:
             continue
         assert kind.decode(found.encode()) == found
-        if isinstance(found, Propose):
+        if isinstance(found, PunchProposal):
             assert 1 <= found.attempt <= TRIES
             for endpoint in found.endpoints:
                 assert_sound(endpoint)
-        if isinstance(found, Answer):
+        if isinstance(found, PunchAnswer):
             assert bool(found.refusal) != bool(found.endpoint)
             if found.endpoint is not None:
                 assert_sound(found.endpoint)
     with suppress(RemoteProtocolError):
-        assert isinstance(decode_request(message), Propose | DialMe)
+        assert isinstance(decode_request(message), PunchProposal | DialMe)
 
 
 @given(st.binary(max_size=200))
@@ -89,10 +96,10 @@ endpoints = st.builds(
     st.integers(1, TRIES), st.lists(endpoints, min_size=1, max_size=2, unique_by=lambda found: found.version)
 )
 def test_every_proposal_survives_the_wire(attempt: int, found: list[Endpoint]) -> None:
-    message = Propose(attempt, tuple(found))
+    message = PunchProposal(attempt, tuple(found))
     assert decode_request(message.encode()) == message
 
 
 @given(endpoints, st.floats(0.0, 10.0))
 def test_every_answer_survives_the_wire(endpoint: Endpoint, busy: float) -> None:
-    assert Answer.decode(Answer("", endpoint, busy).encode()) == Answer("", endpoint, busy)
+    assert PunchAnswer.decode(PunchAnswer("", endpoint, busy).encode()) == PunchAnswer("", endpoint, busy)

@@ -17,10 +17,10 @@ from p2pavg.net.nat.reach.messages import (
     MAX_REASON_CHARS,
     NONCE_BYTES,
     DialBack,
+    DialBackOutcome,
     DialledBack,
     Look,
     Observed,
-    Outcome,
     Question,
     encode,
     read_dialled_back,
@@ -60,7 +60,8 @@ class TestDecoders:
         assert read_question(encode(question)) == question
 
     @given(
-        st.builds(Observed, hosts, ports), st.builds(DialledBack, nonces, st.sampled_from(Outcome), reasons)
+        st.builds(Observed, hosts, ports),
+        st.builds(DialledBack, nonces, st.sampled_from(DialBackOutcome), reasons),
     )
     def test_answers_come_back(self, observed: Observed, dialled: DialledBack) -> None:
         assert read_observed(encode(observed)) == observed

@@ -14,20 +14,22 @@ from p2pavg.consensus.votes import (
     MAX_BALLOT,
     MAX_REASON_CHARS,
     MAX_VOTE_BYTES,
+    OUTPUT_BYTES,
     SIGNATURE_BYTES,
     Accepted,
     Begin,
-    Behind,
-    Came,
-    Commit,
     Complete,
     Gather,
-    Held,
     Left,
+    MemberPing,
     Members,
-    Ping,
     Promise,
+    ReceivedUpTo,
     Rest,
+    ResultCommit,
+    ResultHeld,
+    SignedOutput,
+    StaleBallot,
     Trouble,
     Unknown,
     Vote,
@@ -42,6 +44,7 @@ KINDS = [
     "behind",
     "begin",
     "held",
+    "shown",
     "commit",
     "trouble",
     "left",
@@ -56,6 +59,8 @@ members = st.frozensets(positions, max_size=SIZE)
 some_members = st.frozensets(positions, min_size=1, max_size=SIZE)
 reasons = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=MAX_REASON_CHARS)
 digests = st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), max_size=SIZE).map(tuple)
+one_digest = st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
+outputs = st.binary(min_size=OUTPUT_BYTES, max_size=OUTPUT_BYTES)
 signatures = st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES)
 
 scalars = (
@@ -83,15 +88,16 @@ def promises(draw: st.DrawFn) -> Promise:
     """Draw a promise: all that it names is older than its ballot, and its hostile members are among ``apart``."""
     ballot, apart = draw(st.integers(1, MAX_BALLOT)), draw(members)
     older = st.integers(0, ballot - 1)
-    last = draw(older)
+    last, complete = draw(older), draw(st.none() | st.builds(Complete, older, members))
     accepted = st.builds(Accepted, st.just(last), st.integers(0, last), members, members, st.booleans())
     return Promise(
         ballot,
         draw(older),
         draw(st.none() | accepted),
-        draw(st.none() | st.builds(Complete, older, members)),
+        complete,
         apart,
         draw(st.frozensets(st.sampled_from(sorted(apart)))) if apart else frozenset(),
+        b"" if complete is None else draw(st.just(b"") | one_digest),
     )
 
 
@@ -109,19 +115,19 @@ def begins(draw: st.DrawFn) -> Begin:
 
 
 @st.composite
-def holdings(draw: st.DrawFn) -> Held:
+def holdings(draw: st.DrawFn) -> ResultHeld:
     """Draw the vote of a member that holds a result, which it signs, or that needs none."""
     found = draw(digests)
-    return Held(draw(ballots), found, draw(signatures) if found else b"")
+    return ResultHeld(draw(ballots), found, draw(signatures) if found else b"")
 
 
 @st.composite
-def commits(draw: st.DrawFn) -> Commit:
+def commits(draw: st.DrawFn) -> ResultCommit:
     """Draw a commit that some of its members have signed."""
     all_of_it = draw(members)
     signers = sorted(draw(members) & all_of_it)
     digest = draw(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)) if signers else b""
-    return Commit(
+    return ResultCommit(
         draw(ballots), all_of_it, digest, tuple((position, draw(signatures)) for position in signers)
     )
 
@@ -129,16 +135,17 @@ def commits(draw: st.DrawFn) -> Commit:
 votes: st.SearchStrategy[Vote] = st.one_of(
     st.tuples(ballots, ballots).map(lambda two: Gather(max(*two, 1), min(*two, max(*two, 1) - 1))),
     promises(),
-    st.builds(Behind, ballots),
+    st.builds(StaleBallot, ballots),
     begins(),
     holdings(),
+    st.builds(SignedOutput, ballots, positions, one_digest, outputs),
     commits(),
     st.builds(Trouble, positions, st.booleans(), reasons),
     st.builds(Left, st.just(-1) | ballots, reasons),
     st.just(Unknown()),
-    st.just(Ping()),
+    st.just(MemberPing()),
     st.just(Rest()),
-    st.builds(Came, ballots, ballots, ballots),
+    st.builds(ReceivedUpTo, ballots, ballots, ballots),
 )
 
 
@@ -152,9 +159,9 @@ def members_in(vote: Vote) -> Members:
             return named | second.members if second is not None else named
         case Begin(members=all_of_it, view=view, source=source, lacking=lacking):
             return all_of_it | view | lacking | {source}
-        case Commit(members=all_of_it):
+        case ResultCommit(members=all_of_it):
             return all_of_it | vote.signers
-        case Trouble(peer=peer):
+        case Trouble(peer=peer) | SignedOutput(reducer=peer):
             return frozenset({peer})
     return frozenset()
 
@@ -164,7 +171,7 @@ def ballots_in(vote: Vote) -> list[int]:
     match vote:
         case Gather(ballot, attempt):
             return [ballot, attempt, ballot - attempt]
-        case Behind(ballot) | Held(ballot) | Commit(ballot):
+        case StaleBallot(ballot) | ResultHeld(ballot) | SignedOutput(ballot) | ResultCommit(ballot):
             return [ballot]
         case Left(ballot):
             return [max(ballot, 0)]

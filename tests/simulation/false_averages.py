@@ -12,7 +12,7 @@ import trio
 
 import p2pavg
 from p2pavg.allreduce.combiner import Combiner
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.net.transport import Buffer
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -32,9 +32,9 @@ def nudge(average: torch.Tensor) -> None:
 
 def lie(monkeypatch: pytest.MonkeyPatch, liar: int, falsify: Falsify = nudge) -> None:
     """Let one peer change each average that it sends."""
-    init, combine = Values.__init__, Combiner.combine
+    init, combine = AttemptData.__init__, Combiner.combine
 
-    def note(self: Values, **arguments: Any) -> None:
+    def note(self: AttemptData, **arguments: Any) -> None:
         init(self, **arguments)
         self._combiner.lies = self._ledger.me == name(liar)  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ def lie(monkeypatch: pytest.MonkeyPatch, liar: int, falsify: Falsify = nudge) ->
             self._codec.decode(encoded, len(out), out)
         return encoded
 
-    monkeypatch.setattr(Values, "__init__", note)
+    monkeypatch.setattr(AttemptData, "__init__", note)
     monkeypatch.setattr(Combiner, "combine", false)
 
 

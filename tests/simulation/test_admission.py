@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,11 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
-from p2pavg.records.revocations import LOOK_SECONDS, revocations_key, spread
 from p2pavg.runs.membership.certificate import Role, read_certificate
 from p2pavg.runs.membership.membership import Membership
-from p2pavg.runs.membership.revocation import revoke
+from p2pavg.runs.membership.revocation import RevocationList, revoke
 from p2pavg.runs.membership.sealing import sealed_key
+from p2pavg.runs.records.revocations import REVOCATIONS_LOOK_SECONDS, revocations_key, spread
 from p2pavg.runs.records.run_entry import run_key
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -193,7 +194,7 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
     """The authority tells one member, and the others hear of it. The revoked peer is in no later group."""
     caplog.set_level(logging.INFO)
     revoked = certified(2)
-    serials = [read_certificate(revoked.certificate).serial]
+    identifiers = [read_certificate(revoked.certificate).identifier]
     members: dict[int, set[str]] = {}
     told = trio.Event()
     told_at = 0.0
@@ -218,19 +219,19 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
         for index in range(3):
             nursery.start_soon(live, peers[index], index)
         await trio.sleep(20.0)
-        newer = revoke(RUN.sign, authority=RUN.public, number=1, serials=serials)
+        newer = revoke(RUN.sign, authority=RUN.public, number=1, identifiers=identifiers)
         access = certified(3, roles=[Role.OBSERVER])
         tells = RunRecords(peers[3].records, Membership(access, peers[3].id), simulated_clock)
         membership = tells.membership
         assert membership is not None
-        assert await spread(tells, membership, "sim", newer, timeout=60.0) >= 1
+        assert await spread(tells, membership, newer, timeout=60.0) >= 1
         told_at = trio.current_time()
         told.set()
         with trio.move_on_after(200.0):
             while len(late) < 3:
                 await trio.sleep(1.0)
         nursery.cancel_scope.cancel()
-    assert LOOK_SECONDS < 60.0
+    assert REVOCATIONS_LOOK_SECONDS < 60.0
     everyone = {simulated_signer(index).peer_id for index in range(3)}
     assert everyone in members.values(), "the peer was a member before"
     assert late
@@ -253,14 +254,66 @@ async def test_a_follower_that_is_revoked_while_it_waits_is_dropped(autojump_clo
         attempt = leader._rounds.matchmaker._attempt
         assert attempt is not None
         assert set(attempt.rules.group.followers) == {peers[1].id}
-        serial = read_certificate(revoked.certificate).serial
-        newer = revoke(RUN.sign, authority=RUN.public, number=1, serials=[serial])
+        serial = read_certificate(revoked.certificate).identifier
+        newer = revoke(RUN.sign, authority=RUN.public, number=1, identifiers=[serial])
         membership = Membership(certified(2, roles=[Role.OBSERVER]), peers[2].id)
         tells = RunRecords(peers[2].records, membership, simulated_clock)
-        assert await spread(tells, membership, "sim", newer, timeout=60.0) >= 1
-        await trio.sleep(LOOK_SECONDS)
+        assert await spread(tells, membership, newer, timeout=60.0) >= 1
+        await trio.sleep(REVOCATIONS_LOOK_SECONDS)
         assert leader._rounds.matchmaker._attempt is attempt, "the same attempt"
         assert attempt.rules.group.followers == {}
+        nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def telling(peer: Peer) -> Iterator[tuple[RunRecords, Membership]]:
+    """Return the records of the authority's runs, as a peer of the authority has them."""
+    membership = Membership(certified(2, roles=[Role.OBSERVER]), peer.id)
+    with closing(RunRecords(peer.records, membership, simulated_clock)) as records:
+        yield records, membership
+
+
+def list_of(number: int) -> RevocationList:
+    return revoke(RUN.sign, authority=RUN.public, number=number, identifiers=[bytes([number]) * 16])
+
+
+async def test_a_revocation_reaches_every_run_of_the_authority(autojump_clock: MockClock) -> None:
+    """Such as the run of each shard, whose id is made from the run's."""
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), 3) as peers,
+        peers[0].averager(of_run(0)) as one,
+        peers[1].averager(of_run(1, run_id="sim/shard 1 of 2")) as other,
+    ):
+        with telling(peers[2]) as (records, membership):
+            assert await spread(records, membership, list_of(1), timeout=60.0) >= 1
+        await trio.sleep(REVOCATIONS_LOOK_SECONDS)
+        for averager in (one, other):
+            assert averager._run.membership is not None
+            assert averager._run.membership.known.newest == list_of(1)
+
+
+@pytest.mark.parametrize("ends", [0, 1], ids=["the first", "the second"])
+async def test_a_list_stays_published_while_the_peer_has_a_user_of_it(
+    autojump_clock: MockClock, ends: int
+) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+        ended = trio.Event(), trio.Event()
+
+        async def use(until: trio.Event) -> None:
+            async with peers[0].averager(of_run(0)):
+                await until.wait()
+
+        for event in ended:
+            nursery.start_soon(use, event)
+            await trio.sleep(1.0)
+        with telling(peers[2]) as (records, membership):
+            assert await spread(records, membership, list_of(1), timeout=60.0) == 1
+            ended[ends].set()
+            await trio.sleep(REVOCATIONS_LOOK_SECONDS / 2)
+            found = await records.find(revocations_key(RUN.public))
+            assert peers[0].id in {each.publisher for each in found}
+            within = REVOCATIONS_LOOK_SECONDS / 2  # it watches the key again
+            assert await spread(records, membership, list_of(2), timeout=within) == 1
         nursery.cancel_scope.cancel()
 
 
@@ -283,7 +336,7 @@ class TestKeepers:
                 for known in (b"sim", b"fp32", b"/memory", RUN.public):
                     assert known not in record.value
             assert averager._rounds is not None
-            open_keys = {averager._rounds.matchmaker.key, run_key("sim"), revocations_key("sim")}
+            open_keys = {averager._rounds.matchmaker.key, run_key("sim"), revocations_key(RUN.public)}
             assert not open_keys & {record.key for record in kept}
 
     async def test_a_member_stores_no_strangers_records_under_the_runs_keys(

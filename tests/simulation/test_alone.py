@@ -15,12 +15,12 @@ BATCH_SECONDS = 2.0
 
 
 def local(player: Player, weights: torch.nn.Parameter, **options: Any) -> LocalUpdates:
-    return diloco(torch.optim.SGD([weights], lr=0.1), player.averager, sync_every=5, **options)
+    return diloco(torch.optim.SGD([weights], lr=0.1), player.averager, sync_every=5, state=False, **options)
 
 
 def large_batch(player: Player, weights: torch.nn.Parameter, **options: Any) -> AveragedOptimizer:
     inner = torch.optim.SGD([weights], lr=0.1)
-    return AveragedOptimizer(inner, player.averager, target_batch_size=40, **options)
+    return AveragedOptimizer(inner, player.averager, target_batch_size=40, state=False, **options)
 
 
 Make = Callable[..., LocalUpdates | AveragedOptimizer]

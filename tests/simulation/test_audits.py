@@ -7,13 +7,15 @@ import statistics
 
 import pytest
 import torch
+import trio
 from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.group.audits import Audits
 from p2pavg.round.audits import RoundAudits
+from p2pavg.round.rounds import MAX_TELLING
 from p2pavg.round.signing import Signing
 from p2pavg.verification.audit import keeping, task
 from p2pavg.verification.audit.keeping import KeptShare
@@ -174,17 +176,55 @@ async def test_a_reducer_that_answers_no_audit_is_avoided(
     assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == ([2] * 3 if when == "after" else [0] * 3)
 
 
+async def test_a_silent_reducer_is_avoided_although_rounds_are_short(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rounds than are kept end within the time of one audit."""
+    monkeypatch.setattr("tests.simulation.false_averages.PAUSE", 2.5)
+    serve = RoundAudits._serve
+
+    async def keep_silent(self: RoundAudits, *arguments: object) -> None:
+        if self._me == name(2):
+            await trio.sleep_forever()
+        await serve(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RoundAudits, "_serve", keep_silent)
+    rounds = Rounds(3, 20, audit="after:1.0", elements=100, until=lambda each: not each.is_met(0, 2))
+    await rounds.run()
+    assert MAX_TELLING + 1 < rounds.rounds_with(0, 2) < 20
+
+
+async def test_an_answer_over_which_an_auditor_raises_is_its_reducers_fault(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of the auditor that a reducer has found: it must not end the auditor's program."""
+    judge = AuditTask.judge
+
+    def stumble(self: AuditTask, *answer: object) -> object:
+        if self.reducer.peer_id == name(2):
+            raise ValueError("nothing here expects this")
+        return judge(self, *answer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AuditTask, "judge", stumble)
+    rounds = Rounds(4, 4, audit="after:1.0")
+    await rounds.run()
+    assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == [2] * 3, (
+        "after the second time, it is avoided"
+    )
+    assert "handling the answer to an audit" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
 async def test_a_member_that_does_not_sign_its_parts_is_left_out(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, kind: Lane
 ) -> None:
-    trailer = Values.trailer
+    trailer = AttemptData.trailer
 
-    def forge(self: Values, *arguments: object) -> bytes:
+    def forge(self: AttemptData, *arguments: object) -> bytes:
         made = trailer(self, *arguments)  # type: ignore[arg-type]
         return bytes(len(made)) if self._ledger.me == name(2) and arguments[0] is kind else made
 
-    monkeypatch.setattr(Values, "trailer", forge)
+    monkeypatch.setattr(AttemptData, "trailer", forge)
     rounds = Rounds(4, 2)
     await rounds.run()
     assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == [0, 0, 0]

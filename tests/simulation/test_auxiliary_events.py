@@ -58,3 +58,30 @@ async def test_a_round_that_was_helped_is_an_event_of_the_peer_and_one_line_of_i
         assert (event.samples, event.own_samples) == (4.0, 0.0)
         assert sum(event.received.values()) > 0
         assert event.duration < 60.0
+
+
+async def test_peers_that_change_their_rules_are_helped_again(autojump_clock: MockClock) -> None:
+    """The same tensors under another rule: the peers look for their groups at another place."""
+    helped: list[bool] = []
+
+    async def average(peer: p2pavg.Peer) -> None:
+        for robust in (None, "centered_clip:1.0:3"):
+            how = config(group_size=2, match_timeout=60.0, robust=robust)
+            async with peer.averager(how) as averager:
+                for _ in range(6):
+                    averager.accumulate([torch.ones(4000)], weight=2.0)
+                    result = await averager.step(wait=None)
+                    helped.append(isinstance(result, p2pavg.Success) and bool(result.auxiliaries))
+                    await trio.sleep(10.0)
+
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), 3) as (helper, *others),
+        trio.open_nursery() as outer,
+    ):
+        outer.start_soon(assist, helper, config().run_id)
+        async with trio.open_nursery() as nursery:
+            for peer in others:
+                nursery.start_soon(average, peer)
+        outer.cancel_scope.cancel()
+    assert any(helped[:12])
+    assert any(helped[12:]), "the helper waited where the peers had looked before"

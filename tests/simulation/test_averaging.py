@@ -12,6 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
+from p2pavg_compression import Blockwise8
 from tests.simulation.swarm import ELEMENTS, LAN, Swarm, config, mean, same_bits, tensors_of, values
 
 
@@ -84,7 +85,7 @@ async def test_three_of_four_start_at_the_match_timeout(autojump_clock: MockCloc
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):
             nursery.start_soon(swarm.step_once, peer, index, config())
-    assert {result.peers_count for result in swarm.successes()} == {3}
+    assert {len(result.peers) for result in swarm.successes()} == {3}
     assert max(swarm.ended.values()) - min(swarm.began.values()) < 11.0
 
 
@@ -108,7 +109,7 @@ async def test_three_that_need_four_wait_and_a_fourth_completes_them(autojump_cl
         swarm = Swarm()
         await swarm.step_once(peers[3], 3, how)
     results = [*final, *swarm.results.values()]
-    assert [isinstance(result, p2pavg.Success) and result.peers_count for result in results] == [4] * 4
+    assert [isinstance(result, p2pavg.Success) and len(result.peers) for result in results] == [4] * 4
 
 
 async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) -> None:
@@ -117,7 +118,7 @@ async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) ->
         for index, peer in enumerate(peers):
             nursery.start_soon(swarm.step_once, peer, index, config())
     results = swarm.successes()
-    assert {result.peers_count for result in results} == {4}
+    assert {len(result.peers) for result in results} == {4}
     assert len({result.group_id for result in results}) == 2
 
 
@@ -135,14 +136,14 @@ async def test_many_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
                 partial(swarm.step_once, peer, index, how, after=late, tensors=[values(index, 64)])
             )
     results = swarm.successes()
-    sizes = sorted(result.peers_count for result in results)
+    sizes = sorted(len(result.peers) for result in results)
     assert len(results) == 20
     assert sizes.count(8) == 16, sizes
     groups: dict[str, list[p2pavg.Success]] = {}
     for result in results:
         groups.setdefault(result.group_id, []).append(result)
     for members in groups.values():
-        assert len(members) == members[0].peers_count, "a member of a group is missing"
+        assert len(members) == len(members[0].peers), "a member of a group is missing"
         assert same_bits(members)
     assert max(swarm.ended[p] - swarm.began[p] for p in swarm.ended) < 22.0
 
@@ -195,3 +196,23 @@ async def test_a_round_that_cannot_end_in_time_says_so_before_it_starts(
     for result in swarm.results.values():
         assert isinstance(result, p2pavg.Failed)
         assert "needs at least 8 s" in result.reason
+
+
+async def test_a_codec_that_lacks_a_package_for_the_device_is_told_before_a_round_begins(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU without bitsandbytes, an error in the midst of the exchange would cost the whole group the round."""
+
+    def refuse(self: Blockwise8, device: torch.device) -> None:
+        raise ImportError(f"a package is missing on {device}")
+
+    monkeypatch.setattr(Blockwise8, "check_device", refuse)
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,),
+        peer.averager(config(compression="blockwise8")) as averager,
+    ):
+        averager.accumulate([values(0)])
+        with pytest.raises(ImportError, match="missing on cpu"):
+            await averager.step(wait=None)
+        assert averager.weight == 1.0
+        assert averager.round_state is None

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.peer import Peer
-from p2pavg.runs.records.board import LOOK_SECONDS, SAID_TTL_SECONDS, Board
+from p2pavg.runs.records.board import BOARD_LOOK_SECONDS, SAID_TTL_SECONDS, Board
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 LAN = (0.0005, 0.002)
@@ -81,7 +81,7 @@ async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClo
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         words = await company.say_hello()
         if count > 8:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(BOARD_LOOK_SECONDS)
         for peer, board in zip(peers, company.boards, strict=True):
             assert heard(board) == all_but(peer, words)
 
@@ -111,7 +111,7 @@ async def test_entry_of_a_closed_averager_is_gone(
     """It is gone at once where it is stored. A peer that only looks gets no withdrawals, and sees it expire."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         await company.say_hello()
-        await trio.sleep(LOOK_SECONDS)
+        await trio.sleep(BOARD_LOOK_SECONDS)
         gone = await company.close_the_last()
         await trio.sleep(seconds)
         for board in company.boards:
@@ -174,3 +174,41 @@ async def test_each_topic_of_an_averager_has_one_board(autojump_clock: MockClock
             await averager.board("topic")
         board.publish(b"too late", now=True)
         await trio.sleep(SECOND)
+
+
+@pytest.mark.parametrize("pause", [0.0, 5.0])
+async def test_a_last_word_is_read_after_its_peer_has_closed_and_expires(
+    autojump_clock: MockClock, pause: float
+) -> None:
+    """It is published also if the averager closes right after it; an entry of any other board is withdrawn."""
+    lasts = 90.0
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, late):
+        async with peer.averager(config()) as averager:
+            board = await averager.board("ends", lasts=lasts)
+            other = await averager.board("topic")
+            board.publish(b"update 20", now=True)
+            other.publish(b"here", now=True)
+            await trio.sleep(pause)
+        await trio.sleep(lasts / 3)
+        async with late.averager(config()) as averager:
+            board = await averager.board("ends", lasts=lasts)
+            other = await averager.board("topic")
+            await trio.sleep(5 * BOARD_LOOK_SECONDS)
+            assert heard(board) == {peer.id: b"update 20"}
+            assert heard(other) == {}
+            await trio.sleep(lasts)
+            assert heard(board) == {}
+
+
+async def test_a_last_word_that_was_taken_back_is_gone(autojump_clock: MockClock) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, late):
+        async with peer.averager(config()) as averager:
+            board = await averager.board("ends", lasts=90.0)
+            board.publish(b"update 20", now=True)
+            await trio.sleep(SECOND)
+            board.withdraw()
+            await trio.sleep(SECOND)
+        async with late.averager(config()) as averager:
+            board = await averager.board("ends", lasts=90.0)
+            await trio.sleep(5 * BOARD_LOOK_SECONDS)
+            assert heard(board) == {}

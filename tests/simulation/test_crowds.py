@@ -9,7 +9,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
-from p2pavg.matchmaking.messages import Ask
+from p2pavg.matchmaking.messages import JoinRequest
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, run_peers
 from tests.simulation.swarm import config, values
@@ -27,7 +27,7 @@ async def test_a_late_peer_asks_one_member_of_each_group(
     asked: list[str] = []
     ask = AttemptRunner._ask
 
-    async def noted(self: AttemptRunner, candidate: Candidate, message: Ask) -> None:
+    async def noted(self: AttemptRunner, candidate: Candidate, message: JoinRequest) -> None:
         if self._me.peer_id == name(LAST):
             asked.append(candidate.peer_id)
         await ask(self, candidate, message)

@@ -8,20 +8,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.doctor.probes import machine
 from p2pavg.tools.doctor import examination
 from p2pavg.tools.doctor.examination import (
     BANDWIDTH_SECONDS,
     CLOCK_SECONDS,
     JOIN_SECONDS,
+    LEARN_REACH_SECONDS,
     PEERS_SECONDS,
-    REACH_SECONDS,
     RUN_SECONDS,
     TOTAL_SECONDS,
-    Options,
+    ExaminedPeer,
     examine,
 )
-from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, Level, ok
+from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, Level
 from p2pavg.tools.doctor.probes.addresses import ADDRESS_SECONDS
 
 
@@ -34,28 +33,18 @@ async def _fail() -> list[Finding]:
     raise ZeroDivisionError("a bug")
 
 
-async def _succeed() -> list[Finding]:
-    return [ok("clock", "right")]
-
-
-@pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads do not run on the simulated clock."""
-    monkeypatch.setattr(examination._Examination, "_judge_gpu", lambda _: _succeed())
-
-
 async def test_everything_ends_in_time(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination._Examination, "_judge_network", lambda _: _hang())
     began = trio.current_time()
-    found = await examine(Options(listen=["/ip4/127.0.0.1/tcp/0"]))
+    found = await examine(ExaminedPeer(listen=["/ip4/127.0.0.1/tcp/0"]))
     assert trio.current_time() - began == TOTAL_SECONDS
     assert {each.name for each in found} >= set(ORDER) - OPTIONAL
     assert {each.what for each in found if each.name in ("firewall", "bandwidth")} == {"not known"}
-    assert machine.python_version()[0] in next(each.what for each in found if each.name == "python")
+    assert {each.cause for each in found if each.name == "key file"} == {"the identity is new at every start"}
 
 
 def test_the_parts_fit_into_the_total() -> None:
-    longest = max(REACH_SECONDS + 1.0, CLOCK_SECONDS + RUN_SECONDS + PEERS_SECONDS + BANDWIDTH_SECONDS)
+    longest = max(LEARN_REACH_SECONDS + 1.0, CLOCK_SECONDS + RUN_SECONDS + PEERS_SECONDS + BANDWIDTH_SECONDS)
     assert ADDRESS_SECONDS + JOIN_SECONDS + longest <= TOTAL_SECONDS
     assert TOTAL_SECONDS <= 25.0  # the program's start and end are the rest of 30 s
 
@@ -71,7 +60,7 @@ async def test_checks_that_hang_or_fail(
     monkeypatch.setattr(examination._Examination, "_judge_network", network)
     with caplog.at_level(logging.ERROR):
         began = trio.current_time()
-        found = await examine(Options())
+        found = await examine(ExaminedPeer())
         assert trio.current_time() - began == 5.0
     causes = {each.name: each.cause for each in found if each.level is Level.NOTE}
     assert causes["run"] == "no answer within 5 s"

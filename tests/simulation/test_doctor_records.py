@@ -10,11 +10,11 @@ from trio.testing import MockClock
 from p2pavg.base.encoding import pack
 from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.peer.peer import Peer
-from p2pavg.records.revocations import revocations_key
 from p2pavg.runs.membership.certificate import Certificate
 from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key
+from p2pavg.runs.records.revocations import revocations_key
 from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
@@ -49,16 +49,16 @@ async def test_only_members_count(autojump_clock: MockClock) -> None:
         blind: AUTHORITY.certify(blind),
     }
     lists = [
-        revoke(AUTHORITY.sign, authority=AUTHORITY.public, number=number, serials=serials)
-        for number, serials in ((1, []), (2, [certificates[revoked].serial]))
+        revoke(AUTHORITY.sign, authority=AUTHORITY.public, number=number, identifiers=identifiers)
+        for number, identifiers in ((1, []), (2, [certificates[revoked].identifier]))
     ]
     async with simulated_peers(MemoryNetwork(), 6) as (doctor, *others):
         for peer in others:
             secret = bytes(32) if peer.id == blind else SECRET
             await publish(peer, certificates[peer.id], run_key("lab"), encode_entry(ENTRY), secret)
         first, _, second, *_ = others  # the second one's own certificate is on the list
-        await publish(first, certificates[good], revocations_key("lab"), lists[1].data)
-        await publish(second, certificates[revoked], revocations_key("lab"), lists[0].data)
+        await publish(first, certificates[good], revocations_key(AUTHORITY.public), lists[1].data)
+        await publish(second, certificates[revoked], revocations_key(AUTHORITY.public), lists[0].data)
         reader = RunReader(doctor, "lab", FILE, simulated_clock)
         found = await reader.read()
     assert found.entries == {good: ENTRY}

@@ -18,7 +18,7 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
-from p2pavg.consensus.votes import Commit
+from p2pavg.consensus.votes import ResultCommit
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.auxiliary import assist
@@ -35,15 +35,19 @@ from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
 from p2pavg.verification.evidence.messages import (
     MAX_NAMED,
     PROTOCOL,
+    EvidenceRequest,
     Notice,
-    Request,
     accusations_key,
     encode_answer,
     encode_notice,
     encode_request,
     read_answer,
 )
-from p2pavg.verification.evidence.spreading import LOOK_SECONDS, NOTICE_TTL_SECONDS, PAUSE_SECONDS
+from p2pavg.verification.evidence.spreading import (
+    EVIDENCE_LOOK_SECONDS,
+    EVIDENCE_PAUSE_SECONDS,
+    NOTICE_TTL_SECONDS,
+)
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.group.samples import SIGNERS, candidate
@@ -54,7 +58,7 @@ from tests.unit.verification.evidence.samples import LIAR
 RUN = Authority()
 KEY = accusations_key("sim")
 LIE = "it signed that it holds two results of attempt 0 of group"
-SOON = 2 * PAUSE_SECONDS + 1.0
+SOON = 2 * EVIDENCE_PAUSE_SECONDS + 1.0
 """Seconds until a notice that other peers store is read, and its evidence fetched, on a network of a few peers."""
 
 
@@ -127,7 +131,7 @@ def lie_in_rounds(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
             members, other = frozenset(range(len(self._roster.members))), (bytes(32), *digests[1:])
             me = self._positions[self._context.transport.peer_id]
             signature = self._voting.signing.sign(0, members, other)
-            self._voting.control.tell(0, Commit(0, members, result_digest(other), ((me, signature),)))
+            self._voting.control.tell(0, ResultCommit(0, members, result_digest(other), ((me, signature),)))
         completed(self, attempt, digests)
 
     monkeypatch.setattr(exchange.Exchange, "_completed", lie)
@@ -234,7 +238,7 @@ async def test_entries_on_boards_of_an_excluded_peer_are_left_out(autojump_clock
         await trio.sleep(5.0)
         assert boards[0].entries.keys() == {name(1), name(2)}
         opened[1]._run.accuse(evidence_against(simulated_signer(2)))
-        await trio.sleep(2 * LOOK_SECONDS)
+        await trio.sleep(2 * EVIDENCE_LOOK_SECONDS)
         assert boards[0].entries.keys() == {name(1)}
 
 
@@ -245,10 +249,10 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one(autojump_cloc
                 partial(assist, peers[index], "sim", access=of_run(index, Role.AUXILIARY).access)
             )
         async with averagers(peers[:3], partial(of_run, group_size=2)) as opened:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(EVIDENCE_LOOK_SECONDS)
             opened[0]._run.accuse(evidence_against(simulated_signer(3)))
             opened[0]._run.accuse(evidence_against(simulated_signer(2)))
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(EVIDENCE_LOOK_SECONDS)
             (run,) = peers[4].evidence._runs.values()
             assert run.accusations.exclusions.reasons.keys() == {name(2), name(3)}
             results = await step_all(opened[:2])
@@ -262,7 +266,7 @@ async def test_an_auxiliary_refuses_candidates_that_are_excluded(autojump_clock:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         nursery.start_soon(assist, peers[2], "sim")
         async with averagers(peers[:2], lambda _index: config(match_timeout=2.0)) as opened:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(EVIDENCE_LOOK_SECONDS)
             (matchmaker,) = peers[2].registry._matchmakers.values()
             refuses = matchmaker._settings.refuses
             assert refuses is not None
@@ -281,7 +285,7 @@ async def test_evidence_of_some_mebibytes_spreads(
     network = MemoryNetwork(latency=LAN, bandwidth=1e7)
     async with simulated_peers(network, 4) as peers, averagers(peers) as opened:
         opened[0]._run.accuse(large_evidence())
-        await trio.sleep(LOOK_SECONDS)
+        await trio.sleep(EVIDENCE_LOOK_SECONDS)
         assert [averager.excluded for averager in opened] == [{LIAR.peer_id: "it lied at length"}] * 4
 
 
@@ -290,7 +294,7 @@ async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute(autojump_cloc
     count = 20
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(peer.averager(config())) for peer in peers]
-        await trio.sleep(LOOK_SECONDS)
+        await trio.sleep(EVIDENCE_LOOK_SECONDS)
         opened[0]._run.accuse(evidence_against(simulated_signer(count)))
         await trio.sleep(60.0)
         assert [set(averager.excluded) for averager in opened] == [{name(count)}] * count
@@ -302,7 +306,7 @@ async def test_two_processes_with_one_identity_are_told_so_once(
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, averagers(peers) as opened:
         for index in (0, 1):
             opened[index]._run.accuse(evidence_against(simulated_signer(2), bytes([index])))
-        await trio.sleep(2 * LOOK_SECONDS)
+        await trio.sleep(2 * EVIDENCE_LOOK_SECONDS)
         assert opened[2].excluded == {}
         assert opened[1].excluded.keys() == {name(2)}
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -509,7 +513,7 @@ async def test_accusations_of_invented_peers_are_bounded_and_delay_no_other(
 async def ask(peer: Peer, of: Peer, key: bytes, digest: bytes, certificate: bytes) -> str:
     """Ask for evidence; return the refusal, or ``"it was shown"``."""
     stream = await peer.context.transport.open_stream(of.id, PROTOCOL, addresses=of.addresses, timeout=5.0)
-    await send_message(stream, encode_request(Request(key, digest, certificate)))
+    await send_message(stream, encode_request(EvidenceRequest(key, digest, certificate)))
     answer = await receive_message(stream)
     if answer is None:
         return "the stream was closed"

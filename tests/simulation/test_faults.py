@@ -12,6 +12,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.base.errors import UnreachableError
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
@@ -117,7 +118,7 @@ class Watch:
             try:
                 await peer.context.transport.dial(f"{location}/p2p/{signer.peer_id}", timeout=0.4)
                 await peer.context.transport.disconnect(signer.peer_id)
-            except p2pavg.base.errors.UnreachableError:
+            except UnreachableError:
                 pass
             else:
                 self.heard.setdefault((index, other), []).append(trio.current_time())

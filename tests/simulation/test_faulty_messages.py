@@ -88,7 +88,7 @@ async def test_message_that_raises_excludes_its_sender(
 async def test_message_that_raises_on_reading_excludes_its_sender(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def decode(_data: bytes) -> None:
+    def decode(*_arguments: object) -> None:
         raise OverflowError("a decoder's bug")
 
     monkeypatch.setattr(link, "decode", decode)

@@ -22,7 +22,7 @@ def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
         "import p2pavg.round.voting as e, scripts.fault_search.fuzz as f, sys\n"
         "real = e.advance\n"
         "def advance(member, event):\n"
-        "    if type(getattr(event, 'vote', None)).__name__ == 'Behind': raise KeyError('wrong')\n"
+        "    if type(getattr(event, 'vote', None)).__name__ == 'StaleBallot': raise KeyError('wrong')\n"
         "    return real(member, event)\n"
         "e.advance = advance\n"
         "f.KINDS = ('votes',)\n"

@@ -49,7 +49,7 @@ async def test_peers_that_see_runs_of_other_sizes_meet(
     async with simulated_peers(MemoryNetwork(latency=LAN), 6) as peers:
         believe(monkeypatch, {peer.id: size for peer, size in zip(peers, sizes, strict=True)})
         swarm = await step(peers, config(group_size=6, match_timeout=60.0), apart=0.1)
-    assert {result.peers_count for result in swarm.successes()} == {6}
+    assert {len(result.peers) for result in swarm.successes()} == {6}
     assert len(swarm.successes()) == 6
     # A rung takes a quarter of a second, and there are eight. The deadline is a minute away.
     assert max(swarm.ended.values()) - max(swarm.began.values()) < 15.0
@@ -66,7 +66,7 @@ async def test_second_round_begins_where_the_first_has_met(
                 averager.accumulate([values(index)])
                 result = await averager.step(wait=None)
                 assert isinstance(result, p2pavg.Success)
-                assert result.peers_count == 3
+                assert len(result.peers) == 3
                 durations.append(result.duration)
 
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
@@ -96,7 +96,7 @@ async def test_records_of_a_large_run_are_spread(
         believe(monkeypatch, {peer.id: 20 for peer in peers})
         await trio.sleep(2.0)
         swarm = await step(peers, config(group_size=2, match_timeout=30.0))
-    assert {result.peers_count for result in swarm.successes()} == {2}
+    assert {len(result.peers) for result in swarm.successes()} == {2}
     assert len(swarm.successes()) == 20
     # Readiness, run entries and statuses in four places each, but for the few that see too few others there.
     assert len(most) >= 12
@@ -127,6 +127,6 @@ async def test_flooded_place_keeps_no_peers_apart(
         believe(monkeypatch, {peer.id: 100 for peer in peers})
         swarm = await step(peers, config(group_size=4, match_timeout=60.0))
     assert len(flooded) > 0
-    assert [result.peers_count for result in swarm.successes()] == [4] * 4
+    assert [len(result.peers) for result in swarm.successes()] == [4] * 4
     # The keepers' refusal sends each of them on before it would look for more peers in that place.
     assert max(swarm.ended.values()) - max(swarm.began.values()) < rungs.STEP_SECONDS

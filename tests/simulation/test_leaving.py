@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import trio
 from trio.testing import MockClock
 
@@ -66,6 +68,22 @@ async def test_an_auxiliary_that_leaves_finishes_the_round_that_runs(autojump_cl
         assert (helping.rounds, helping.failed_rounds) == (2, 0)
         assert set(helping.round_peers) == helping.run_peers == {one.id, two.id}
         assert min(helping.elements, helping.bytes_sent, helping.bytes_received) > 0
+
+
+async def test_other_peers_see_the_name_of_an_auxiliary(autojump_clock: MockClock) -> None:
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, one),
+        one.averager(config(group_size=2)) as averager,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(partial(assist, peer, "sim", name="garage, 3090"))
+
+        def is_named() -> bool:
+            heard = averager.statuses.others().get(peer.id)
+            return heard is not None and heard.status.name == "garage, 3090"
+
+        await until(is_named)
+        nursery.cancel_scope.cancel()
 
 
 async def step(averager: p2pavg.DecentralizedAverager, results: list[p2pavg.RoundResult]) -> None:

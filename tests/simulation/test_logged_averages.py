@@ -11,7 +11,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.base.result import RoundResult
 from p2pavg.peer.peer import Peer
-from p2pavg.round.exchange import Outcome
+from p2pavg.round.exchange import ExchangeOutcome
 from p2pavg.round.roles import Contributor
 from p2pavg.round.timing import Timing
 from p2pavg.state.average import LoggedAverage
@@ -40,7 +40,9 @@ async def test_only_an_average_with_two_signatures_is_passed_on(
     signers: list[int] = []
     end = Contributor.end
 
-    async def with_fewer_signatures(role: Contributor, outcome: Outcome, timing: Timing) -> RoundResult:
+    async def with_fewer_signatures(
+        role: Contributor, outcome: ExchangeOutcome, timing: Timing
+    ) -> RoundResult:
         signers.append(outcome.signers)
         return await end(role, replace(outcome, signers=outcome.signers - lost), timing)
 

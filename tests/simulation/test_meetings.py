@@ -9,16 +9,16 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.places.meeting import MAX_PLACE_BYTES, Meeting
+from p2pavg.group.places.meeting import MAX_PLACE_BYTES, SearchPlace
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
 
-HERE, THERE = Meeting(place=b"here"), Meeting(place=b"there")
+HERE, THERE = SearchPlace(place=b"here"), SearchPlace(place=b"there")
 
 
 async def step_at(
-    peer: Peer, meetings: list[Meeting | None], results: list[list[p2pavg.RoundResult]], index: int
+    peer: Peer, meetings: list[SearchPlace | None], results: list[list[p2pavg.RoundResult]], index: int
 ) -> None:
     """Average once at each place; append the results."""
     async with peer.averager(config(group_size=2)) as averager:
@@ -28,7 +28,7 @@ async def step_at(
             results[index].append(await averager.step(wait=None, meeting=meeting))
 
 
-async def run(plans: list[list[Meeting | None]]) -> tuple[list[str], list[list[p2pavg.RoundResult]]]:
+async def run(plans: list[list[SearchPlace | None]]) -> tuple[list[str], list[list[p2pavg.RoundResult]]]:
     """Let peers average at the places of their plans; return their ids and results."""
     results: list[list[p2pavg.RoundResult]] = [[] for _ in plans]
     async with simulated_peers(MemoryNetwork(latency=LAN), len(plans)) as peers:
@@ -73,14 +73,14 @@ async def test_peers_that_avoid_each_other_form_other_pairs(autojump_clock: Mock
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
         ids = [peer.id for peer in peers]
         for index, peer in enumerate(peers):
-            partner = Meeting(avoid=frozenset({ids[index ^ 1]}))
+            partner = SearchPlace(avoid=frozenset({ids[index ^ 1]}))
             nursery.start_soon(partial(step_at, peer, [partner], results, index))
     assert all(group not in ({ids[0], ids[1]}, {ids[2], ids[3]}) for group in groups_of(results))
 
 
 async def test_patience_replaces_the_match_timeout(autojump_clock: MockClock) -> None:
     began = trio.current_time()
-    _, results = await run([[Meeting(patience=2.0)]])
+    _, results = await run([[SearchPlace(patience=2.0)]])
     assert isinstance(results[0][0], p2pavg.NoPeers)
     assert trio.current_time() < began + 9.0, "on the virtual clock"
 
@@ -90,4 +90,4 @@ async def test_patience_replaces_the_match_timeout(autojump_clock: MockClock) ->
 )
 def test_a_meeting_out_of_range_is_refused(values_: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Meeting(**values_)  # type: ignore[arg-type]
+        SearchPlace(**values_)  # type: ignore[arg-type]

@@ -11,19 +11,19 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 ELEMENTS = 10_007  # a length that no table or scratch buffer of a codec has
 
 
-def held() -> list[Values]:
+def held() -> list[AttemptData]:
     """Return the values of all attempts that are in memory."""
-    return [found for found in gc.get_objects() if type(found) is Values]
+    return [found for found in gc.get_objects() if type(found) is AttemptData]
 
 
-def hold_parts(before: list[Values]) -> bool:
+def hold_parts(before: list[AttemptData]) -> bool:
     """Return whether an attempt of this test, not of one before, still holds parts."""
     known = {id(values) for values in before}
     return any((v._averages._encoded or v._inputs._waiting) for v in held() if id(v) not in known)

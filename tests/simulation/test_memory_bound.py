@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
-from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, Lobby
+from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, StreamRouter
 from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
@@ -22,7 +22,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
 from p2pavg.peer.peer import Peer
-from p2pavg.round.control import MAX_UNSENT, Control
+from p2pavg.round.control import MAX_UNSENT, VoteStreams
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.simulation import run_on_loop
 from tests.simulation.liars import SIZE, check_exact, honest, instead, name, play
@@ -65,7 +65,7 @@ async def test_reducer_buffers_few_parts_of_a_fast_member(
 
             def note(peer_id: str, yes: bool) -> None:
                 note_owes(peer_id, yes)
-                held = self.values.waiting(peer_id)
+                held = sum(peer_id in parts for parts in self.values._inputs._waiting)
                 most[peer_id] = max(most[peer_id], held)
 
             vars(self.signals)["note_owes"] = note
@@ -163,11 +163,11 @@ class Counting(Stream):
 ROSTER = Roster(members=tuple(candidate(index) for index in range(3)), shares=(1, 1, 1), proposal=0)
 
 
-def control(transport: Transport, hears: Hearing) -> Control:
-    return Control(
+def control(transport: Transport, hears: Hearing) -> VoteStreams:
+    return VoteStreams(
         transport=transport,
         roster=ROSTER,
-        group=Lobby().expect(ROSTER.group_id),
+        group=StreamRouter().expect(ROSTER.group_id),
         resting=RestingStreams(),
         short=False,
         hears=hears,

@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.round.roles import Contributor, Offer
+from p2pavg.round.roles import Contributor, RoundOffer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import check_costs_itself, name, play
 from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
@@ -78,7 +78,7 @@ async def test_a_member_with_a_false_norm_is_excluded_by_name(
     """It signs a hundredth of its norm, so that its values would not be shortened."""
     offer = Contributor.offer
 
-    async def lie(self: Contributor) -> Offer:
+    async def lie(self: Contributor) -> RoundOffer:
         true = await offer(self)
         return replace(true, norm=true.norm / 100) if self._context.transport.peer_id == name(liar) else true
 

@@ -339,7 +339,7 @@ class TestGroupSize:
                 return await averager.step(wait=None)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 2, average))
-        assert [result.peers_count for result in results] == [2, 2]
+        assert [len(result.peers) for result in results] == [2, 2]
         assert trio.current_time() - began < 30.0
 
     async def test_group_size_holds_for_one_round(self, autojump_clock: MockClock) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from p2pavg import AveragingConfig, DecentralizedAverager
+from p2pavg import AveragingConfig
 from p2pavg.net.transport import Stream
 from p2pavg.population import (
     Generation,
@@ -24,11 +23,12 @@ from p2pavg.population import (
     PopulationSettings,
     Word,
     check_decision,
-    open_population,
 )
+from p2pavg.population.weights import Loaded, Weights
 from p2pavg.population.words import TOPIC
 from p2pavg.state.donor.service import StateService
-from p2pavg.testing import FaultPlan, MemoryNetwork, SimulatedLoop, run_loops, simulated_peers
+from p2pavg.state.snapshot import Content
+from p2pavg.testing import FaultPlan, MemoryNetwork, SimulatedLoop, run_loops
 from tests.simulation.swarm import LAN
 
 SETTINGS = PopulationSettings(
@@ -57,7 +57,6 @@ class Outcome:
     words: dict[str, list[Word]]
     """By publisher, as this peer has seen them."""
     generations: tuple[Generation, ...]
-    picture: str
     weights: torch.Tensor
     ancestors: list[dict[str, Any]]
 
@@ -97,7 +96,6 @@ def train(
         reports,
         words,
         population.history.generations,
-        population.history.svg("lr"),
         model.at.detach().clone(),
         [dict(each.hyperparameters) for each in population.lineage],
     )
@@ -137,7 +135,7 @@ async def test_members_copy_the_better_ones_and_any_observer_repeats_each_decisi
     # Each observer has seen all words, so it has repeated all decisions.
     assert check_all_decisions(found) == 6 * len(copies)
     assert all(len(outcome.generations) == 36 for outcome in found.values())
-    assert len({outcome.picture for outcome in found.values()}) == 1
+    assert all(outcome.generations == found[0].generations for outcome in found.values())
     worst = [min(own.reports, key=lambda each: each.generation).score for own in found.values()]
     ends = [own.reports[-1].score for own in found.values()]
     assert max(ends) < max(worst)
@@ -226,7 +224,7 @@ async def test_a_member_that_lies_about_its_score_is_copied_once_by_each_and_by_
             loop.sleep(1.0)
             population.step(0.0)  # the best score that there is
         loop.sleep(60.0)
-        return Outcome(loop.averager.peer_id, [], {}, (), "", model.at.detach(), [])
+        return Outcome(loop.averager.peer_id, [], {}, (), model.at.detach(), [])
 
     network = MemoryNetwork(latency=LAN)
     found = await run_loops(network, 4, train_or_lie, config=CONFIG)
@@ -321,36 +319,80 @@ async def test_all_members_can_end_with_the_best_weights(autojump_clock: MockClo
         assert torch.equal(after, found[0][2])
 
 
-async def test_a_trio_program_takes_part(autojump_clock: MockClock) -> None:
-    network = MemoryNetwork(latency=LAN)
-    reports: dict[int, list[GenerationReport]] = {}
+async def test_a_copy_of_the_best_that_fails_leaves_what_was_copied_before(autojump_clock: MockClock) -> None:
+    """A member that has copied another one, and then cannot take the best, has the weights and the life of that one."""
 
-    async def live(index: int, averager: DecentralizedAverager) -> None:
+    def play(loop: SimulatedLoop) -> tuple[torch.Tensor, int, torch.Tensor, int, str | None] | None:
         model = Task()
+        with torch.no_grad():
+            # The second is the best when all decide. The third has better weights for a moment, and claims so later.
+            model.at.fill_([50.0, 20.0, 30.0][loop.index])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        population = Population(loop.averager, model, optimizer, settings, wait=20.0, members=3)
 
-        async def score() -> float:
-            await trio.lowlevel.checkpoint()
+        def score() -> float:
             return float(model().detach())
 
-        async with open_population(averager, model, optimizer, SETTINGS, wait=20.0, members=3) as population:
-            while population.generation < 4:
-                optimizer.zero_grad()
-                torch.autograd.backward(model())
-                optimizer.step()
-                await trio.sleep(1.0)
-                report = await population.step(score)
-                if report is not None:
-                    reports.setdefault(index, []).append(report)
-            await trio.sleep(10.0)
+        report = population.step(score)
+        loop.sleep(5.0)
+        if loop.index == 2:
+            population.step(lambda: 0.001)  # a claim that no weights here confirm
+        if loop.index:
+            loop.sleep(200.0)
+            return None
+        assert report is not None
+        assert report.copied_from is not None
+        loop.sleep(10.0)
+        copied, steps = model.at.detach().clone(), population.steps
+        taken = population.take_best(score)
+        return copied, steps, model.at.detach().clone(), population.steps, taken
 
-    async with simulated_peers(network, 3) as peers, contextlib.AsyncExitStack() as stack:
-        averagers = [await stack.enter_async_context(peer.averager(CONFIG)) for peer in peers]
-        async with trio.open_nursery() as nursery:
-            for index, averager in enumerate(averagers):
-                nursery.start_soon(live, index, averager)
-    assert [len(each) for each in reports.values()] == [4, 4, 4]
-    assert any(report.copied_from for each in reports.values() for report in each)
+    settings = replace(SETTINGS, interval=1, quantile=0.34)
+    found = await run_loops(MemoryNetwork(latency=LAN), 3, play, config=CONFIG)
+    copied, steps, after, steps_after, taken = found[0]  # type: ignore[misc]
+    assert float(copied[0]) == 20.0
+    assert taken is None
+    assert torch.equal(after, copied)
+    assert steps_after == steps
+
+
+async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, in the midst of the weights of another member."""
+    prepare = Weights.prepare
+
+    def interrupted(weights: Weights, content: Content) -> Loaded:
+        loaded = prepare(weights, content)
+
+        def take() -> None:
+            loaded.take()
+            raise KeyboardInterrupt
+
+        return replace(loaded, take=take)
+
+    def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
+        if loop.index:
+            return train(
+                loop, generations=2, members=2, settings=settings, start={"lr": 0.1, "weight_decay": 1e-6}
+            )
+        model = Task()
+        with torch.no_grad():
+            model.at.fill_(50.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        population = Population(loop.averager, model, optimizer, settings, wait=20.0, members=2)
+        for _ in range(settings.interval - 1):
+            loop.sleep(1.0)
+            population.step(lambda: float(model().detach()))
+        monkeypatch.setattr(Weights, "prepare", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            population.step(lambda: float(model().detach()))
+        assert len(population.lineage) == 1, "the generation of its own weights"
+        return model.at.detach().clone()
+
+    settings = replace(SETTINGS, quantile=0.5)
+    found = await run_loops(MemoryNetwork(latency=LAN), 2, play, config=CONFIG)
+    assert torch.equal(found[0], torch.full((64,), 50.0))  # type: ignore[arg-type]
 
 
 async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clock: MockClock) -> None:
@@ -381,7 +423,9 @@ async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clo
             population.step(score)
         assert calls[1] < 10.0, "the other member's weights"
         loop.sleep(20.0)
-        return model.at.detach().clone()
+        own = model.at.detach().clone()
+        assert population.take_best(score) is not None, "its own word is what it compares with"
+        return own
 
     settings = replace(SETTINGS, quantile=0.5)
     found = await run_loops(MemoryNetwork(latency=LAN), 2, play, config=CONFIG)

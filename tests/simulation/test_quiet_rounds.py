@@ -10,11 +10,11 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.consensus.failure_detector import PING_SECONDS
-from p2pavg.consensus.votes import Commit, Vote
+from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS
+from p2pavg.consensus.votes import ResultCommit, Vote
 from p2pavg.peer.peer import Peer
-from p2pavg.round.control import Control
-from p2pavg.round.quiet import QUIET_BYTES, QUIET_SECONDS
+from p2pavg.round.control import VoteStreams
+from p2pavg.round.quiet import QUIET_BYTES, QUIET_FOLLOWERS_SECONDS
 from p2pavg.testing import MemoryNetwork
 from tests.simulation.liars import check_exact, honest, instead, name, play
 from tests.simulation.swarm import ELEMENTS, LAN, config
@@ -28,13 +28,13 @@ class Pairs:
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.opened: set[tuple[int, int]] = set()
-        original = Control._begin
+        original = VoteStreams._begin
 
-        async def begin(control: Control, position: int, *arguments: Any, **named: Any) -> None:
+        async def begin(control: VoteStreams, position: int, *arguments: Any, **named: Any) -> None:
             self.opened.add((position, control._me))
             await original(control, position, *arguments, **named)
 
-        patched.setattr(Control, "_begin", begin)
+        patched.setattr(VoteStreams, "_begin", begin)
 
 
 async def test_followers_of_a_short_round_open_no_streams_to_each_other(
@@ -49,25 +49,25 @@ async def test_a_member_answers_with_the_commit_before_its_streams_end(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []
-    end = Control.end
+    end = VoteStreams.end
 
-    def note(control: Control) -> None:
+    def note(control: VoteStreams) -> None:
         answers.append(control._group.group_id in control._group._lobby._ended)
         end(control)
 
-    monkeypatch.setattr(Control, "end", note)
+    monkeypatch.setattr(VoteStreams, "end", note)
     check_exact(await play(size=SIZE), range(SIZE))
     assert answers == [True] * len(answers)
     assert len(answers) >= SIZE
 
 
-class TellsOneOnly(Control):
+class TellsOneOnly(VoteStreams):
     """A leader that commits, tells one member only, and stays."""
 
     told: int
 
     def tell(self, position: int, vote: Vote) -> None:
-        if not isinstance(vote, Commit) or position == self.told:
+        if not isinstance(vote, ResultCommit) or position == self.told:
             super().tell(position, vote)
 
     def end(self) -> None:
@@ -82,13 +82,13 @@ async def test_members_that_a_lying_leader_does_not_tell_learn_of_the_commit_fro
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, told: int
 ) -> None:
     """The member that was told has ended the round, and opens no stream any more."""
-    instead(monkeypatch, "Control", 0, type("Tells", (TellsOneOnly,), {"told": told}))
+    instead(monkeypatch, "VoteStreams", 0, type("Tells", (TellsOneOnly,), {"told": told}))
     swarm = await play(size=SIZE)
     results = [swarm.results[name(index)] for index in honest(0)]
     found = [result for result in results if isinstance(result, p2pavg.Success)]
     assert len(found) == SIZE - 1, results
     for result in found:
-        assert result.exchange_duration < QUIET_SECONDS + 3 * PING_SECONDS
+        assert result.exchange_duration < QUIET_FOLLOWERS_SECONDS + 3 * MEMBER_PING_SECONDS
 
 
 @pytest.mark.parametrize("lost", range(SIZE))
@@ -108,4 +108,4 @@ async def test_all_members_notice_soon_that_one_has_died_in_a_short_round(
     for index in honest(lost):
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Success), result
-        assert result.exchange_duration < QUIET_SECONDS  # as if all streams were open
+        assert result.exchange_duration < QUIET_FOLLOWERS_SECONDS  # as if all streams were open

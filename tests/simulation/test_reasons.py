@@ -14,10 +14,11 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg import NoPeersCode
+from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer, peer_over
-from p2pavg.runs.records.hello import PROTOCOL, QUESTION, Hello, encode_hello, read_hello
+from p2pavg.runs.records.hello import PROTOCOL, QUESTION, PeerHello, encode_hello, read_hello
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peers
 from p2pavg.testing.simulation import run_on_loop, simulated_signer
 
@@ -169,7 +170,7 @@ async def test_other_protocol_version(autojump_clock: MockClock, caplog: pytest.
 
         async def answer(stream: Stream) -> None:
             await receive_message(stream)
-            said = Hello(clock=simulated_clock(), protocols=("/p2pavg/match/99.0.0",), runs=1)
+            said = PeerHello(clock=simulated_clock(), protocols=("/p2pavg/match/99.0.0",), runs=1)
             await send_message(stream, encode_hello(said))
             await stream.aclose()
 
@@ -204,7 +205,7 @@ async def test_repeated_questions_get_one_answer(autojump_clock: MockClock) -> N
             try:
                 await send_message(stream, QUESTION)
                 answers.append(await receive_message(stream))
-            except p2pavg.base.errors.StreamBrokenError:
+            except StreamBrokenError:
                 answers.append(None)
     assert [answer is not None for answer in answers] == [True, False, False, True]
     assert answers[0] is not None

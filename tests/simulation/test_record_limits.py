@@ -1,8 +1,12 @@
 """Record calls beyond their budget, on the virtual clock: delays, refusals, and no effect on other peers."""
 
+from contextlib import AsyncExitStack
+
+import torch
 import trio
 from trio.testing import MockClock
 
+import p2pavg
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import CallRates
@@ -11,6 +15,7 @@ from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_clock, simulated_peer, simulated_signer
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Ed25519Signer, sign_record
 from p2pavg_dht.messages import Find, Store, encode
+from tests.simulation.swarm import config
 
 SERVER, HONEST = 0, 1
 SERVER_ID = simulated_signer(SERVER).peer_id
@@ -100,3 +105,25 @@ async def test_record_streams_of_a_peer_are_limited(autojump_clock: MockClock) -
             except StreamBrokenError:
                 continue
         assert answered == MAX_STREAMS_PER_PEER
+
+
+async def test_peers_with_an_averager_for_each_of_many_buckets_find_each_other_for_all(
+    autojump_clock: MockClock,
+) -> None:
+    """Each averager has records of its own, and a peer's records are limited. With 64, the last ones found no peer."""
+    network = MemoryNetwork(seed=1)
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(simulated_peer(network, 0))
+        second = await stack.enter_async_context(simulated_peer(network, 1, bootstrap=first.addresses))
+
+        async def step(averager: p2pavg.DecentralizedAverager) -> None:
+            averager.accumulate([torch.ones(8)], weight=1.0)
+            assert isinstance(await averager.step(wait=None), p2pavg.Success)
+
+        for bucket in range(45):
+            how = config(run_id=f"bucket {bucket}", group_size=2)
+            averagers = [await stack.enter_async_context(peer.averager(how)) for peer in (first, second)]
+            async with trio.open_nursery() as nursery:
+                for averager in averagers:
+                    nursery.start_soon(step, averager)
+            await trio.sleep(5.0)  # the statuses are published

@@ -18,7 +18,7 @@ from p2pavg_dht.distance import K, key_point, nearest
 from p2pavg_dht.lookup import HEDGE_DELAY
 from p2pavg_dht.messages import Found, decode_answer
 from p2pavg_dht.routing import LONGEST_BACKOFF
-from p2pavg_dht.upkeep import Started
+from p2pavg_dht.upkeep import TaskStatus
 
 EPOCH = 1_700_000_000.0
 # One way, seconds: a call takes 2 to 4 ms, as measured over libp2p on loopback.
@@ -59,7 +59,7 @@ class Peer:
         self.calls += 1
         return await self.network.deliver(self.peer_id, contact, request)
 
-    async def run(self, *, task_status: Started) -> None:
+    async def run(self, *, task_status: TaskStatus) -> None:
         with self.scope:
             await self.node.run(task_status=task_status)
 

@@ -9,7 +9,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
-from p2pavg.matchmaking.messages import Ask
+from p2pavg.matchmaking.messages import JoinRequest
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
@@ -25,7 +25,7 @@ async def test_no_peer_is_asked_about_the_last_round(
     older = list[float]()  # of each question: seconds by which the asked attempt began before the own one
     original = AttemptRunner._ask
 
-    async def ask(runner: AttemptRunner, asks: Candidate, message: Ask) -> None:
+    async def ask(runner: AttemptRunner, asks: Candidate, message: JoinRequest) -> None:
         older.append(message.me.deadline - asks.deadline)
         await original(runner, asks, message)
 

@@ -12,12 +12,12 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.movers import lobby
 from p2pavg.allreduce.movers.resting import REST_SECONDS
-from p2pavg.consensus.votes import Commit, Ping, Rest, Vote, decode_vote, encode_vote
+from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, Vote, decode_vote, encode_vote
 from p2pavg.net.framing import send_messages
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.round import control
-from p2pavg.round.control import Control
+from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import QUIET_BYTES
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, same_bits, values
@@ -32,13 +32,13 @@ class Opened:
 
     def __init__(self, patched: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = Control._begin
+        original = VoteStreams._begin
 
-        async def begin(votes: Control, position: int, stream: Stream, *, is_new: bool = True) -> None:
+        async def begin(votes: VoteStreams, position: int, stream: Stream, *, is_new: bool = True) -> None:
             self.count += is_new
             await original(votes, position, stream, is_new=is_new)
 
-        patched.setattr(Control, "_begin", begin)
+        patched.setattr(VoteStreams, "_begin", begin)
 
     def since(self) -> int:
         """Return how many were opened since the last call."""
@@ -92,7 +92,7 @@ class Rounds:
         """Check that every round had all members, and one result."""
         for results in self.results:
             successes = [result for result in results if isinstance(result, p2pavg.Success)]
-            assert [result.peers_count for result in successes] == [PEERS] * PEERS, results
+            assert [len(result.peers) for result in successes] == [PEERS] * PEERS, results
             assert same_bits(successes)
 
 
@@ -133,7 +133,7 @@ async def test_a_member_that_says_no_last_word_costs_nothing(
 ) -> None:
     """Such as one that was killed at the end of the round. Its streams are closed after a bounded time."""
     monkeypatch.setattr(
-        control, "encode_vote", lambda vote: encode_vote(Ping() if isinstance(vote, Rest) else vote)
+        control, "encode_vote", lambda vote: encode_vote(MemberPing() if isinstance(vote, Rest) else vote)
     )
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([1.0, 5.0])
@@ -154,6 +154,6 @@ async def test_the_last_word_goes_out_together_with_the_commit(
     monkeypatch.setattr(control, "send_messages", send)
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([])
-    commits = [kinds for kinds in written if Commit in kinds]
+    commits = [kinds for kinds in written if ResultCommit in kinds]
     assert len(commits) == 2 * PAIRS
-    assert all(kinds[-2:] == [Commit, Rest] for kinds in commits)
+    assert all(kinds[-2:] == [ResultCommit, Rest] for kinds in commits)

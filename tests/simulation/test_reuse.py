@@ -11,9 +11,9 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.carry import Carry
+from p2pavg.allreduce.carry import ResumeState
 from p2pavg.allreduce.messages import Lane, LaneHeader
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.group.milestones import Milestone
 from p2pavg.peer.peer import Peer
@@ -112,12 +112,12 @@ async def test_an_audit_finds_nothing_wrong_with_what_was_kept(
     assert any(one.taken_over for one in found)
 
 
-def lying(monkeypatch: pytest.MonkeyPatch, liar: int, lie: Any) -> list[Mark]:
+def lying(monkeypatch: pytest.MonkeyPatch, liar: int, lie: Any) -> list[ResumeMark]:
     """Let one member go on at a place of its own in the contributions of later attempts."""
-    seen: list[Mark] = []
+    seen: list[ResumeMark] = []
     header = AttemptPlan.header
 
-    def false(self: AttemptPlan, lane: Lane, reducer: int = 0, begin: Mark = START) -> LaneHeader:
+    def false(self: AttemptPlan, lane: Lane, reducer: int = 0, begin: ResumeMark = START) -> LaneHeader:
         if self.number and lane in (Lane.PARTS, Lane.CONTRIBUTIONS):
             seen.append(begin)
             if self.me == name(liar):
@@ -132,7 +132,7 @@ def lying(monkeypatch: pytest.MonkeyPatch, liar: int, lie: Any) -> list[Mark]:
 async def test_a_contributor_that_skips_what_has_not_come_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
-    seen = lying(monkeypatch, liar, lambda begin: Mark(begin.parts + 1, 0))
+    seen = lying(monkeypatch, liar, lambda begin: ResumeMark(begin.parts + 1, 0))
     results = await play([(3, 2.0)])
     honest = [index for index in (0, 1, 2, 4, 5) if index != liar]
     found = check({index: results[index] for index in honest}, honest)
@@ -144,13 +144,13 @@ async def test_a_contributor_that_skips_what_has_not_come_is_excluded_by_name(
 async def test_a_reducer_that_claims_what_has_not_come_costs_itself_only(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = Carry.mark
+    mark = ResumeState.mark
 
-    def false(self: Carry, contributor: str) -> Mark:
+    def false(self: ResumeState, contributor: str) -> ResumeMark:
         found = mark(self, contributor)
-        return Mark(2**31 - 1, 2**31 - 1) if self._ledger.me == name(4) else found
+        return ResumeMark(2**31 - 1, 2**31 - 1) if self._ledger.me == name(4) else found
 
-    monkeypatch.setattr(Carry, "mark", false)
+    monkeypatch.setattr(ResumeState, "mark", false)
     results = await play([(3, 1.0)])
     honest = [0, 1, 2, 5]
     found = [results[index] for index in honest]

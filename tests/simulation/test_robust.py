@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.robust import combine
+from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.group.aggregation import Median, RobustRule, TrimmedMean, resolve_rule
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
@@ -110,6 +111,25 @@ async def test_every_reducer_computes_the_rule_of_the_parts(autojump_clock: Mock
             out = torch.empty(part.stop - part.start)
             combine(chosen, [sent(index)[part] for index in range(SIZE)], [1.0] * SIZE, out)
             assert torch.equal(found[part], out)
+
+
+@RULES
+async def test_a_weight_that_is_a_lie_moves_no_result_of_an_open_run(
+    autojump_clock: MockClock, rule: str
+) -> None:
+    """No ``max_weight`` is set: one peer of four claims the largest weight that a message can have."""
+
+    async def step(peer: Peer, index: int) -> p2pavg.RoundResult:
+        async with peer.averager(config(group_size=4, robust=rule)) as averager:
+            averager.accumulate(
+                [torch.full((100,), -6.9 if index == 0 else 1.0)], weight=MAX_WEIGHT if index == 0 else 8.0
+            )
+            return await averager.step(wait=None)
+
+    for result in (await run_peers(MemoryNetwork(latency=LAN), 4, step)).values():
+        assert isinstance(result, p2pavg.Success)
+        assert len(result.peers) == 4
+        torch.testing.assert_close(tensors_of(result)[0], torch.ones(100))
 
 
 async def test_an_auxiliary_reduces_by_the_runs_rule(autojump_clock: MockClock) -> None:

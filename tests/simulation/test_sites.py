@@ -16,9 +16,9 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.sender import Sender
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.result import RoundResult, Success
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
@@ -112,7 +112,7 @@ async def test_each_value_crosses_between_sites_once_in_each_direction(
     crossed: Counter[tuple[str, str]] = Counter()
     send_part, site_by_name = Sender._send_part, {name(index): site for index, site in enumerate(SITES)}
 
-    async def count(self: Sender, stream: Stream, part: Part, payload: Buffer, *moved: Any) -> None:
+    async def count(self: Sender, stream: Stream, part: SharePart, payload: Buffer, *moved: Any) -> None:
         crossed[site_by_name[self._plan.me], site_by_name[stream.remote]] += part.elements
         await send_part(self, stream, part, payload, *moved)
 
@@ -258,13 +258,13 @@ async def test_a_slow_contributor_is_left_behind_by_its_site(
 async def test_a_relay_whose_sums_do_not_decode_is_excluded(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    liar, sum_of_site = 4, Values.sum_of_site
+    liar, sum_of_site = 4, AttemptData.sum_of_site
 
-    def false(self: Values, index: int) -> Buffer:
+    def false(self: AttemptData, index: int) -> Buffer:
         payload = sum_of_site(self, index)
         return b"\xff" * len(payload) if self._ledger.me == name(liar) else payload
 
-    monkeypatch.setattr(Values, "sum_of_site", false)
+    monkeypatch.setattr(AttemptData, "sum_of_site", false)
     found = await play(network(), compression="blockwise8")
     assert isinstance(found.pop(liar), p2pavg.Failed)
     for result in found.values():
@@ -288,7 +288,7 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
         to_victim.set(is_first and stream.remote == name(victim))
         await send_averages(self, stream)
 
-    async def change(self: Sender, stream: Stream, part: Part, payload: Buffer, *moved: Any) -> None:
+    async def change(self: Sender, stream: Stream, part: SharePart, payload: Buffer, *moved: Any) -> None:
         nonlocal changed
         if to_victim.get() and part not in self._plan.own_parts:
             payload, changed = bytes(len(payload)), changed + 1
@@ -309,7 +309,7 @@ async def test_a_contribution_from_another_site_excludes_its_sender(
     """Only the relay of a site sends its sum: a member that sent its own values too would count twice."""
     liar, contributions_to = 4, AttemptPlan.contributions_to
 
-    def more(self: AttemptPlan, peer_id: str) -> tuple[Sequence[Part], int | None]:
+    def more(self: AttemptPlan, peer_id: str) -> tuple[Sequence[SharePart], int | None]:
         parts, sums_at = contributions_to(self, peer_id)
         if self.me == name(liar) and not parts:
             return self.ledger.parts[peer_id], None

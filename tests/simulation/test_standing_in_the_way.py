@@ -17,7 +17,16 @@ from p2pavg.allreduce.vector.accumulation import schema_of
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
-from p2pavg.matchmaking.messages import PROTOCOL, Ask, Joined, Message, Propose, Status, decode, encode
+from p2pavg.matchmaking.messages import (
+    PROTOCOL,
+    GroupProposal,
+    Joined,
+    JoinRequest,
+    LeaderStatus,
+    Message,
+    decode,
+    encode,
+)
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer
@@ -95,7 +104,7 @@ class Standing:
         data = await receive_message(stream)
         assert data is not None
         message = decode(data)
-        if not isinstance(message, Ask) or self.me is None:
+        if not isinstance(message, JoinRequest) or self.me is None:
             return
         self.asked += 1
         try:
@@ -110,8 +119,10 @@ class Standing:
         assert self.me is not None
         if self.proposes and number % 2:
             members = (self.me, joined)
-            return Propose(Roster(members=members, shares=share_cutter(1_000, 64)(members), proposal=number))
-        return Status(self.ready, False)
+            return GroupProposal(
+                Roster(members=members, shares=share_cutter(1_000, 64)(members), proposal=number)
+            )
+        return LeaderStatus(self.ready, False)
 
 
 async def rounds_among(

@@ -14,11 +14,13 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.inputs import Inputs
+from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.sender import Sender
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.group.candidate import Candidate
-from p2pavg.net.transport import Buffer
+from p2pavg.group.shares import SharePart
+from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange
@@ -36,9 +38,10 @@ from p2pavg.testing import (
     simulated_peers,
 )
 from tests.simulation.false_averages import lie
-from tests.simulation.liars import name
+from tests.simulation.liars import instead, name
 from tests.simulation.swarm import LAN, check_one_result, config, same_bits, values
 from tests.simulation.test_behind_routers import kinds_of, relayed_bytes
+from tests.simulation.test_lies import deliver, lying
 
 SIZE = 4
 FAST = 2
@@ -310,20 +313,36 @@ async def test_a_reducer_that_lies_is_found_and_excluded(
 async def test_a_reducer_that_sends_different_averages_is_left_out(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def another(stream: Stream, part: SharePart, payload: bytes) -> None:
+        """Send the leader another first number than the rest."""
+        await deliver(stream, part, bytes(4) + payload[4:] if stream.remote == name(0) else payload)
+
+    instead(monkeypatch, "Attempt", FAST, lying(Lane.AVERAGES, another))
+    found = firsts(await play(network()))
+    assert isinstance(found.pop(FAST), p2pavg.Failed)
+    check_one_result(list(found.values()), ELEMENTS)
+    for result in found.values():
+        assert isinstance(result, Success)
+        assert "signed both" in result.lost[name(FAST)]
+
+
+async def test_a_member_that_names_averages_that_were_not_signed_is_left_out_and_the_reducer_stays(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     completed = exchange.Exchange._completed
 
     def other(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        """Let two members hold other bits than the reducer and a third one, in the first attempt."""
-        if attempt.number == 0 and self._context.transport.peer_id in (name(0), name(1)):
+        if attempt.number == 0 and self._context.transport.peer_id == name(1):
             at = attempt.roster.position(name(FAST))
-            digests = (*digests[:at], bytes([self._voting.member.me]) * 32, *digests[at + 1 :])
+            digests = (*digests[:at], bytes(32), *digests[at + 1 :])
         completed(self, attempt, digests)
 
     monkeypatch.setattr(exchange.Exchange, "_completed", other)
     found = firsts(await play(network()))
-    assert isinstance(found.pop(FAST), p2pavg.Failed)
+    assert isinstance(found.pop(1), p2pavg.Failed)
     check_one_result(list(found.values()), ELEMENTS)
-    assert all(name(FAST) in result.lost for result in found.values() if isinstance(result, Success))
+    assert reducer_of(found) == FAST
+    assert all(name(1) in result.lost for result in found.values() if isinstance(result, Success))
 
 
 # ------------------------------------------------------------------ rules and codecs
@@ -382,7 +401,7 @@ async def test_memory_of_the_reducer(
 
     def note(self: Inputs, contributor: str, index: int, payload: Buffer) -> None:
         take(self, contributor, index, payload)
-        most[contributor] = max(most[contributor], self.count(contributor))
+        most[contributor] = max(most[contributor], sum(contributor in parts for parts in self._waiting))
 
     def count(self: Inputs, index: int) -> None:
         averaged(self, index)

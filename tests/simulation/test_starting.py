@@ -19,11 +19,12 @@ def model() -> torch.nn.Parameter:
 
 
 def local(player: Player, weights: torch.nn.Parameter) -> LocalUpdates:
-    return diloco(torch.optim.SGD([weights], lr=0.1), player.averager, sync_every=5)
+    return diloco(torch.optim.SGD([weights], lr=0.1), player.averager, sync_every=5, state=False)
 
 
 def large_batch(player: Player, weights: torch.nn.Parameter) -> AveragedOptimizer:
-    return AveragedOptimizer(torch.optim.SGD([weights], lr=0.1), player.averager, target_batch_size=64)
+    inner = torch.optim.SGD([weights], lr=0.1)
+    return AveragedOptimizer(inner, player.averager, target_batch_size=64, state=False)
 
 
 Make = Callable[[Player, torch.nn.Parameter], LocalUpdates | AveragedOptimizer]

@@ -21,17 +21,17 @@ from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import (
-    IDLE_SECONDS,
+    IDLE_SESSION_SECONDS,
     SEND_BYTES,
     YIELD_SECONDS,
     spared_bytes,
 )
-from p2pavg.state.joiner.donors import PIECE_SECONDS, SILENT_SECONDS, STALLED_SECONDS
-from p2pavg.state.joiner.fetching import Fetch, Progress
-from p2pavg.state.joiner.pieces import MAX_RANGES, PATIENCE_SECONDS
+from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, SILENT_DONOR_SECONDS, STALLED_SECONDS
+from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
+from p2pavg.state.joiner.pieces import MAX_RANGES, PIECE_PATIENCE_SECONDS
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 from p2pavg.state.messages import (
     FRAME_BYTES,
     MAX_RANGE,
@@ -68,13 +68,13 @@ async def company(
             yield network, peers, held, sessions
 
 
-def fetch_of(sessions: Sessions, blob: Blob, peers: Sequence[Peer], **options: object) -> Fetch:
-    fetch = Fetch(sessions, blob.wanted, lambda manifest: MemorySink(manifest.sizes), **options)  # type: ignore[arg-type]
+def fetch_of(sessions: Sessions, blob: Blob, peers: Sequence[Peer], **options: object) -> BlobDownload:
+    fetch = BlobDownload(sessions, blob.wanted, lambda manifest: MemorySink(manifest.sizes), **options)  # type: ignore[arg-type]
     fetch.set_donors({peer.id: peer.addresses for peer in peers})
     return fetch
 
 
-async def check_fetch(fetch: Fetch, blob: Blob) -> float:
+async def check_fetch(fetch: BlobDownload, blob: Blob) -> float:
     """Run a fetch; return the seconds that it took."""
     began = trio.current_time()
     sink = await fetch.run()
@@ -172,7 +172,7 @@ async def test_an_idle_session_is_ended_and_opened_again(autojump_clock: MockClo
     blob = Blob(0, 5, 10_000)
     async with company(1, blob) as (_network, peers, _held, sessions):
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
-        await trio.sleep(IDLE_SECONDS + 5.0)
+        await trio.sleep(IDLE_SESSION_SECONDS + 5.0)
         assert not sessions._open
         assert not peers[1].state._served
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
@@ -180,7 +180,7 @@ async def test_an_idle_session_is_ended_and_opened_again(autojump_clock: MockClo
 
 async def test_progress_says_how_far_it_is(autojump_clock: MockClock) -> None:
     blob = Blob(0, 40, 1 << 20)
-    seen: list[Progress] = []
+    seen: list[DownloadProgress] = []
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
         await check_fetch(fetch_of(sessions, blob, peers[1:], on_progress=seen.append), blob)
     middle = seen[len(seen) // 2]
@@ -297,7 +297,7 @@ async def test_a_slow_donor_is_taken_over(autojump_clock: MockClock) -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         network.limit(name(1), 50_000)
-        seen: list[Progress] = []
+        seen: list[DownloadProgress] = []
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:], on_progress=seen.append), blob)
         alone = len(blob.data) / FAST_ETHERNET
         assert seconds < 1.2 * alone + 1.0, "one piece of the slow donor takes 20 s"
@@ -322,7 +322,7 @@ async def test_silence_of_the_only_donor_is_reported(autojump_clock: MockClock) 
         began = trio.current_time()
         with pytest.raises(StateError, match=f"{name(1)}: it "):
             await fetch_of(sessions, blob, peers[1:]).run()
-        assert trio.current_time() - began < SILENT_SECONDS + 4 * PATIENCE_SECONDS
+        assert trio.current_time() - began < SILENT_DONOR_SECONDS + 4 * PIECE_PATIENCE_SECONDS
 
 
 async def test_a_donor_without_the_blob_refuses_and_the_others_send_it(autojump_clock: MockClock) -> None:
@@ -412,7 +412,7 @@ async def test_an_exception_over_a_manifest_costs_its_donor_only(
     async with company(2, blob) as (_network, peers, _held, sessions):
         tries: list[int] = []
 
-        def read(data: bytes) -> Manifest:
+        def read(data: bytes) -> BlobManifest:
             tries.append(1)
             if len(tries) == 1:
                 raise KeyError("a bug")
@@ -483,7 +483,7 @@ async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> N
         began = trio.current_time()
         with pytest.raises(StateError, match="it completed no piece within 120 s"):
             await fetch_of(sessions, blob, peers[1:]).run()
-        assert trio.current_time() - began < 4 * PIECE_SECONDS
+        assert trio.current_time() - began < 4 * DONOR_PIECE_SECONDS
 
 
 # ---------------------------------------------------------------------- the joiner
@@ -542,11 +542,11 @@ async def test_a_full_disk_ends_the_download_and_blames_no_donor(
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
         made: list[Full] = []
 
-        def make(manifest: Manifest) -> Sink:
+        def make(manifest: BlobManifest) -> Sink:
             made.append(Full(manifest.sizes))
             return made[0]
 
-        fetch = Fetch(sessions, blob.wanted, make)
+        fetch = BlobDownload(sessions, blob.wanted, make)
         fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
         with pytest.raises(StateError, match="the disk of here is full"):
             await fetch.run()
@@ -562,7 +562,7 @@ async def test_a_download_goes_on_where_an_earlier_one_ended(
     blob = Blob(0, 40, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         for seconds in (1.0, 60.0):
-            fetch = Fetch(
+            fetch = BlobDownload(
                 sessions,
                 blob.wanted,
                 lambda manifest: FileSink(tmp_path / "blob", manifest.sizes, manifest.digests),

@@ -16,19 +16,19 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.membership import Membership
-from p2pavg.state.donor.service import HELLO_SECONDS, MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
+from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, SESSION_HELLO_SECONDS, stored_key
 from p2pavg.state.donor.serving import (
-    IDLE_SECONDS,
-    LOOK_SECONDS,
+    IDLE_SESSION_SECONDS,
     MAX_REQUESTS,
-    SEND_SECONDS,
+    SEND_PIECE_SECONDS,
+    SERVING_LOOK_SECONDS,
 )
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.messages import (
     PROTOCOL,
     AskPieces,
     Cancel,
-    Hello,
+    SessionHello,
     encode_hello,
     encode_request,
     read_welcome,
@@ -45,7 +45,7 @@ from tests.unit.state.blobs import KIND, Blob, Held
 async def hello(peer: Peer, to: Peer, key: bytes = b"", certificate: bytes = b"") -> tuple[Stream, str]:
     """Open a session by hand; return the stream and the refusal."""
     stream = await peer.context.transport.open_stream(to.id, PROTOCOL, addresses=to.addresses, timeout=5.0)
-    await send_message(stream, encode_hello(Hello(key or stored_key(RUN, None), certificate, b"")))
+    await send_message(stream, encode_hello(SessionHello(key or stored_key(RUN, None), certificate, b"")))
     answer = await receive_message(stream)
     return stream, "it closed the stream" if answer is None else read_welcome(answer)
 
@@ -78,7 +78,7 @@ async def test_all_joiners_together_have_a_bounded_number_of_sessions(autojump_c
             for _ in range(MAX_SESSIONS_PER_PEER):
                 assert (await hello(peer, peers[0]))[1] == ""
         assert (await hello(peers[1], peers[0]))[1] == f"this peer serves {MAX_SESSIONS} joiners already"
-        await trio.sleep(IDLE_SECONDS + 5.0)
+        await trio.sleep(IDLE_SESSION_SECONDS + 5.0)
         assert (await hello(peers[1], peers[0]))[1] == "", "idle sessions have ended"
 
 
@@ -93,7 +93,7 @@ async def test_streams_without_a_hello_keep_no_joiner_out(autojump_clock: MockCl
         await trio.sleep(0.1)
         assert peers[0].state._greeted.total() == MAX_SESSIONS_PER_PEER
         assert await is_served(peers[2], peers[0], blob)
-        await trio.sleep(HELLO_SECONDS)
+        await trio.sleep(SESSION_HELLO_SECONDS)
         assert not peers[0].state._greeted
 
 
@@ -139,7 +139,7 @@ async def test_a_joiner_beyond_its_limits_loses_its_session(
         with suppress(StreamBrokenError):
             await attack(stream)
         assert await is_served(peers[2], peers[0], blob)
-        await trio.sleep(SEND_SECONDS + 2.0 if attack is reading_nothing else 1.0)
+        await trio.sleep(SEND_PIECE_SECONDS + 2.0 if attack is reading_nothing else 1.0)
         assert not peers[0].state._served
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -183,7 +183,7 @@ async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session(autojump_
         stream, refusal = await hello(peers[1], peers[0])
         assert refusal == ""
         accusations.accuse(evidence_against(simulated_signer(1)))
-        with trio.fail_after(2 * LOOK_SECONDS):
+        with trio.fail_after(2 * SERVING_LOOK_SECONDS):
             assert await receive_message(stream) is None
         _, refusal = await hello(peers[1], peers[0])
         assert "it is excluded from the run by evidence" in refusal

@@ -1,6 +1,7 @@
 """Attacks by strangers on a run with an authority. They know the run's secret and have no genuine certificate.
 
-Each of these attacks changed results or ended rounds in version 0.1. The numbers are those of ``docs/explanation/security.md``'s
+Each of these attacks changed results or ended rounds in version 0.1. The numbers are those of
+``docs/explanation/security-of-connections.md``'s
 sources: a stranger that reduces, invented records, invented progress, invented run entries.
 """
 

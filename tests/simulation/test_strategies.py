@@ -15,7 +15,7 @@ from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.result import RoundResult
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates
 from p2pavg.peer.peer import Peer
-from p2pavg.population import LogUniform, Population, TeamPopulation
+from p2pavg.population import LogUniform, Population
 from p2pavg.strategies import (
     Custom,
     DataParallel,
@@ -44,9 +44,6 @@ STRATEGIES: list[Strategy] = [
     ),
     Federated(rule="fedprox", sync_every=2, rounds=UPDATES, options={"mu": 0.01}, selection=0.5),
     PopulationBased(space={"lr": LogUniform(1e-3, 1e-1)}, interval=3),
-    PopulationBased(
-        space={"lr": LogUniform(1e-3, 1e-1)}, interval=3, training=DataParallel(target_batch_size=16)
-    ),
     Custom(FUNCTION, {"sync_every": 2}),
 ]
 
@@ -79,9 +76,7 @@ def train(loop: SimulatedLoop, strategy: Strategy) -> tuple[float, float, torch.
         torch.autograd.backward(loss)
         steps += 1
         loop.sleep(0.5)
-        if isinstance(optimizer, TeamPopulation):
-            optimizer.step(lambda: float((model.weight.detach() - wanted).square().mean()), samples=8)
-        elif isinstance(optimizer, Population):
+        if isinstance(optimizer, Population):
             inner.step()
             optimizer.step(lambda: float((model.weight.detach() - wanted).square().mean()))
         elif isinstance(optimizer, AveragedOptimizer | LocalUpdates | CellOptimizer):
@@ -95,15 +90,13 @@ def train(loop: SimulatedLoop, strategy: Strategy) -> tuple[float, float, torch.
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:
-    if isinstance(strategy, PopulationBased) and strategy.training is not None:
-        return {"team": "one", "start": {"lr": 0.02}, "peers_to_start": PEERS}
     if isinstance(strategy, PopulationBased):
         return {"wait": 10.0, "members": PEERS, "start": {"lr": 0.02}}
     return {} if isinstance(strategy, Local) else {"peers_to_start": peers_of(strategy)}
 
 
 def _is_over(optimizer: Any, steps: int) -> bool:
-    if isinstance(optimizer, Population | TeamPopulation):
+    if isinstance(optimizer, Population):
         return optimizer.generation >= UPDATES
     if isinstance(optimizer, AveragedOptimizer | LocalUpdates | CellOptimizer):
         return optimizer.epoch >= UPDATES
@@ -120,11 +113,10 @@ async def test_a_strategy_from_json_and_toml_trains(autojump_clock: MockClock, s
     assert len(results) == peers_of(found)
     for first, last, _ in results.values():
         assert last < first
-    in_a_team = isinstance(strategy, PopulationBased) and strategy.training is not None
     if peers_of(found) > PEERS:  # the last update was the mix of all cells
         for _, _, weight in results.values():
             assert torch.allclose(weight, results[0][2], rtol=1e-5, atol=1e-6)
-    elif strategy.kind in ("data_parallel", "federated", "custom") or in_a_team:
+    elif strategy.kind in ("data_parallel", "federated", "custom"):
         assert torch.equal(results[0][2], results[1][2]), "the same bits on both peers"
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(attendance, "SETTLE_START_SECONDS", 0.0)
 
 
 class Network(torch.nn.Module):

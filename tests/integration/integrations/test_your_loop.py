@@ -17,7 +17,7 @@ from p2pavg.blocking import open_averager
 from p2pavg.optim import AveragedOptimizer, diloco
 from p2pavg.optim.coordination import attendance
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "your-loop.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "change-your-loop.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
@@ -34,7 +34,7 @@ def test_the_program_trains_alone_and_ends(tmp_path: Path) -> None:
 
 
 def test_the_other_snippets_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(attendance, "SETTLE_START_SECONDS", 0.0)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     loss_of = torch.nn.functional.mse_loss

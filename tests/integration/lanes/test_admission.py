@@ -13,13 +13,25 @@ from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, Unreachab
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import acceptor
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.messages import PROTOCOL, Ask, Back, Offer, Verdict
+from p2pavg.net.lanes.messages import PROTOCOL, Back, LaneOffer, LaneRequest, LaneVerdict
 from p2pavg.net.libp2p import sniffing
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
+from p2pavg.net.limits.call_budget import CallBudget, CallRates
+from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
-from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, hide, open_host, port_of, seeds, watched
+from tests.integration.hosts import (
+    LOOPBACK,
+    TIMEOUT,
+    assert_serves,
+    eventually,
+    hide,
+    open_host,
+    port_of,
+    seeds,
+    watched,
+)
 from tests.integration.lanes.company import (
     Inbox,
     assert_goes_on,
@@ -31,10 +43,10 @@ from tests.integration.lanes.company import (
 )
 
 
-async def ask(here: Transport, there: Transport, own: OwnCertificate) -> tuple[Stream, Offer]:
+async def ask(here: Transport, there: Transport, own: OwnCertificate) -> tuple[Stream, LaneOffer]:
     stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
-    await send_message(stream, Ask(own.der).encode())
-    return stream, Offer.decode(await receive_message(stream) or b"")
+    await send_message(stream, LaneRequest(own.der).encode())
+    return stream, LaneOffer.decode(await receive_message(stream) or b"")
 
 
 def call(port: int, context: ssl.SSLContext, name: str | None) -> bytes:
@@ -65,6 +77,21 @@ async def assert_refused(host: Libp2pTransport, context: ssl.SSLContext, name: s
 
 
 @watched
+async def test_a_sender_that_has_used_up_its_budget_of_processor_time_gets_no_offer() -> None:
+    """A question for a lane makes OpenSSL read a certificate and make a context: 2 ms."""
+    rates = CallRates(peer_seconds=1e-6, peer_burst_seconds=1e-6, prefix_factor=1.0)
+    async with pair() as (here, there):
+        keeper(there)._messages = FirstMessages(CallBudget(rates))
+        own = OwnCertificate("me")
+        stream, offer = await ask(here, there, own)
+        assert offer.ticket
+        await stream.reset()
+        with pytest.raises((StreamBrokenError, RemoteProtocolError)):
+            await ask(here, there, own)
+        await assert_serves(here, there)
+
+
+@watched
 async def test_a_client_without_a_ticket_is_refused() -> None:
     async with pair() as (here, there):
         own = OwnCertificate("me")
@@ -85,7 +112,7 @@ async def test_a_ticket_with_another_certificate_or_none_is_refused(certificate:
         await assert_refused(
             there, mallory if certificate == "another" else without_certificate(), offer.ticket.hex()
         )
-        verdict = Verdict.decode(await receive_message(stream) or b"")
+        verdict = LaneVerdict.decode(await receive_message(stream) or b"")
         assert "the handshake failed" in verdict.reason
         await assert_goes_on(there)
         await stream.reset()
@@ -99,7 +126,7 @@ async def test_the_connection_is_checked_again_after_openssl() -> None:
         keeper(there)._doorway._expected[offer.ticket.hex()].certificate = b"another"
         with suppress(ConnectionError):
             await in_thread(call, port_of(there), own.client_context(offer.certificate), offer.ticket.hex())
-        assert "another certificate" in Verdict.decode(await receive_message(stream) or b"").reason
+        assert "another certificate" in LaneVerdict.decode(await receive_message(stream) or b"").reason
         assert not keeper(there).lanes
         await stream.reset()
 
@@ -115,7 +142,7 @@ async def test_a_ticket_is_valid_for_one_lane() -> None:
         plain = socket.create_connection(("127.0.0.1", port_of(there)))
         connection = await in_thread(lambda: context.wrap_socket(plain, server_hostname=offer.ticket.hex()))
         with connection:
-            assert not Verdict.decode(await receive_message(stream) or b"").reason
+            assert not LaneVerdict.decode(await receive_message(stream) or b"").reason
             with pytest.raises(OSError, match=r"(?i)unrecognized"):
                 await in_thread(call, port_of(there), context, offer.ticket.hex())
             await in_thread(connection.sendall, (1).to_bytes(8, "big") + b"x")
@@ -216,7 +243,7 @@ async def test_a_bad_back_costs_its_stream(message: bytes) -> None:
     async with pair() as (here, there):
         stream, _ = await ask(here, there, OwnCertificate("me"))
         await send_message(stream, message)
-        assert Verdict.decode(await receive_message(stream) or b"").attempt == 1
+        assert LaneVerdict.decode(await receive_message(stream) or b"").attempt == 1
         with pytest.raises(StreamBrokenError):
             await receive_message(stream)
         await eventually(lambda: not keeper(there)._inbound.slots._taken)
@@ -224,9 +251,9 @@ async def test_a_bad_back_costs_its_stream(message: bytes) -> None:
 
 def test_a_certificate_is_checked_before_openssl_reads_it() -> None:
     with pytest.raises(RemoteProtocolError, match="not a certificate"):
-        Offer.decode(BAD_OFFERS[0])
+        LaneOffer.decode(BAD_OFFERS[0])
     with pytest.raises(RemoteProtocolError, match="not a certificate"):
-        Ask.decode(pack(b"\x30\x00"))
+        LaneRequest.decode(pack(b"\x30\x00"))
 
 
 @watched
@@ -236,8 +263,8 @@ async def test_a_refused_dial_raises_and_leaves_no_socket() -> None:
         stream, _ = await ask(here, there, OwnCertificate("me"))
         before = descriptors()
         await send_message(stream, Back(bytes(16), (f"/ip4/127.0.0.1/tcp/1/p2p/{here.peer_id}",)).encode())
-        verdicts = [Verdict.decode(await receive_message(stream) or b"") for _ in range(2)]
-        assert "refused" in verdicts[1].reason
+        verdicts = [LaneVerdict.decode(await receive_message(stream) or b"") for _ in range(2)]
+        assert verdicts[1].reason == "dialled back: no connection"
         assert descriptors() <= before
         await stream.reset()
 
@@ -247,9 +274,9 @@ async def test_addresses_of_other_peers_are_not_dialled() -> None:
     async with pair() as (here, there), open_host(LOOPBACK) as third:
         stream, _ = await ask(here, there, OwnCertificate("me"))
         await send_message(stream, Back(bytes(16), third.addresses).encode())
-        verdicts = [Verdict.decode(await receive_message(stream) or b"") for _ in range(2)]
+        verdicts = [LaneVerdict.decode(await receive_message(stream) or b"") for _ in range(2)]
         assert [verdict.attempt for verdict in verdicts] == [1, 2]
-        assert "is not an address of" in verdicts[1].reason
+        assert verdicts[1].reason == "dialled back: no connection"
         await stream.reset()
 
 

@@ -104,7 +104,7 @@ async def test_closing_aborts_lanes_before_it_waits() -> None:
 
 @watched
 async def test_closing_ends_a_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "DIAL_SECONDS", 1e6)
+    monkeypatch.setattr(pool, "LANE_DIAL_SECONDS", 1e6)
 
     async def hold(plain: socket.socket) -> None:
         with plain:

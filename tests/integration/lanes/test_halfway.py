@@ -14,13 +14,12 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import acceptor, limits, pool
 from p2pavg.net.lanes.certificates import OwnCertificate
 from p2pavg.net.lanes.halfway import Halfway
-from p2pavg.net.lanes.messages import PROTOCOL, Ask, Back, Meet, Offer, Verdict
+from p2pavg.net.lanes.messages import PROTOCOL, Back, LaneOffer, LaneRequest, LaneVerdict, Meet
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.messages import Answer, Propose, Sync
-from p2pavg.net.nat.punch.messages import Verdict as PunchVerdict
+from p2pavg.net.nat.punch.messages import PunchAnswer, PunchProposal, PunchVerdict, Sync
 from p2pavg.net.nat.punch.plan import Endpoint, OwnSide
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.transport import Stream
@@ -80,7 +79,7 @@ async def test_no_dial_and_no_wait_comes_before_the_punch(monkeypatch: pytest.Mo
         raise AssertionError("an address was dialled")
 
     async with two_behind_routers() as (here, there):
-        monkeypatch.setattr(acceptor.Doorway, "dial", fail)
+        monkeypatch.setattr(acceptor.TlsAcceptor, "dial", fail)
         await here.open_lane(there.peer_id, addresses=there.addresses, timeout=TIMEOUT)
 
 
@@ -157,7 +156,7 @@ class TestNoPunch:
 
     @watched
     async def test_nothing_stays_open_if_the_sender_gives_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.3)
+        monkeypatch.setattr(pool, "LANE_ANSWER_SECONDS", 0.3)
         async with two_behind_routers() as (here, there):
             reached = trio.Event()
 
@@ -178,20 +177,22 @@ class TestNoPunch:
                 await trio.sleep(0.01)  # the watchdog bounds it
 
 
-async def offered(here: Libp2pTransport, there: Libp2pTransport, own: OwnCertificate) -> tuple[Stream, Offer]:
+async def offered(
+    here: Libp2pTransport, there: Libp2pTransport, own: OwnCertificate
+) -> tuple[Stream, LaneOffer]:
     """Ask for a lane as a sender that goes its own ways."""
     stream = await here.open_stream(there.peer_id, PROTOCOL, timeout=TIMEOUT)
-    await send_message(stream, Ask(own.der).encode())
-    return stream, Offer.decode(await receive_message(stream) or b"")
+    await send_message(stream, LaneRequest(own.der).encode())
+    return stream, LaneOffer.decode(await receive_message(stream) or b"")
 
 
 async def punched(stream: Stream, port: FreshPort) -> socket.socket:
     """Carry out the first try, up to the plain connection."""
     await send_message(stream, Meet().encode())
-    assert Verdict.decode(await receive_message(stream) or b"").attempt == 1
-    assert Verdict.decode(await receive_message(stream) or b"") == Verdict(3, "")
-    await send_message(stream, Propose(1, (Endpoint("127.0.0.1", port.port),)).encode())
-    answer = Answer.decode(await receive_message(stream) or b"")
+    assert LaneVerdict.decode(await receive_message(stream) or b"").attempt == 1
+    assert LaneVerdict.decode(await receive_message(stream) or b"") == LaneVerdict(3, "")
+    await send_message(stream, PunchProposal(1, (Endpoint("127.0.0.1", port.port),)).encode())
+    answer = PunchAnswer.decode(await receive_message(stream) or b"")
     assert answer.endpoint is not None
     await send_message(stream, Sync().encode())
     return await punch(port, answer.endpoint, trio.current_time())
@@ -212,7 +213,7 @@ class TestHostileSenders:
                 lambda: offer.certificate
             )  # the refusal comes after the client's part
             verdict = PunchVerdict.decode(await receive_message(stream) or b"")
-            assert "handshake failed" in verdict.reason
+            assert verdict.reason == "no connection"
             assert not keeper(there)._inbound.lanes
             connection.close()
             await stream.reset()
@@ -225,7 +226,7 @@ class TestHostileSenders:
             back = Back(b"\x07" * 16, ()).encode()
             await send_message(stream, back if first == "back" else Meet().encode())
             for attempt in (1, 2 if first == "back" else 3):
-                assert Verdict.decode(await receive_message(stream) or b"").attempt == attempt
+                assert LaneVerdict.decode(await receive_message(stream) or b"").attempt == attempt
             await send_message(stream, back)
             with pytest.raises(StreamBrokenError):
                 await receive_message(stream)
@@ -242,9 +243,9 @@ class TestHostileSenders:
                 own.client_context(offer.certificate), plain, server_name=offer.ticket.hex()
             )
             await connection.shake_hands(lambda: offer.certificate)
-            assert Verdict.decode(await receive_message(stream) or b"") == Verdict(1, "")
+            assert LaneVerdict.decode(await receive_message(stream) or b"") == LaneVerdict(1, "")
             await send_message(stream, Meet().encode())
-            assert "made a lane" in Verdict.decode(await receive_message(stream) or b"").reason
+            assert "made a lane" in LaneVerdict.decode(await receive_message(stream) or b"").reason
             assert keeper(there)._inbound.slots._taken[here.peer_id] == 1
             connection.close()
             await stream.reset()

@@ -1,6 +1,7 @@
 """Data over direct lanes, and the reuse of lanes."""
 
 import os
+import socket
 
 import pytest
 import trio
@@ -10,7 +11,7 @@ from p2pavg.net.lanes import inbound, pool
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import DirectLane
-from tests.integration.hosts import eventually, watched
+from tests.integration.hosts import assert_checked_while_idle, eventually, watched
 from tests.integration.lanes.company import Inbox, in_thread, keeper, lane_to, pair, post
 
 
@@ -28,6 +29,19 @@ async def test_bytes_arrive_whole_and_in_order() -> None:
         assert lane.remote == there.peer_id
         assert {found.remote for found in inbox.lanes} == {here.peer_id}
         assert lane.bytes_sent == inbox.lanes[0].bytes_received == sum(map(len, bodies)) + 8 * len(bodies)
+
+
+@watched
+async def test_the_system_checks_both_ends_of_an_idle_lane() -> None:
+    """A lane whose mapping a router has forgotten would make the next round fail."""
+    async with pair() as (here, there):
+        there.serve_lanes(inbox := Inbox())
+        await post(await lane_to(here, there), b"hello")
+        await inbox.messages.receive()
+        for host in (here, there):
+            (lane,) = keeper(host).lanes
+            with socket.socket(fileno=os.dup(lane._connection.fileno())) as opened:
+                assert_checked_while_idle(opened)
 
 
 @watched
@@ -146,7 +160,7 @@ async def test_an_idle_lane_whose_sender_has_closed_is_dropped() -> None:
 @watched
 async def test_lanes_that_stay_idle_are_dropped(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if side == "sender":
-        monkeypatch.setattr(pool, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(pool, "IDLE_LANE_SECONDS", 0.0)
     else:
         monkeypatch.setattr(inbound, "_INBOUND_IDLE_SECONDS", 0.0)
     async with pair() as (here, there):

@@ -7,12 +7,13 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.base.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import pool
+from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.conversation import Search
-from p2pavg.net.lanes.messages import PROTOCOL, Ask, Offer
+from p2pavg.net.lanes.conversation import LaneSearch
+from p2pavg.net.lanes.messages import PROTOCOL, LaneOffer, LaneRequest
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
@@ -59,7 +60,7 @@ async def test_a_failed_search_is_reported_and_remembered(monkeypatch: pytest.Mo
     async with pair() as (here, there):
         closed_door(here)
         closed_door(there)
-        with pytest.raises(UnreachableError, match=r"127\.0\.0\.1.*dialled back: .*127\.0\.0\.1"):
+        with pytest.raises(UnreachableError, match=r"127\.0\.0\.1.*dialled back: no connection; this peer"):
             await lane_to(here, there)
         for host in (here, there):
             host._tcp.on_tls = keeper(host)._doorway.accept
@@ -76,6 +77,47 @@ async def test_no_lane_if_neither_peer_listens() -> None:
         hide(here)
         with pytest.raises(UnreachableError, match="no address is known; and this peer does not listen"):
             await lane_to(here, there)
+
+
+@watched
+async def test_a_certificate_that_only_openssl_refuses_costs_its_sender_the_lane() -> None:
+    """It passes the check of offers, and a receiver that cannot be dialled makes the sender load it."""
+    offer = LaneOffer("", unreadable("abc"), bytes(TICKET_BYTES), (), False)
+
+    async def offer_it(stream: Stream) -> None:
+        await receive_message(stream)
+        await send_message(stream, offer.encode())
+        await trio.sleep_forever()
+
+    async with open_host(LOOPBACK) as here, open_host() as there:
+        there.serve(PROTOCOL, offer_it)
+        await there.dial(here.addresses[0], timeout=TIMEOUT)
+        with pytest.raises(UnreachableError, match="OpenSSL does not take the peer's certificate"):
+            await here.open_lane(there.peer_id, timeout=TIMEOUT)
+
+
+@watched
+async def test_a_request_with_such_a_certificate_costs_its_stream_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with pair() as (here, there):
+        there.serve_lanes(Inbox())
+        stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
+        ask = LaneRequest(unreadable(here.peer_id))
+        await send_message(stream, ask.encode())
+        with pytest.raises((StreamBrokenError, RemoteProtocolError)):
+            assert await receive_message(stream) is not None
+        await lane_to(here, there)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def unreadable(name: str) -> bytes:
+    """Return a certificate whose names are of a type that OpenSSL does not read."""
+    text = bytes([len(name)]) + name.encode()
+    certificate = OwnCertificate(name).der
+    named = certificate.replace(b"\x0c" + text, b"\x04" + text)  # octet strings for UTF8Strings
+    assert named != certificate
+    return named
 
 
 @watched
@@ -125,7 +167,7 @@ async def test_a_peer_that_has_answered_is_given_no_more_time(monkeypatch: pytes
     """It waits for parts, and its address may never answer."""
     monkeypatch.setattr(pool, "EXCUSE_SECONDS", 0.01)
 
-    async def answer_and_wait(_: Stream, search: Search) -> TlsConnection:
+    async def answer_and_wait(_: Stream, search: LaneSearch) -> TlsConnection:
         search.answered = True
         await trio.sleep_forever()
         raise AssertionError
@@ -140,15 +182,15 @@ async def test_a_peer_that_has_answered_is_given_no_more_time(monkeypatch: pytes
 
 @watched
 async def test_a_silent_sender_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(pool, "LANE_ANSWER_SECONDS", 0.1)
     async with pair() as (here, there):
-        for first in (b"", Ask(OwnCertificate("me").der).encode()):
+        for first in (b"", LaneRequest(OwnCertificate("me").der).encode()):
             stream = await here.open_stream(
                 there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT
             )
             if first:
                 await send_message(stream, first)
-                assert Offer.decode(await receive_message(stream) or b"").ticket
+                assert LaneOffer.decode(await receive_message(stream) or b"").ticket
             with pytest.raises(StreamBrokenError):
                 await stream.receive_some(1)
         assert not keeper(there)._doorway._expected

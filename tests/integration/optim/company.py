@@ -15,7 +15,7 @@ from p2pavg.blocking import Averager, open_averager
 from p2pavg.optim.base.wrapper import PeerOptimizer
 
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
-WATCHDOG_SECONDS = 300.0
+WATCHDOG_SECONDS = 600.0
 
 T = TypeVar("T")
 

@@ -132,6 +132,7 @@ def shards(how: dict[str, Any]) -> None:
             peers_to_start=how["peers"],
             sync_timeout=MOMENT if rank == how.get("impatient") else 60.0,
             process_group=dist.group.WORLD,
+            state=False,
         )
         seen = []
         for _ in range(how["steps"]):

@@ -22,6 +22,7 @@ from p2pavg.base.files import PUBLIC, replace_file
 from p2pavg.base.result import Success
 from p2pavg.blocking import open_averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, ReplicatedOptimizer, RunState, StepReport, diloco
+from p2pavg.optim.base.naming import plain_buffers
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.optim.ranks.whole import WholeCopy, full_of
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
@@ -218,7 +219,9 @@ def there_and_back(how: dict[str, Any]) -> None:
         for parameter in network.parameters():
             torch.nn.init.zeros_(parameter)
         fully_shard(network, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=("a", "b")[: len(mesh)]))
-        copied = WholeCopy(network, whole if rank == 0 else None, Ranks(dist.group.WORLD), dist.group.WORLD)
+        names = frozenset(plain_buffers(network))
+        together = Ranks(dist.group.WORLD)
+        copied = WholeCopy(network, whole if rank == 0 else None, together, dist.group.WORLD, names)
         copied.spread()
         shards = torch.tensor(whole_vector(network)) - vector_of(whole)
         torch.autograd.backward(loss_of(network, batches[rank]))

@@ -18,7 +18,7 @@ from p2pavg.base.result import Success
 from p2pavg.optim import AveragedOptimizer, RunState, StepReport
 from p2pavg.state.blobs import BlobKind
 from p2pavg.state.donor.shelf import Shelf
-from p2pavg.state.joiner.fetching import Fetch
+from p2pavg.state.joiner.fetching import BlobDownload
 from p2pavg.state.progress import StateProgress
 from p2pavg.testing.swarm import Member
 
@@ -67,8 +67,8 @@ def train(member: Member) -> None:
     if given.get("die_loading"):
         die_while_loading(given["die_loading"])
     if "patience" in given:
-        assert Fetch.__init__.__kwdefaults__ is not None
-        Fetch.__init__.__kwdefaults__["patience"] = given["patience"]
+        assert BlobDownload.__init__.__kwdefaults__ is not None
+        BlobDownload.__init__.__kwdefaults__["patience"] = given["patience"]
     folder = Path(given["folder"])
     name = given.get("name", str(member.index))
     config = p2pavg.AveragingConfig(run_id="states", match_timeout=20.0, exchange_timeout=30.0)

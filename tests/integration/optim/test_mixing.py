@@ -13,7 +13,7 @@ from p2pavg.testing import LocalSwarm, SwarmProcess
 from tests.integration.optim import mixing_work
 
 PEERS = 5
-WATCHDOG_SECONDS = 300.0
+WATCHDOG_SECONDS = 600.0
 
 
 def until_epoch(processes: list[SwarmProcess], epoch: int) -> dict[int, list[dict[str, Any]]]:

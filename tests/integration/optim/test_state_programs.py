@@ -1,4 +1,4 @@
-"""The documented program with a RunState, in processes: a peer starts late, and one is stopped and started again."""
+"""The documented program in processes: a peer starts late, and one with a directory is stopped and started again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.fault_search.starts import Program, running
 
 TRAINING = Path(__file__).parents[3] / "docs/how-to/train.md"
 LATE_SECONDS = 10.0  # a peer that starts this late has missed updates
-WATCHDOG_SECONDS = 200.0
+WATCHDOG_SECONDS = 600.0
 DIGEST = """
     import hashlib
     print("ended with", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
@@ -28,8 +28,8 @@ logging.getLogger("p2pavg.optim").setLevel(logging.INFO)
 """
 
 
-def program(folder: Path, name: str, state: str = "RunState(model)", identity: bool = False) -> Path:
-    """Write the documented program with this state; return its path.
+def program(folder: Path, name: str, state: str = "", identity: bool = False) -> Path:
+    """Write the documented program, with this state if there is one; return its path.
 
     The programs end at the first update of all three in which one of them has seen the file ``end``. The metric of that
     update is the same for its members, so they all end at this one, however late each of them sees the file.
@@ -38,7 +38,11 @@ def program(folder: Path, name: str, state: str = "RunState(model)", identity: b
     assert found is not None
     text = found.group(1)
     for was, becomes in (
-        ("state = RunState(model)", f"state = {state}"),
+        ("import AveragedOptimizer", "import AveragedOptimizer, RunState"),
+        (
+            "target_batch_size=256)",
+            f"target_batch_size=256, state={state})" if state else "target_batch_size=256)",
+        ),
         ("    while optimizer.epoch < 20:", "    ended = False\n    while not ended:"),
         (
             '{"loss": loss.item()}',

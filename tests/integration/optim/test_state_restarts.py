@@ -14,7 +14,7 @@ from tests.integration.optim import state_work
 
 PEERS = 4
 EVERY = 5
-WATCHDOG_SECONDS = 200.0
+WATCHDOG_SECONDS = 600.0
 
 
 def next_of(process: SwarmProcess, key: str, seen: list[dict[str, Any]]) -> dict[str, Any]:

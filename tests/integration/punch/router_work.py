@@ -13,7 +13,7 @@ from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.messages import Propose
+from p2pavg.net.nat.punch.messages import PunchProposal
 from p2pavg.net.nat.punch.plan import OwnSide
 from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Buffer, PeerId, Stream
@@ -68,7 +68,7 @@ class Machine:
 
     async def answer(self) -> dict[str, object]:
         use = partial(shake_hands, me=self._me, peer_id=self._stream.remote, initiator=False)
-        first = Propose.decode(await receive_message(self._stream) or b"")
+        first = PunchProposal.decode(await receive_message(self._stream) or b"")
         made = await self._puncher.take_part(self._stream, first, use)
         return {"tries": self.tries, "made": made}
 

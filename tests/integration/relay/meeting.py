@@ -13,7 +13,7 @@ from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.relay.limits import RelayLimits
-from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, Message, Refused, decode, encode
+from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, Message, RelayRefusal, decode, encode
 from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance import ECHO
@@ -87,7 +87,7 @@ async def refusal(host: Libp2pTransport, relay: Libp2pTransport, target: str) ->
     """Ask for a circuit that is refused. Return the reason."""
     stream, answer = await ask(host, relay, target)
     await stream.reset()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, RelayRefusal)
     return answer.reason
 
 

@@ -17,7 +17,7 @@ from p2pavg.net.nat.relay.messages import (
     PROTOCOL,
     Connected,
     Incoming,
-    Refused,
+    RelayRefusal,
     decode,
     encode,
 )
@@ -213,10 +213,10 @@ async def test_chains_of_relays_are_refused() -> None:
         assert stream.relayed
         await send_message(stream, encode(Incoming(here.peer_id)))
         answer = decode(await receive_message(stream) or b"")
-        assert answer == Refused("a relay is not asked through a relay")
+        assert answer == RelayRefusal("a relay is not asked through a relay")
         stream = await here.open_stream(there.peer_id, CIRCUIT_PROTOCOL, timeout=TIMEOUT)
         await send_message(stream, encode(Incoming(here.peer_id)))
-        assert isinstance(decode(await receive_message(stream) or b""), Refused)
+        assert isinstance(decode(await receive_message(stream) or b""), RelayRefusal)
 
 
 @watched
@@ -234,7 +234,9 @@ async def test_a_circuit_from_a_peer_that_is_no_relay_of_this_one_is_refused() -
         await eventually(lambda: not here.addresses)
         stream = await stranger.open_stream(here.peer_id, CIRCUIT_PROTOCOL, timeout=TIMEOUT)
         await send_message(stream, encode(Incoming(relay.peer_id)))
-        assert decode(await receive_message(stream) or b"") == Refused("this peer has no reservation there")
+        assert decode(await receive_message(stream) or b"") == RelayRefusal(
+            "this peer has no reservation there"
+        )
 
 
 @watched
@@ -314,7 +316,7 @@ async def test_the_asked_peer_is_refused_by_itself() -> None:
         assert "to itself" in await refusal(here, relay, here.peer_id)
         stream, answer = await ask(here, relay, relay.peer_id)
         await stream.reset()
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, RelayRefusal)
 
 
 @watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import psutil
@@ -17,8 +18,8 @@ from p2pavg.net.nat.relay.messages import (
     CIRCUIT_PROTOCOL,
     PROTOCOL,
     Connected,
-    Ping,
-    Refused,
+    RelayPing,
+    RelayRefusal,
     Reserve,
     encode,
 )
@@ -88,7 +89,7 @@ async def test_a_peer_that_asks_for_a_thousand_circuits_gets_its_share_and_leave
             streams, refused = [], 0
             for _ in range(1000):
                 stream, answer = await ask(greedy, relay, there.peer_id)
-                if isinstance(answer, Refused):
+                if isinstance(answer, RelayRefusal):
                     assert "circuits of this peer already" in answer.reason
                     refused += 1
                     await stream.reset()
@@ -227,14 +228,15 @@ async def test_a_peer_that_floods_its_reservation_with_pings_loses_it() -> None:
         stream = await here.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
         assert await echoed(stream, encode(Reserve()))
         for _ in range(MAX_PINGS):
-            assert await echoed(stream, encode(Ping())) == encode(Ping())
+            assert await echoed(stream, encode(RelayPing())) == encode(RelayPing())
         with pytest.raises(StreamBrokenError):
-            await echoed(stream, encode(Ping()))
+            await echoed(stream, encode(RelayPing()))
         assert here.peer_id not in service_of(relay).budget.reserved
 
 
 @watched
-async def test_a_full_relay_refuses_further_reservations() -> None:
+async def test_a_full_relay_refuses_further_reservations(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="p2pavg")
     async with (
         open_relay(reservations_per_host=2) as relay,
         behind(relay) as one,
@@ -242,6 +244,6 @@ async def test_a_full_relay_refuses_further_reservations() -> None:
         open_host() as three,
     ):
         await three.dial(relay.addresses[0], timeout=TIMEOUT)
-        await eventually(lambda: "2 peers at this address" in three._reaching.reservations.last_refusal)
+        await eventually(lambda: "2 peers at this address" in caplog.text)
         assert not three.addresses
         assert service_of(relay).budget.reserved == {one.peer_id, two.peer_id}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from p2pavg.net.libp2p import reaching
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.relay import reservations, service
-from p2pavg.net.nat.relay.messages import PROTOCOL, Ping, Reserve, Reserved, decode, encode
+from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved, decode, encode
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, seeds, watched
@@ -63,10 +64,13 @@ class TestRelaysThatEnd:
                 await eventually(lambda: not here.addresses)
 
     @watched
-    async def test_a_relay_that_falls_silent_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_relay_that_falls_silent_is_given_up(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """It is killed, or a router has forgotten the connection: no byte comes any more, and no reset."""
-        monkeypatch.setattr(reservations, "PING_SECONDS", 0.1)
-        monkeypatch.setattr(reservations, "ANSWER_SECONDS", 0.1)
+        monkeypatch.setattr(reservations, "RELAY_PING_SECONDS", 0.1)
+        monkeypatch.setattr(reservations, "PING_ANSWER_SECONDS", 0.1)
+        caplog.set_level(logging.INFO, logger="p2pavg")
         async with open_host(LOOPBACK) as relay, open_host() as here:
 
             async def fall_silent(stream: Stream) -> None:
@@ -79,13 +83,14 @@ class TestRelaysThatEnd:
             await eventually(lambda: bool(here.addresses))
             await eventually(lambda: not here.addresses)
             await eventually(lambda: not here.is_connected(relay.peer_id))
-            assert "no answer to a ping" in here._reaching.reservations.last_refusal
+            assert "the reservation is lost at" in caplog.text
+            assert "no answer to a ping" in caplog.text
 
     @watched
     async def test_a_peer_that_falls_silent_loses_its_reservation(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(service, "SILENCE_SECONDS", 0.2)
+        monkeypatch.setattr(service, "RELAY_SILENCE_SECONDS", 0.2)
         async with open_relay() as relay, open_host() as here:
             give_up_relays(here)
             await here.dial(relay.addresses[0], timeout=TIMEOUT)
@@ -96,7 +101,7 @@ class TestRelaysThatEnd:
 
     @pytest.mark.parametrize(
         "answer",
-        [encode(Ping()), b"\xc1", None, encode(Reserved(())), encode(Reserved(("/ip4/1.2.3.4/tcp/1",)))],
+        [encode(RelayPing()), b"\xc1", None, encode(Reserved(())), encode(Reserved(("/ip4/1.2.3.4/tcp/1",)))],
     )
     @watched
     async def test_a_relay_that_answers_nonsense_is_avoided(self, answer: bytes | None) -> None:
@@ -158,7 +163,7 @@ async def hold_on(host: Libp2pTransport, relay: Libp2pTransport) -> None:
 
 @pytest.fixture
 def soon_retired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaching, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(reaching, "LINGER_DIAL_SECONDS", 0.05)
 
 
 def is_only_direct(here: Libp2pTransport, there: Libp2pTransport) -> Callable[[], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -21,14 +21,14 @@ def context_over(
     transport: Transport,
     codec: Codec,
     elements: int,
-    lobby: Lobby | None = None,
+    lobby: StreamRouter | None = None,
     aggregation: Aggregation = NO_AUDITS,
 ) -> RunContext:
     """Return the context of a run without limits, whose codec runs on the event loop."""
     return RunContext(
         transport=transport,
         signer=simulated_signer(0),
-        lobby=Lobby() if lobby is None else lobby,
+        lobby=StreamRouter() if lobby is None else lobby,
         run_in_thread=run_on_loop,
         codec=codec,
         aggregation=aggregation,

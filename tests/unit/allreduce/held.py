@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from p2pavg.allreduce.reduction import Contribution, Ledger, average_part
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.reduction import PartContribution, PartTracker, average_part
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Blockwise8, Codec, Fp16, Fp32, Int8
 from tests.unit.group.samples import SIGNERS, candidate, roster
@@ -61,7 +61,7 @@ def vector(index: int) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(index))
 
 
-class Held(Values):
+class Held(AttemptData):
     """The values of one member, with the parts that were reported as ready."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Held(Values):
         group = members() if group is None else group
         self.ready: list[int] = []
         self.buffers = Buffers(1 << 30)
-        self.ledger = Ledger(group, IDS[me], codec.granularity)
+        self.ledger = PartTracker(group, IDS[me], codec.granularity)
         contributes = group.members[me] in group.contributors
         super().__init__(
             ledger=self.ledger,
@@ -99,7 +99,7 @@ class Held(Values):
             for part, payload in zip(self.parts(reducer), share(self._codec, reducer), strict=True):
                 self.receive_average(IDS[reducer], part, payload)
 
-    def parts(self, reducer: int) -> tuple[Part, ...]:
+    def parts(self, reducer: int) -> tuple[SharePart, ...]:
         return self.ledger.parts[IDS[reducer]]
 
     def share_of(self, reducer: int) -> list[int]:
@@ -108,7 +108,7 @@ class Held(Values):
         return [int(bits) for bits in found.view(torch.int32)]
 
 
-def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tuple[bytes, torch.Tensor]:
+def averaged_part(codec: Codec, part: SharePart, group: Roster | None = None) -> tuple[bytes, torch.Tensor]:
     """Return the result of :func:`average_part` for a part whose reducer holds its own values unencoded."""
     group = members() if group is None else group
     reducer = part.start // SHARE
@@ -118,7 +118,7 @@ def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tupl
         values = vector(index)[part.start : part.stop]
         if member in group.contributors:
             sent: torch.Tensor | Buffer = values if index == reducer else codec.encode(values)
-            contributions.append(Contribution(member.peer_id, member.weight, sent))
+            contributions.append(PartContribution(member.peer_id, member.weight, sent))
     encoded = bytes(average_part(codec, contributions, group.total_weight, out))
     return encoded, out
 
@@ -126,7 +126,9 @@ def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tupl
 def share(codec: Codec, reducer: int) -> list[Buffer]:
     """Return the averaged parts that a reducer sends."""
     starts = range(reducer * SHARE, (reducer + 1) * SHARE, PART)
-    return [averaged_part(codec, Part(index, start, start + PART))[0] for index, start in enumerate(starts)]
+    return [
+        averaged_part(codec, SharePart(index, start, start + PART))[0] for index, start in enumerate(starts)
+    ]
 
 
 def bits(values: torch.Tensor) -> list[int]:
@@ -138,7 +140,7 @@ def expected(codec: Codec) -> list[int]:
     return [
         each
         for start in range(0, ELEMENTS, PART)
-        for each in bits(averaged_part(codec, Part(0, start, start + PART))[1])
+        for each in bits(averaged_part(codec, SharePart(0, start, start + PART))[1])
     ]
 
 

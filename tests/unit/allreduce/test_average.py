@@ -11,7 +11,7 @@ import torch
 
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.norm_check import NormCheck, vector_norm
-from p2pavg.allreduce.reduction import Contribution, average_part, reduce_part
+from p2pavg.allreduce.reduction import PartContribution, average_part, reduce_part
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg_compression import MAX_MAGNITUDE, NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 from p2pavg_dht import Signer
@@ -37,8 +37,8 @@ def vectors(count: int, elements: int = 300) -> list[torch.Tensor]:
     return [torch.randn(elements, generator=generator) for _ in range(count)]
 
 
-def encoded(codec: Codec, peer_id: str, weight: float, values: torch.Tensor) -> Contribution:
-    return Contribution(peer_id, weight, bytearray(codec.encode(values)))
+def encoded(codec: Codec, peer_id: str, weight: float, values: torch.Tensor) -> PartContribution:
+    return PartContribution(peer_id, weight, bytearray(codec.encode(values)))
 
 
 def mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
@@ -58,7 +58,9 @@ def test_the_average_is_the_weighted_mean(codec: Codec, weights: list[float], ow
     """``own``: index of the contribution that the reducer holds unencoded, if any."""
     values = vectors(len(weights))
     contributions = [
-        Contribution(str(index), weight, each) if index == own else encoded(codec, str(index), weight, each)
+        PartContribution(str(index), weight, each)
+        if index == own
+        else encoded(codec, str(index), weight, each)
         for index, (weight, each) in enumerate(zip(weights, values, strict=True))
     ]
     out = torch.full((300,), math.nan)
@@ -92,7 +94,7 @@ def test_the_order_of_contributions_does_not_matter() -> None:
 def test_the_inputs_are_not_changed() -> None:
     values = vectors(2)
     copies = [each.clone() for each in values]
-    contributions = [Contribution("0", 1.0, values[0]), encoded(Fp32(), "1", 3.0, values[1])]
+    contributions = [PartContribution("0", 1.0, values[0]), encoded(Fp32(), "1", 3.0, values[1])]
     assert isinstance(contributions[1].values, bytearray)
     payload = bytes(contributions[1].values)
     average_part(Fp32(), contributions, 4.0, torch.empty(300))
@@ -128,7 +130,7 @@ def with_value(codec: Codec, bits: int) -> bytearray:
 def test_a_payload_that_does_not_decode_names_its_sender(codec: Codec, payload: bytearray) -> None:
     contributions = [
         encoded(codec, "honest", 1.0, torch.ones(64)),
-        Contribution("liar", 1.0, payload),
+        PartContribution("liar", 1.0, payload),
         encoded(codec, "another", 1.0, torch.ones(64)),
     ]
     out = torch.full((64,), 5.0)
@@ -166,7 +168,7 @@ class TestSparse:
 
     CODEC = TopK(chunk=64, k=16)
 
-    def contributions(self) -> list[Contribution]:
+    def contributions(self) -> list[PartContribution]:
         return [
             encoded(self.CODEC, signer.peer_id, 1.0 + index, each) for index, (signer, each) in self.given()
         ]

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.movers.reuse import START, Leftover, Mark
+from p2pavg.allreduce.movers.reuse import START, Leftover, ResumeMark
 from p2pavg.allreduce.proofs import Proofs, Subject
-from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.reduction import PartTracker
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation, read_aggregation
 from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.shares import SharePart
 from p2pavg_compression import Blockwise8, Codec, Fp32
 from tests.unit.group.samples import SIGNERS
 from tests.unit.verification.audit.played import ELEMENTS, IDS, group_of, vector
@@ -51,13 +52,13 @@ class Play:
         )
         self.moved = 0
         """Encoded bytes of contributions that were sent."""
-        self.told: dict[int, dict[str, Mark]] = {} if before is None else before.tell()
-        self.values: dict[int, Values] = {}
+        self.told: dict[int, dict[str, ResumeMark]] = {} if before is None else before.tell()
+        self.values: dict[int, AttemptData] = {}
         for me in members:
-            ledger = Ledger(self.roster, IDS[me], codec.granularity)
+            ledger = PartTracker(self.roster, IDS[me], codec.granularity)
             subject = Subject(group.group_id, number, members, aggregation.text)
             proofs = Proofs(subject, ledger, SIGNERS[me], {IDS[each]: each for each in members})
-            self.values[me] = Values(
+            self.values[me] = AttemptData(
                 ledger=ledger,
                 codec=codec,
                 vector=vector(me),
@@ -68,7 +69,11 @@ class Play:
                 leftover=None if before is None else before.leftover(me, self.told[me]),
             )
 
-    def tell(self) -> dict[int, dict[str, Mark]]:
+    def share_of(self, member: int) -> tuple[SharePart, ...]:
+        """Return the parts of the share that a member averages."""
+        return PartTracker(self.roster, IDS[member], self.codec.granularity).parts[IDS[member]]
+
+    def tell(self) -> dict[int, dict[str, ResumeMark]]:
         """Return for each member what the reducers say of its contribution."""
         return {
             me: {
@@ -79,11 +84,11 @@ class Play:
             for me in self.members
         }
 
-    def leftover(self, me: int, told: dict[str, Mark]) -> Leftover | None:
+    def leftover(self, me: int, told: dict[str, ResumeMark]) -> Leftover | None:
         return self.values[me].carry.leave(told)
 
     def contribute(
-        self, source: int, reducer: int, up_to: Mark | None = None, begin: Mark | None = None
+        self, source: int, reducer: int, up_to: ResumeMark | None = None, begin: ResumeMark | None = None
     ) -> None:
         """Let a contribution come, up to a place in it."""
         to, from_ = self.values[reducer], self.values[source]
@@ -106,7 +111,7 @@ class Play:
             if not comes_again and to.contributed(IDS[source], part.index, coming.payload, trailer):
                 to.average(part.index)
 
-    def contribute_all(self, up_to: Mark | None = None) -> None:
+    def contribute_all(self, up_to: ResumeMark | None = None) -> None:
         for reducer, values in self.values.items():
             for index in values.carry.complete:
                 values.average(index)
@@ -126,7 +131,7 @@ class Play:
         return [values.digests() for values in self.values.values()]
 
 
-def lost_one(up_to: Mark | None, **changes: Any) -> tuple[Play, Play, Play]:
+def lost_one(up_to: ResumeMark | None, **changes: Any) -> tuple[Play, Play, Play]:
     """Return an attempt of four that ended early, the next one of three, and the same without what was left."""
     codec = changes.get("codec", CODEC)
     group = group_of(codec, SIZE)
@@ -143,10 +148,12 @@ def lost_one(up_to: Mark | None, **changes: Any) -> tuple[Play, Play, Play]:
 @pytest.mark.parametrize("codec", [Fp32(), CODEC], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("rule", ["", "median", "centered_clip:1.0:3"])
 @pytest.mark.parametrize(
-    "up_to", [START, Mark(0, 5), Mark(2, 0), Mark(2, 31), None], ids=["nothing", "5", "2", "2+31", "all"]
+    "up_to",
+    [START, ResumeMark(0, 5), ResumeMark(2, 0), ResumeMark(2, 31), None],
+    ids=["nothing", "5", "2", "2+31", "all"],
 )
 def test_the_average_has_the_bits_of_an_attempt_that_begins_from_nothing(
-    codec: Codec, rule: str, up_to: Mark | None
+    codec: Codec, rule: str, up_to: ResumeMark | None
 ) -> None:
     aggregation = read_aggregation(rule)
     _, after, anew = lost_one(up_to, codec=codec, aggregation=aggregation)
@@ -161,19 +168,20 @@ def test_only_what_has_not_come_is_sent() -> None:
     lost = first.roster.shares[3]
     assert after.moved < 2 * CODEC.encoded_nbytes(lost) + SIZE * SIZE * PART
     assert after.moved < anew.moved / 3
-    first, after, anew = lost_one(Mark(2, 31))
+    first, after, anew = lost_one(ResumeMark(2, 31))
     kept = 2 * CODEC.encoded_nbytes(PART) + 31
     assert anew.moved - after.moved == 6 * kept
 
 
 def test_signatures_of_the_new_attempt_cover_what_was_sent_before() -> None:
-    _, after, anew = lost_one(Mark(2, 31))
-    for one, other in zip(after.values.values(), anew.values.values(), strict=True):
+    _, after, anew = lost_one(ResumeMark(2, 31))
+    for member, one in after.values.items():
+        other = anew.values[member]
         assert one.proofs is not None
         assert other.proofs is not None
         assert one.proofs.inputs() == other.proofs.inputs()
         assert one.proofs.share(IDS[0]) == other.proofs.share(IDS[0])
-        for index in range(len(one._own_parts)):
+        for index in range(len(after.share_of(member))):
             assert one.inputs(index).keys() == other.inputs(index).keys()
             assert all(
                 bytes(a) == bytes(b)
@@ -184,9 +192,9 @@ def test_signatures_of_the_new_attempt_cover_what_was_sent_before() -> None:
 def test_a_second_loss_keeps_what_came_in_either_attempt() -> None:
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute_all(Mark(1, 9))
+    first.contribute_all(ResumeMark(1, 9))
     second = Play(group, 5, (0, 1, 2), first)
-    second.contribute_all(Mark(3, 20))
+    second.contribute_all(ResumeMark(3, 20))
     third = Play(group, 10, (0, 1), second)
     anew = Play(group, 10, (0, 1))
     for each in (third, anew):
@@ -206,32 +214,32 @@ def test_without_audits_nothing_goes_over() -> None:
 def test_a_contributor_cannot_skip_what_has_not_come() -> None:
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute_all(Mark(2, 31))
+    first.contribute_all(ResumeMark(2, 31))
     after = Play(group, 5, (0, 1, 2), first)
-    for begin in (Mark(2, 32), Mark(3, 0), Mark(0, 10**6), Mark(10**6, 0)):
+    for begin in (ResumeMark(2, 32), ResumeMark(3, 0), ResumeMark(0, 10**6), ResumeMark(10**6, 0)):
         with pytest.raises(RemoteProtocolError, match="goes on at"):
             after.contribute(0, 1, begin=begin)
     with pytest.raises(RemoteProtocolError, match="goes on at"):
-        Play(group, 5, (0, 1, 2)).contribute(0, 1, begin=Mark(0, 1))
+        Play(group, 5, (0, 1, 2)).contribute(0, 1, begin=ResumeMark(0, 1))
 
 
 def test_a_contributor_may_begin_earlier_and_what_comes_again_is_not_used() -> None:
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute_all(Mark(2, 31))
+    first.contribute_all(ResumeMark(2, 31))
     after = Play(group, 5, (0, 1, 2), first)
-    for begin in (START, Mark(0, 7), Mark(1, 9), Mark(2, 0), Mark(2, 30)):
+    for begin in (START, ResumeMark(0, 7), ResumeMark(1, 9), ResumeMark(2, 0), ResumeMark(2, 30)):
         again = Play(group, 5, (0, 1, 2), first)
-        again.values[0].contribution(IDS[1], again.values[1]._own_parts[0])
+        again.values[0].contribution(IDS[1], again.share_of(1)[0])
         again.contribute(0, 1, begin=begin)
         after.contribute(2, 1)
-    assert after.values[1].carry.mark(IDS[2]).parts == len(after.values[1]._own_parts)
+    assert after.values[1].carry.mark(IDS[2]).parts == len(after.share_of(1))
 
 
 def test_a_contributor_that_sends_another_contribution_now_has_not_signed_what_came_before() -> None:
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute_all(Mark(2, 0))
+    first.contribute_all(ResumeMark(2, 0))
     after = Play(group, 5, (0, 1, 2), first)
     proofs = after.values[0].proofs
     assert proofs is not None
@@ -243,13 +251,13 @@ def test_a_contributor_that_sends_another_contribution_now_has_not_signed_what_c
 def test_a_reducer_that_claims_more_than_was_sent_gets_the_rest_all_the_same() -> None:
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute(0, 1, Mark(1, 9))
-    leftover = first.leftover(0, {IDS[1]: Mark(4, 0)})
+    first.contribute(0, 1, ResumeMark(1, 9))
+    leftover = first.leftover(0, {IDS[1]: ResumeMark(4, 0)})
     assert leftover is not None
     sent = len(leftover.sent[IDS[1]])
-    ledger = Ledger(first.roster, IDS[0], CODEC.granularity)
+    ledger = PartTracker(first.roster, IDS[0], CODEC.granularity)
     subject = Subject(group.group_id, 5, (0, 1, 2, 3), PLAIN.text)
-    values = Values(
+    values = AttemptData(
         ledger=ledger,
         codec=CODEC,
         vector=vector(0),
@@ -258,28 +266,28 @@ def test_a_reducer_that_claims_more_than_was_sent_gets_the_rest_all_the_same() -
         proofs=Proofs(subject, ledger, SIGNERS[0], {IDS[each]: each for each in range(SIZE)}),
         leftover=leftover,
     )
-    assert values.carry.goes_on_at(IDS[1]) == Mark(sent, 0)
+    assert values.carry.goes_on_at(IDS[1]) == ResumeMark(sent, 0)
 
 
 def test_what_has_come_never_decreases_when_a_sender_begins_again() -> None:
     """What a reducer has told stays true: the contributor goes on there in the next attempt."""
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute(0, 1, Mark(2, 31))
-    first.contribute(0, 1, Mark(1, 3))
-    assert first.values[1].carry.mark(IDS[0]) == Mark(2, 31)
-    first.contribute(0, 1, Mark(2, 3))
-    assert first.values[1].carry.mark(IDS[0]) == Mark(2, 31)
+    first.contribute(0, 1, ResumeMark(2, 31))
+    first.contribute(0, 1, ResumeMark(1, 3))
+    assert first.values[1].carry.mark(IDS[0]) == ResumeMark(2, 31)
+    first.contribute(0, 1, ResumeMark(2, 3))
+    assert first.values[1].carry.mark(IDS[0]) == ResumeMark(2, 31)
 
 
 def test_nothing_is_written_any_more_into_what_was_kept() -> None:
     """A thread of the attempt that ended may still receive."""
     group = group_of(CODEC, SIZE)
     first = Play(group, 0, (0, 1, 2, 3))
-    first.contribute_all(Mark(2, 31))
+    first.contribute_all(ResumeMark(2, 31))
     after = Play(group, 5, (0, 1, 2), first)
     late = first.values[1]._inputs.begun(IDS[0], 2)
     assert late is not None
     late.payload[:] = bytes(len(late.payload))
     after.contribute(0, 1)
-    assert after.values[1].carry.mark(IDS[0]).parts == len(after.values[1]._own_parts)
+    assert after.values[1].carry.mark(IDS[0]).parts == len(after.share_of(1))

@@ -13,13 +13,13 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.allreduce.carry import Carry
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.carry import ResumeState
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.consensus.votes import Vote
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.peer import Peer
-from p2pavg.round.control import Control
+from p2pavg.round.control import VoteStreams
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.unit.allreduce.laid import Laid, PairLane, lanes_among
@@ -233,10 +233,10 @@ async def test_a_liar_on_a_lane_is_excluded_by_name(driver: str) -> None:
 async def test_a_new_attempt_goes_on_where_the_contributions_were(
     monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
-    places: list[Mark] = []
-    check_begin = Carry.check_begin
+    places: list[ResumeMark] = []
+    check_begin = ResumeState.check_begin
 
-    def note(self: Carry, contributor: str, mark: Mark) -> None:
+    def note(self: ResumeState, contributor: str, mark: ResumeMark) -> None:
         places.append(mark)
         check_begin(self, contributor, mark)
 
@@ -259,7 +259,7 @@ async def test_a_new_attempt_goes_on_where_the_contributions_were(
         if who == simulated_signer(1).peer_id:
             lane.change = lie
 
-    monkeypatch.setattr(Carry, "check_begin", note)
+    monkeypatch.setattr(ResumeState, "check_begin", note)
     await over_lanes(test, size=4, prepare=prepare, min_group_size=2, compression=compression)
 
 
@@ -320,9 +320,9 @@ async def test_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
     """If a member dies before its stream of votes is open, only the broken lane shows it."""
     asked: set[tuple[str, str]] = set()
     broken: list[tuple[str, str]] = []
-    ask = Control.ask
+    ask = VoteStreams.ask
 
-    async def note(control: Control, position: int) -> Vote | None:
+    async def note(control: VoteStreams, position: int) -> Vote | None:
         asked.add((control._transport.peer_id, control._roster.members[position].peer_id))
         return await ask(control, position)
 
@@ -337,7 +337,7 @@ async def test_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
         # The receiver need not ask if the stream that replaces the lane reaches it before the end of the lane.
         assert {(sender, receiver)} <= asked <= {(sender, receiver), (receiver, sender)}
 
-    monkeypatch.setattr(Control, "ask", note)
+    monkeypatch.setattr(VoteStreams, "ask", note)
     # A busy machine may not hear a member for this long, and then it asks as well.
     monkeypatch.setattr("p2pavg.round.control.MISSING_SECONDS", 1e3)
     await over_lanes(test, prepare=prepare)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import MIN_PART_ELEMENTS as PART_ELEMENTS
@@ -33,7 +33,7 @@ def with_observers() -> Roster:
     return roster(found, [*SHARES, 5], observers=[found[1], found[3]])
 
 
-def deliver(ledger: Ledger, peer_id: str) -> None:
+def deliver(ledger: PartTracker, peer_id: str) -> None:
     """Receive all parts that a member owes."""
     for lane in Lane:
         while ledger.expects(peer_id, lane) and ledger.owed_by(peer_id):
@@ -43,14 +43,14 @@ def deliver(ledger: Ledger, peer_id: str) -> None:
                 break
 
 
-def average_everything(ledger: Ledger) -> None:
+def average_everything(ledger: PartTracker) -> None:
     for _ in ledger.parts[ledger.me]:
         ledger.averaged_own()
 
 
 class TestExpectations:
     def test_the_parts_of_every_share(self) -> None:
-        parts = Ledger(three(), A, 64).parts
+        parts = PartTracker(three(), A, 64).parts
         assert [(part.start, part.stop) for part in parts[A]] == [
             (0, PART_ELEMENTS),
             (PART_ELEMENTS, TWO_PARTS),
@@ -59,30 +59,28 @@ class TestExpectations:
         assert [(part.index, part.elements) for part in parts[C]] == [(0, 5)]
 
     def test_contributions_to_the_own_share_and_averages_of_the_others(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (A, B, C, "stranger")] == [0, 2, 2, 0]
         assert [ledger.expects(peer, AVERAGES) for peer in (A, B, C, "stranger")] == [0, 1, 1, 0]
         assert [ledger.owed_by(peer) for peer in (A, B, C, "stranger")] == [0, 3, 3, 0]
-        assert ledger.inbound_lanes == 4
         assert ledger.contributors == [B, C]
         assert ledger.holding
 
     def test_an_auxiliary_contributes_nothing_and_receives_no_averages(self) -> None:
-        ledger = Ledger(with_auxiliary(), A, 64)
+        ledger = PartTracker(with_auxiliary(), A, 64)
         assert ledger.contributors == [B]
         assert (ledger.expects(AUX, CONTRIBUTIONS), ledger.expects(AUX, AVERAGES)) == (0, 1)
-        its = Ledger(with_auxiliary(), AUX, 64)
+        its = PartTracker(with_auxiliary(), AUX, 64)
         assert not its.holding
         assert its.contributors == [A, B]
         assert [its.expects(peer, CONTRIBUTIONS) for peer in (A, B)] == [1, 1]
         assert [its.expects(peer, AVERAGES) for peer in (A, B)] == [0, 0]
-        assert its.inbound_lanes == 2
 
     def test_an_observer_sends_no_contributions_and_receives_all_averages(self) -> None:
-        ledger = Ledger(with_observers(), A, 64)
+        ledger = PartTracker(with_observers(), A, 64)
         assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (B, AUX, LISTENER)] == [0, 0, 0]
         assert [ledger.expects(peer, AVERAGES) for peer in (B, AUX, LISTENER)] == [1, 1, 1]
-        its = Ledger(with_observers(), B, 64)
+        its = PartTracker(with_observers(), B, 64)
         assert its.holding
         assert its.contributors == [A]
         assert its.holders == [A, LISTENER]
@@ -90,7 +88,7 @@ class TestExpectations:
         assert [its.expects(peer, AVERAGES) for peer in (A, AUX, LISTENER)] == [2, 1, 1]
 
     def test_a_sole_contributor_averages_its_share_alone(self) -> None:
-        ledger = Ledger(with_observers(), A, 64)
+        ledger = PartTracker(with_observers(), A, 64)
         assert ledger.contributors == []
         assert ledger.holders == [B, LISTENER]
         for peer in (B, AUX, LISTENER):
@@ -100,7 +98,7 @@ class TestExpectations:
         assert ledger.complete
 
     def test_an_observer_is_complete_with_its_own_share_and_those_of_the_others(self) -> None:
-        ledger = Ledger(with_observers(), LISTENER, 64)
+        ledger = PartTracker(with_observers(), LISTENER, 64)
         for peer in (A, B, AUX):
             deliver(ledger, peer)
         assert not ledger.complete
@@ -109,24 +107,23 @@ class TestExpectations:
 
     def test_an_empty_share_needs_no_lane(self) -> None:
         shares = [0, PART_ELEMENTS, 0]
-        nothing_to_reduce = Ledger(three(shares), A, 64)
+        nothing_to_reduce = PartTracker(three(shares), A, 64)
         assert nothing_to_reduce.parts[A] == ()
         assert [nothing_to_reduce.expects(peer, CONTRIBUTIONS) for peer in (B, C)] == [0, 0]
         assert [nothing_to_reduce.expects(peer, AVERAGES) for peer in (B, C)] == [1, 0]
-        assert nothing_to_reduce.inbound_lanes == 1
-        everything = Ledger(three(shares), B, 64)
+        everything = PartTracker(three(shares), B, 64)
         assert [everything.expects(peer, AVERAGES) for peer in (A, C)] == [0, 0]
-        assert everything.inbound_lanes == 2
+        assert [everything.expects(peer, CONTRIBUTIONS) for peer in (A, C)] == [1, 1]
 
     def test_a_vector_without_elements_is_complete_at_once(self) -> None:
-        ledger = Ledger(three([0, 0, 0]), B, 64)
+        ledger = PartTracker(three([0, 0, 0]), B, 64)
         assert ledger.complete
-        assert ledger.inbound_lanes == 0
+        assert [ledger.expects(peer, lane) for peer in (A, C) for lane in Lane] == [0] * 2 * len(Lane)
 
     def test_every_expected_part_is_sent_by_a_member(self) -> None:
         for group in (three(), with_auxiliary(), with_observers(), three([0, 1, 0])):
             contributors = {member.peer_id for member in group.contributors}
-            ledgers = {member.peer_id: Ledger(group, member.peer_id, 64) for member in group.members}
+            ledgers = {member.peer_id: PartTracker(group, member.peer_id, 64) for member in group.members}
             for receiver, ledger in ledgers.items():
                 for sender, other in ledgers.items():
                     if sender == receiver:
@@ -138,7 +135,7 @@ class TestExpectations:
 
 class TestProgress:
     def test_parts_of_a_lane_are_due_in_order(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         assert ledger.due(B, CONTRIBUTIONS) == ledger.parts[A][0]
         assert ledger.due(B, CONTRIBUTIONS) == ledger.parts[A][0], "asking changed it"
         ledger.received(B, CONTRIBUTIONS)
@@ -147,7 +144,7 @@ class TestProgress:
         assert ledger.due(B, AVERAGES) == ledger.parts[B][0]
 
     def test_the_last_contribution_to_a_part_is_recognised(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         assert [
             ledger.received(B, CONTRIBUTIONS),  # part 0
             ledger.received(B, CONTRIBUTIONS),  # part 1
@@ -159,7 +156,7 @@ class TestProgress:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_each_part_is_averaged_once_for_any_order_of_arrival(self, seed: int) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         arrivals = [
             (peer, lane) for peer in (B, C) for lane in Lane for _ in range(ledger.expects(peer, lane))
         ]
@@ -176,7 +173,7 @@ class TestProgress:
 
     @pytest.mark.parametrize("lane", Lane)
     def test_a_part_after_the_last_is_refused(self, lane: Lane) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         for _ in range(ledger.expects(B, lane)):
             ledger.received(B, lane)
         for refused in (ledger.due, ledger.received):
@@ -199,13 +196,13 @@ class TestProgress:
     def test_a_part_that_no_member_owes_is_refused(
         self, group: Roster, me: str, sender: str, lane: Lane
     ) -> None:
-        ledger = Ledger(group, me, 64)
+        ledger = PartTracker(group, me, 64)
         with pytest.raises(RemoteProtocolError, match="came where none was due"):
             ledger.received(sender, lane)
-        assert ledger.owed_by(sender) == Ledger(group, me, 64).owed_by(sender)
+        assert ledger.owed_by(sender) == PartTracker(group, me, 64).owed_by(sender)
 
     def test_completeness_needs_the_own_share_too(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         deliver(ledger, B)
         deliver(ledger, C)
         assert not ledger.complete
@@ -215,7 +212,7 @@ class TestProgress:
         assert ledger.complete
 
     def test_completeness_needs_every_average(self) -> None:
-        ledger = Ledger(three(), C, 64)
+        ledger = PartTracker(three(), C, 64)
         ledger.received(A, CONTRIBUTIONS)
         ledger.received(B, CONTRIBUTIONS)
         ledger.averaged_own()
@@ -226,7 +223,7 @@ class TestProgress:
         assert ledger.complete
 
     def test_an_auxiliary_is_complete_with_its_own_share(self) -> None:
-        ledger = Ledger(with_auxiliary(), AUX, 64)
+        ledger = PartTracker(with_auxiliary(), AUX, 64)
         ledger.received(A, CONTRIBUTIONS)
         assert not ledger.complete
         assert ledger.received(B, CONTRIBUTIONS)
@@ -239,7 +236,7 @@ class TestAShareFromAnother:
     """The reducer is gone, and a member that has its averages passes them on."""
 
     def test_no_more_averages_are_due_from_the_reducer(self) -> None:
-        ledger = Ledger(three(), C, 64)
+        ledger = PartTracker(three(), C, 64)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1, "only its contribution"
         with pytest.raises(RemoteProtocolError, match="a part of averages came where none was due"):
@@ -248,13 +245,13 @@ class TestAShareFromAnother:
         assert ledger.owed_by(B) == 2, "another's share is as it was"
 
     def test_parts_that_had_come_do_not_count_twice(self) -> None:
-        ledger = Ledger(three(), C, 64)
+        ledger = PartTracker(three(), C, 64)
         ledger.received(A, AVERAGES)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1
 
     def test_a_share_is_lacking_until_all_of_it_has_come_from_any_member(self) -> None:
-        ledger = Ledger(three(), C, 64)
+        ledger = PartTracker(three(), C, 64)
         assert [ledger.lacks(peer) for peer in (A, B, C, "stranger")] == [True, True, False, False]
         ledger.received(A, AVERAGES)
         assert ledger.lacks(A)
@@ -264,13 +261,13 @@ class TestAShareFromAnother:
         assert not ledger.lacks(B)
 
     def test_receiving_a_share_twice_changes_nothing(self) -> None:
-        ledger = Ledger(three(), C, 64)
+        ledger = PartTracker(three(), C, 64)
         ledger.received_share(A)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1
 
     def test_a_passed_on_share_completes_the_result(self) -> None:
-        ledger = Ledger(three(), C, 64)
+        ledger = PartTracker(three(), C, 64)
         ledger.received(A, CONTRIBUTIONS)
         deliver(ledger, B)
         average_everything(ledger)
@@ -281,7 +278,7 @@ class TestAShareFromAnother:
     @pytest.mark.parametrize("elements", [0, 10])
     def test_an_auxiliarys_share_may_be_passed_on_even_if_empty(self, elements: int) -> None:
         group = roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], [10, 10, elements])
-        ledger = Ledger(group, A, 64)
+        ledger = PartTracker(group, A, 64)
         deliver(ledger, B)
         average_everything(ledger)
         ledger.received_share(AUX)
@@ -291,7 +288,7 @@ class TestAShareFromAnother:
 
 class TestOutOfTime:
     def test_the_reason_names_the_members_that_owe_parts(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         verdict = ledger.overdue(60.0)
         assert verdict.reason == (
             f"the exchange took longer than 60 s, waiting for {B} (3 parts), {C} (3 parts)"
@@ -304,7 +301,7 @@ class TestOutOfTime:
         assert (verdict.peer_id, verdict.hostile) == (C, False)
 
     def test_the_reason_names_no_member_if_only_the_own_share_is_missing(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         deliver(ledger, B)
         deliver(ledger, C)
         verdict = ledger.overdue(60.0)
@@ -312,19 +309,19 @@ class TestOutOfTime:
         assert verdict.peer_id is None
 
     def test_a_member_that_owes_a_contribution_is_named_first(self) -> None:
-        ledger = Ledger(three([5, TWO_PARTS, 5]), A, 64)
+        ledger = PartTracker(three([5, TWO_PARTS, 5]), A, 64)
         ledger.received(B, CONTRIBUTIONS)
         ledger.received(C, AVERAGES)
         assert (ledger.owed_by(B), ledger.owed_by(C)) == (2, 1)
         assert ledger.overdue(60.0).peer_id == C
 
     def test_the_member_that_owes_most_is_named(self) -> None:
-        ledger = Ledger(three(), A, 64)
+        ledger = PartTracker(three(), A, 64)
         ledger.received(B, CONTRIBUTIONS)
         assert ledger.overdue(60.0).peer_id == C
 
     def test_the_named_member_is_slow_and_not_hostile(self) -> None:
-        verdict = Ledger(three(), A, 64).overdue(60.0)
+        verdict = PartTracker(three(), A, 64).overdue(60.0)
         assert verdict.seconds == 60.0
         assert not verdict.hostile
 
@@ -332,9 +329,9 @@ class TestOutOfTime:
 class TestHoldsUp:
     """The contributor that a reducer waits for, while most others wait too."""
 
-    def ledger(self, parts: int = 12) -> Ledger:
+    def ledger(self, parts: int = 12) -> PartTracker:
         members = [candidate(index) for index in (0, 1, 2, 4)]
-        return Ledger(roster(members, [parts * PART_ELEMENTS, 0, 0, 0]), A, 64)
+        return PartTracker(roster(members, [parts * PART_ELEMENTS, 0, 0, 0]), A, 64)
 
     def came(self, *counts: int, parts: int = 12) -> str | None:
         ledger = self.ledger(parts)
@@ -358,5 +355,5 @@ class TestHoldsUp:
         assert self.came(0, 1, 1, parts=1) == B
 
     def test_none_that_is_the_only_one(self) -> None:
-        ledger = Ledger(roster([candidate(0), candidate(1)], [TWO_PARTS, 0]), A, 64)
+        ledger = PartTracker(roster([candidate(0), candidate(1)], [TWO_PARTS, 0]), A, 64)
         assert ledger.holds_up() is None

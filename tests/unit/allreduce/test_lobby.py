@@ -18,18 +18,18 @@ from p2pavg.allreduce.movers.lobby import (
     HowItEnded,
     InboundLane,
     Lanes,
-    Lobby,
+    StreamRouter,
 )
 from p2pavg.allreduce.movers.resting import REST_SECONDS
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.consensus.votes import Commit, Ping, Unknown, Vote, decode_vote
+from p2pavg.consensus.votes import MemberPing, ResultCommit, Unknown, Vote, decode_vote
 from p2pavg.net.framing import receive_message
 from p2pavg.net.transport import Buffer, DirectLane, Stream
 from tests.unit.allreduce.streams import SaidBefore, Silent
 
 GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32
 MOST_LANES = 128
-COMMIT = Commit(3, frozenset({0, 1}))
+COMMIT = ResultCommit(3, frozenset({0, 1}))
 
 
 def framed(message: bytes) -> bytes:
@@ -46,7 +46,7 @@ def opened(
 class Inbound:
     """Streams that are served, each in its own task, until the lobby releases them."""
 
-    def __init__(self, lobby: Lobby, nursery: trio.Nursery) -> None:
+    def __init__(self, lobby: StreamRouter, nursery: trio.Nursery) -> None:
         self.lobby = lobby
         self.refused: list[Stream] = []
         """Streams that broke the protocol."""
@@ -74,7 +74,7 @@ class Inbound:
 
 
 @asynccontextmanager
-async def inbound(lobby: Lobby) -> AsyncIterator[Inbound]:
+async def inbound(lobby: StreamRouter) -> AsyncIterator[Inbound]:
     async with trio.open_nursery() as nursery:
         yield Inbound(lobby, nursery)
         nursery.cancel_scope.cancel()
@@ -101,7 +101,7 @@ async def streams_of(lanes: Lanes) -> list[Stream | DirectLane]:
 
 class TestLanes:
     async def test_a_stream_of_an_unexpected_group_is_closed_at_once(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 await streams.come(
@@ -112,7 +112,7 @@ class TestLanes:
             assert await streams_of(group.lanes(0)) == await streams_of(group.controls) == []
 
     async def test_a_lane_is_kept_for_as_long_as_it_is_used(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 stream = opened(Lane.PASSED_ON, 0, reducer=3)
@@ -125,7 +125,7 @@ class TestLanes:
                 assert await streams.kept() == []
 
     async def test_lanes_come_in_their_order(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 lanes = [opened(Lane.CONTRIBUTIONS, remote=f"member {index}") for index in range(5)]
@@ -134,7 +134,7 @@ class TestLanes:
 
     async def test_a_lane_waits_for_its_attempt(self) -> None:
         """The first lane of an attempt may arrive before the member hears of the attempt."""
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 early, now = opened(Lane.CONTRIBUTIONS, 5), opened(Lane.CONTRIBUTIONS, 0)
@@ -145,7 +145,7 @@ class TestLanes:
                 assert early in await streams.kept()
 
     async def test_lanes_of_an_older_attempt_are_refused(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
             lanes = group.lanes(5)
@@ -156,7 +156,7 @@ class TestLanes:
             assert await streams_of(lanes) == []
 
     async def test_lanes_of_an_older_attempt_are_closed_in_use_or_waiting(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 used, waiting = opened(Lane.AVERAGES, 0), opened(Lane.AVERAGES, 3)
@@ -170,7 +170,7 @@ class TestLanes:
     @pytest.mark.parametrize("clean", [True, False])
     async def test_a_lane_of_an_older_attempt_that_was_taken_is_let_go_by_its_task(self, clean: bool) -> None:
         """If it was read to its end, its sender may use it for the next attempt."""
-        lobby, outcome = Lobby(), list[bool]()
+        lobby, outcome = StreamRouter(), list[bool]()
         with lobby.expect(GROUP) as group:
             lanes = group.lanes(0)
 
@@ -190,7 +190,7 @@ class TestLanes:
             assert outcome == [clean]
 
     async def test_a_control_stream_belongs_to_no_attempt(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 before, after = opened(Lane.CONTROL), opened(Lane.CONTROL)
@@ -201,7 +201,7 @@ class TestLanes:
                 assert await streams.kept() == [before, after]
 
     async def test_groups_do_not_mix(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as one, lobby.expect(OTHER_GROUP) as other:
             async with inbound(lobby) as streams:
                 first, second = opened(Lane.AVERAGES), opened(Lane.AVERAGES, group_id=OTHER_GROUP)
@@ -212,7 +212,7 @@ class TestLanes:
                 assert await streams.kept() == [second]
 
     async def test_each_arriving_stream_is_reported(self) -> None:
-        lobby, came = Lobby(), []
+        lobby, came = StreamRouter(), []
         with lobby.expect(GROUP, lambda group_id, peer_id: came.append((group_id, peer_id))):
             async with inbound(lobby) as streams:
                 await streams.come(
@@ -224,7 +224,7 @@ class TestLanes:
 
 class TestClosing:
     async def test_closing_a_group_closes_its_streams(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         group = lobby.expect(GROUP)
         async with inbound(lobby) as streams:
             every = [
@@ -240,7 +240,7 @@ class TestClosing:
             assert await streams.kept() == []
 
     async def test_streams_of_a_closed_group_are_not_expected(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP):
             pass
         assert lobby.groups == {}
@@ -249,20 +249,20 @@ class TestClosing:
             assert await streams.kept() == []
 
     async def test_a_group_is_closed_also_when_its_block_fails(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with pytest.raises(ValueError, match="of the block"), lobby.expect(GROUP):
             raise ValueError("of the block")
         assert lobby.groups == {}
 
     async def test_closing_twice_has_no_further_effect(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         group = lobby.expect(GROUP)
         group.close()
         group.close()
         assert lobby.groups == {}
 
     async def test_a_group_that_is_expected_again_is_not_closed_by_the_first(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         first = lobby.expect(GROUP)
         second = lobby.expect(GROUP)
         first.close()
@@ -282,7 +282,7 @@ class TestBounds:
         return lanes
 
     async def test_the_waiting_lanes_of_one_member_are_bounded(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
             async with inbound(lobby) as streams:
@@ -295,7 +295,7 @@ class TestBounds:
                 assert await streams.kept() == waiting + others
 
     async def test_refused_lanes_of_new_attempts_leave_nothing_behind(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
             async with inbound(lobby) as streams:
@@ -306,7 +306,7 @@ class TestBounds:
                 assert len(group._attempts) == before
 
     async def test_lanes_that_were_let_go_do_not_count(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
                 for attempt in range(0, 60, 5):
@@ -323,7 +323,7 @@ class TestBounds:
 
     async def test_lanes_of_the_attempt_that_runs_do_not_wait(self) -> None:
         """A member passes on the shares of lost members, each on its own lane."""
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             group.lanes(5)
             async with inbound(lobby) as streams:
@@ -337,7 +337,7 @@ class TestBounds:
 
     @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
     async def test_the_open_lanes_of_one_member_are_bounded(self, lane: Lane) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             group.lanes(5)
             async with inbound(lobby) as streams:
@@ -349,7 +349,7 @@ class TestBounds:
                 assert len(await streams.kept()) == MOST_LANES
 
     async def test_members_without_open_lanes_are_forgotten(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
             async with inbound(lobby) as streams:
@@ -364,12 +364,12 @@ class TestBounds:
 class TestHeaders:
     async def test_a_stream_without_a_header_is_closed(self, autojump_clock: MockClock) -> None:
         began = trio.current_time()
-        await Lobby().serve(Silent(b""))
-        await Lobby().serve(Silent(framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)))[:20]))
+        await StreamRouter().serve(Silent(b""))
+        await StreamRouter().serve(Silent(framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)))[:20]))
         assert trio.current_time() - began == pytest.approx(2 * HEADER_SECONDS)
 
     async def test_a_stream_that_closes_at_once_is_closed(self) -> None:
-        await Lobby().serve(SaidBefore(b""))
+        await StreamRouter().serve(SaidBefore(b""))
 
     @pytest.mark.parametrize(
         "said",
@@ -383,16 +383,16 @@ class TestHeaders:
         ids=["words", "more after it", "a short id", "too long", "empty"],
     )
     async def test_a_malformed_header_breaks_the_protocol(self, said: bytes) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP), pytest.raises(RemoteProtocolError):
             await lobby.serve(SaidBefore(said))
 
     async def test_no_more_is_read_than_a_header_has(self) -> None:
         with pytest.raises(RemoteProtocolError, match=f"1 to {MAX_HEADER_BYTES} are allowed"):
-            await Lobby().serve(SaidBefore(framed(b"x" * (MAX_HEADER_BYTES + 1))))
+            await StreamRouter().serve(SaidBefore(framed(b"x" * (MAX_HEADER_BYTES + 1))))
 
 
-async def answer(lobby: Lobby, remote: str = "a member", group_id: bytes = GROUP) -> Vote:
+async def answer(lobby: StreamRouter, remote: str = "a member", group_id: bytes = GROUP) -> Vote:
     """Return the answer to a peer that asks how a round ended."""
     stream = opened(Lane.ASK, group_id=group_id, remote=remote)
     assert isinstance(stream, SaidBefore)
@@ -411,18 +411,18 @@ def ended(vote: Vote, members: tuple[str, ...] = ("a member", "another")) -> How
 
 class TestAsking:
     async def test_the_answer_about_an_unknown_group_is_unknown(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(OTHER_GROUP):
             assert await answer(lobby) == Unknown()
 
     async def test_the_answer_about_a_running_group_is_a_ping(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP):
-            assert await answer(lobby) == Ping()
+            assert await answer(lobby) == MemberPing()
         assert await answer(lobby) == Unknown(), "it was closed, and its end was never told"
 
     async def test_the_outcome_is_told_to_the_groups_members(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP):
             lobby.remember(GROUP, ended(COMMIT))
         assert await answer(lobby, "a member") == COMMIT
@@ -431,19 +431,19 @@ class TestAsking:
         assert await answer(lobby, group_id=OTHER_GROUP) == Unknown()
 
     async def test_the_outcome_is_told_as_soon_as_it_is_known(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP):
             lobby.remember(GROUP, ended(COMMIT))
             assert await answer(lobby) == COMMIT
 
     async def test_a_later_outcome_replaces_the_earlier_answer(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         lobby.remember(GROUP, ended(Unknown()))
         lobby.remember(GROUP, ended(COMMIT))
         assert await answer(lobby) == COMMIT
 
     async def test_a_bounded_number_of_rounds_is_remembered(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         groups = [number.to_bytes(32, "big") for number in range(MAX_REMEMBERED + 3)]
         for group_id in groups:
             lobby.remember(group_id, ended(COMMIT))
@@ -459,11 +459,11 @@ class TestAsking:
                 await trio.sleep_forever()
 
         began = trio.current_time()
-        await Lobby().serve(Deaf(framed(encode_header(LaneHeader(GROUP, Lane.ASK)))))
+        await StreamRouter().serve(Deaf(framed(encode_header(LaneHeader(GROUP, Lane.ASK)))))
         assert trio.current_time() - began == pytest.approx(HEADER_SECONDS)
 
     async def test_the_group_is_told_who_asks(self) -> None:
-        lobby, asked = Lobby(), list[str]()
+        lobby, asked = StreamRouter(), list[str]()
         with lobby.expect(GROUP) as group:
             group.on_asked = asked.append
             await answer(lobby)
@@ -471,7 +471,7 @@ class TestAsking:
         assert asked == ["a member"]
 
     async def test_a_stream_of_votes_that_comes_after_the_end_is_told_of_it(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         lobby.remember(GROUP, ended(COMMIT))
         said = []
         for lane, remote in [
@@ -488,7 +488,7 @@ class TestAsking:
 
     async def test_a_stream_of_votes_of_a_round_that_has_just_ended_is_told_of_it(self) -> None:
         """The group is still expected, and its streams of votes may be read by no task any more."""
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             lobby.remember(GROUP, ended(COMMIT))
             stream = opened(Lane.CONTROL)
@@ -501,7 +501,7 @@ class TestAsking:
             assert decode_vote(message, 4) == COMMIT
 
     async def test_asking_costs_the_group_nothing(self) -> None:
-        lobby = Lobby()
+        lobby = StreamRouter()
         with lobby.expect(GROUP) as group:
             for _ in range(2 * MOST_LANES):
                 await answer(lobby)
@@ -525,7 +525,7 @@ class Dialogue(Silent):
         return await SaidBefore.receive_some(self, max_bytes)
 
 
-async def after_a_round(lobby: Lobby, served: Inbound, stream: Dialogue) -> None:
+async def after_a_round(lobby: StreamRouter, served: Inbound, stream: Dialogue) -> None:
     """Let a stream serve a round of votes to its end."""
     with lobby.expect(GROUP) as group:
         stream.say(Lane.CONTROL)
@@ -538,7 +538,7 @@ async def after_a_round(lobby: Lobby, served: Inbound, stream: Dialogue) -> None
 
 class TestResting:
     async def test_a_stream_of_votes_serves_one_round_after_another(self) -> None:
-        lobby, stream = Lobby(), Dialogue()
+        lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             await after_a_round(lobby, served, stream)
             with lobby.expect(OTHER_GROUP) as group:
@@ -548,7 +548,7 @@ class TestResting:
             assert await served.kept() == []  # the second round did not end with a last word
 
     async def test_a_stream_whose_round_had_no_last_word_is_closed(self) -> None:
-        lobby, stream = Lobby(), Dialogue()
+        lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             with lobby.expect(GROUP) as group:
                 stream.say(Lane.CONTROL)
@@ -558,7 +558,7 @@ class TestResting:
             assert await served.kept() == []
 
     async def test_a_stream_of_parts_serves_one_attempt(self) -> None:
-        lobby, stream = Lobby(), Dialogue()
+        lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             with lobby.expect(GROUP) as group:
                 stream.say(Lane.PARTS)
@@ -569,7 +569,7 @@ class TestResting:
             assert await served.kept() == []
 
     async def test_a_stream_rests_for_a_bounded_time(self, autojump_clock: MockClock) -> None:
-        lobby, stream = Lobby(), Dialogue()
+        lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             await after_a_round(lobby, served, stream)
             await trio.sleep(REST_SECONDS - 1.0)
@@ -578,7 +578,7 @@ class TestResting:
             assert await served.kept() == []
 
     async def test_votes_of_an_unexpected_group_close_the_stream(self) -> None:
-        lobby, stream = Lobby(), Dialogue()
+        lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             await after_a_round(lobby, served, stream)
             stream.say(Lane.CONTROL, OTHER_GROUP)
@@ -587,7 +587,7 @@ class TestResting:
 
     @pytest.mark.parametrize("lane", [lane for lane in Lane if lane is not Lane.CONTROL])
     async def test_anything_but_votes_on_a_resting_stream_breaks_the_protocol(self, lane: Lane) -> None:
-        lobby, stream = Lobby(), Dialogue()
+        lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             await after_a_round(lobby, served, stream)
             stream.say(lane)
@@ -595,7 +595,7 @@ class TestResting:
             assert served.refused == [stream]
 
     async def test_one_peer_has_few_resting_streams(self, autojump_clock: MockClock) -> None:
-        lobby, others = Lobby(), Dialogue("another")
+        lobby, others = StreamRouter(), Dialogue("another")
         streams = [Dialogue() for _ in range(MAX_RESTING_INBOUND + 1)]
         async with inbound(lobby) as served:
             for stream in [*streams, others]:

@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
 from p2pavg.allreduce.movers import lobby as lobby_module
-from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, InboundLane, Lanes, Lobby
+from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, InboundLane, Lanes, StreamRouter
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.transport import DirectLane
 from tests.unit.allreduce.laid import PairLane
@@ -53,7 +53,7 @@ class Served:
         """True if the lane may be used again."""
         return self.ended.is_set() and self.error is None
 
-    async def run(self, lobby: Lobby) -> None:
+    async def run(self, lobby: StreamRouter) -> None:
         try:
             await lobby.serve_lane(self.lane)
         except (RemoteProtocolError, StreamBrokenError) as error:
@@ -62,7 +62,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(lobby: Lobby, said: bytes) -> AsyncIterator[Served]:
+async def served(lobby: StreamRouter, said: bytes) -> AsyncIterator[Served]:
     with trio.fail_after(WATCHDOG_SECONDS), lane_with(said) as (lane, sender):
         async with trio.open_nursery() as nursery:
             found = Served(lane, sender)
@@ -77,7 +77,7 @@ async def next_of(lanes: Lanes) -> InboundLane:
 
 @pytest.mark.parametrize("kind", PARTS)
 async def test_a_lane_that_was_read_to_its_end_may_be_used_again(kind: Lane) -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         lanes = group.lanes(5)
         async with served(lobby, header(kind, 5, reducer=2)) as direct:
@@ -94,7 +94,7 @@ async def test_a_lane_that_was_read_to_its_end_may_be_used_again(kind: Lane) -> 
 
 async def test_a_lane_is_used_several_times() -> None:
     """The lobby reads nothing beyond a header: the following bytes belong to the task that takes the lane."""
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group, lane_with(header(Lane.PASSED_ON, 1) + b"parts") as (direct, sender):
         for turn in range(3):
             async with trio.open_nursery() as nursery:
@@ -110,7 +110,7 @@ async def test_a_lane_is_used_several_times() -> None:
 
 
 async def test_a_lane_with_unread_data_is_not_kept() -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         async with served(lobby, header(Lane.PARTS)) as direct:
             lane = await next_of(group.lanes(0))
@@ -125,7 +125,7 @@ async def waits(lanes: Lanes) -> None:
         await trio.sleep(0.001)
 
 
-ENDS: dict[str, Callable[[Lobby], object]] = {
+ENDS: dict[str, Callable[[StreamRouter], object]] = {
     "the group": lambda lobby: lobby.groups[GROUP].close(),
     "the group, with votes to say": lambda lobby: lobby.groups[GROUP].end(),
     "the attempt": lambda lobby: lobby.groups[GROUP].lanes(6),
@@ -134,10 +134,10 @@ ENDS: dict[str, Callable[[Lobby], object]] = {
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 async def test_a_lane_whose_attempt_ends_before_it_was_read_is_not_kept(
-    end: Callable[[Lobby], object],
+    end: Callable[[StreamRouter], object],
 ) -> None:
     """The sender has put parts on the lane, and the next use would read them as a header."""
-    lobby = Lobby()
+    lobby = StreamRouter()
     group = lobby.expect(GROUP)
     lanes = group.lanes(5)
     async with served(lobby, header(Lane.PARTS, 5)) as direct:
@@ -149,7 +149,7 @@ async def test_a_lane_whose_attempt_ends_before_it_was_read_is_not_kept(
 
 
 async def test_a_lane_waits_for_its_attempt() -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         group.lanes(0)
         async with served(lobby, header(Lane.PARTS, 5)) as direct:
@@ -160,7 +160,7 @@ async def test_a_lane_waits_for_its_attempt() -> None:
 
 
 async def test_a_lane_of_an_attempt_that_is_over_is_refused() -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         group.lanes(5)
         async with served(lobby, header(Lane.PARTS, 4)) as direct:
@@ -171,7 +171,7 @@ async def test_a_lane_of_an_attempt_that_is_over_is_refused() -> None:
 
 
 async def test_a_lane_of_a_group_that_is_not_expected_is_refused() -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         async with served(lobby, header(Lane.PARTS, group_id=OTHER_GROUP)) as direct:
             await direct.ended.wait()
@@ -183,7 +183,7 @@ async def test_a_lane_of_a_group_that_is_not_expected_is_refused() -> None:
 async def test_a_lane_with_a_ticket_is_taken_only_from_the_peer_to_which_it_was_given(
     holder: str | None,
 ) -> None:
-    lobby, read = Lobby(), []
+    lobby, read = StreamRouter(), []
 
     async def take(lane: DirectLane) -> bool:
         read.append(await lane.receive_exactly(2))
@@ -199,7 +199,7 @@ async def test_a_lane_with_a_ticket_is_taken_only_from_the_peer_to_which_it_was_
 
 
 async def test_a_lane_with_a_ticket_that_was_not_read_to_its_end_is_not_kept() -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
 
     async def take(_lane: DirectLane) -> bool:
         await trio.lowlevel.checkpoint()
@@ -213,7 +213,7 @@ async def test_a_lane_with_a_ticket_that_was_not_read_to_its_end_is_not_kept() -
 
 @pytest.mark.parametrize("kind", sorted(set(Lane) - {*PARTS, Lane.STATE}))
 async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         async with served(lobby, header(kind)) as direct:
             await direct.ended.wait()
@@ -234,7 +234,7 @@ async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
     ids=["words", "more in it", "a short id", "empty", "too long", "much too long"],
 )
 async def test_a_malformed_header_breaks_the_protocol(said: bytes) -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP):
         async with served(lobby, said) as direct:
             await direct.ended.wait()
@@ -243,7 +243,7 @@ async def test_a_malformed_header_breaks_the_protocol(said: bytes) -> None:
 
 @pytest.mark.parametrize("length", [2, 20])
 async def test_a_header_that_ends_half_way_is_a_broken_lane(length: int) -> None:
-    async with served(Lobby(), header(Lane.PARTS)[:length]) as direct:
+    async with served(StreamRouter(), header(Lane.PARTS)[:length]) as direct:
         direct.sender.shutdown(socket.SHUT_WR)
         await direct.ended.wait()
         assert isinstance(direct.error, StreamBrokenError)
@@ -254,7 +254,7 @@ async def test_a_header_that_never_comes_is_not_waited_for(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lobby_module, "HEADER_SECONDS", 0.05)
-    async with served(Lobby(), header(Lane.PARTS)[:length]) as direct:
+    async with served(StreamRouter(), header(Lane.PARTS)[:length]) as direct:
         await direct.ended.wait()
         assert isinstance(direct.error, StreamBrokenError)
         assert "sent no header within" in str(direct.error)
@@ -264,14 +264,14 @@ async def test_a_header_that_never_comes_is_not_waited_for(
 async def test_a_cancellation_during_a_header_drops_the_lane() -> None:
     with trio.fail_after(WATCHDOG_SECONDS), lane_with(header(Lane.PARTS)[:20]) as (direct, sender):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(Lobby().serve_lane, direct)
+            nursery.start_soon(StreamRouter().serve_lane, direct)
             await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         assert sender.recv(1) == b""
 
 
 async def test_direct_lanes_count_as_any_other() -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with lobby.expect(GROUP) as group:
         group.lanes(0)
         group._lanes_of["a member"] = MAX_WAITING_LANES

@@ -11,12 +11,12 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.inputs import Coming
+from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.loop_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, LoopUse, is_small
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.group.aggregation import Aggregation, Median
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg_compression import resolve_codec
 from tests.unit.allreduce.laid import Takes
@@ -46,7 +46,7 @@ def moves(
     limit: RateLimit | None = None,
     members: int = 4,
 ) -> bool:
-    parts = [Part(0, 0, elements // 2), Part(0, 0, elements - elements // 2)]
+    parts = [SharePart(0, 0, elements // 2), SharePart(0, 0, elements - elements // 2)]
     chosen = cast(RunContext, context or Context())
     return is_small(lane, parts, members, chosen, RateLimit(None) if limit is None else limit)
 
@@ -105,12 +105,12 @@ class Halfway(Takes):
 async def test_an_attempt_that_ends_in_the_middle_of_a_part_keeps_what_has_come() -> None:
     """The next attempt goes on there, to the byte."""
     payload, half = bytearray(300_000), bytes(range(200)) * 750
-    coming = Coming(0, memoryview(payload))
+    coming = IncomingPart(0, memoryview(payload))
     use = LoopUse(Halfway(half), cast(Any, None), RateLimit(None), cast(Any, None))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(
             use._take,
-            Step(Lane.CONTRIBUTIONS, Part(0, 0, 75_000), after=None, last=False, ends=False),
+            Step(Lane.CONTRIBUTIONS, SharePart(0, 0, 75_000), after=None, last=False, ends=False),
             coming,
         )
         await wait_all_tasks_blocked()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from p2pavg.allreduce.errors import FalseNormError, UndecodableError
 from p2pavg.allreduce.norm_check import SLACK, NormCheck, vector_norm
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.group.aggregation import Median, RobustRule
 from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 from tests.unit.group.samples import SIGNERS, candidate, roster
@@ -79,10 +79,10 @@ def test_no_codec_makes_an_honest_member_a_liar(codec: Codec, values: NDArray[np
     check_of(vector_norm(vector), 1.0).take(IDS[0], decoded)
 
 
-def contributions(*rows: Sequence[float], factors: Sequence[float]) -> list[Contribution]:
+def contributions(*rows: Sequence[float], factors: Sequence[float]) -> list[PartContribution]:
     """Return contributions of which the first is the reducer's own."""
     return [
-        Contribution(IDS[index], 1.0, row if index == 0 else row.numpy().tobytes(), factor)
+        PartContribution(IDS[index], 1.0, row if index == 0 else row.numpy().tobytes(), factor)
         for index, (row, factor) in enumerate(zip(map(torch.tensor, rows), factors, strict=True))
     ]
 

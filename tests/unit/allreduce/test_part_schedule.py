@@ -37,6 +37,15 @@ def test_last_steps_of_each_kind_and_the_end_of_the_lane_are_marked() -> None:
     assert outgoing([], []) == []
 
 
+def test_a_relay_ends_the_share_of_each_reducer_that_it_passes_on() -> None:
+    """A signature of the reducer follows each share, not only the last one on the lane."""
+    third = cut_into_parts(100, 120, 1, 10)
+    averages = [*CAME, *(("third", part) for part in third)]
+    for steps in (incoming(MINE, averages), outgoing(MINE, [(*average, None) for average in averages])):
+        assert [step.part for step in steps if step.last] == [MINE[-1], THEIRS[-1], third[-1]]
+        assert [step for step in steps if step.ends] == steps[-1:]
+
+
 def test_both_ends_of_a_lane_move_the_same_parts_in_the_same_order() -> None:
     sent, received = outgoing(THEIRS, MADE), incoming(THEIRS, [("me", part) for part in MINE])
     assert [(step.kind, step.part) for step in sent] == [(step.kind, step.part) for step in received]

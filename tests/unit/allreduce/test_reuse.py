@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.movers.reuse import START, Mark, Received, goes_on_at, has_come, same_parts
-from p2pavg.group.shares import Part, cut_into_parts
+from p2pavg.allreduce.movers.reuse import START, Received, ResumeMark, goes_on_at, has_come, same_parts
+from p2pavg.group.shares import SharePart, cut_into_parts
 
 BEFORE = cut_into_parts(0, 40, 1, 10)
-LONGER = (*BEFORE, Part(4, 90, 97))
-OTHER = (*BEFORE[:2], Part(2, 50, 60))
+LONGER = (*BEFORE, SharePart(4, 90, 97))
+OTHER = (*BEFORE[:2], SharePart(2, 50, 60))
 
 
 def nbytes(elements: int) -> int:
@@ -32,23 +32,23 @@ def test_parts_are_the_same_up_to_the_first_difference() -> None:
     ("told", "sent", "now", "expected"),
     [
         (START, 4, LONGER, START),
-        (Mark(1, 7), 4, LONGER, Mark(1, 7)),
-        (Mark(4, 0), 4, LONGER, Mark(4, 0)),
+        (ResumeMark(1, 7), 4, LONGER, ResumeMark(1, 7)),
+        (ResumeMark(4, 0), 4, LONGER, ResumeMark(4, 0)),
         # A signature of the new attempt has to follow a part.
-        (Mark(4, 0), 4, BEFORE, Mark(3, 20)),
+        (ResumeMark(4, 0), 4, BEFORE, ResumeMark(3, 20)),
         # What is another part now is sent from its beginning.
-        (Mark(2, 7), 4, OTHER, Mark(2, 0)),
-        (Mark(3, 7), 4, OTHER, Mark(2, 0)),
+        (ResumeMark(2, 7), 4, OTHER, ResumeMark(2, 0)),
+        (ResumeMark(3, 7), 4, OTHER, ResumeMark(2, 0)),
         # A reducer that claims more than was sent is not believed.
-        (Mark(3, 7), 2, LONGER, Mark(2, 0)),
-        (Mark(2, 7), 2, LONGER, Mark(2, 0)),
-        (Mark(9, 7), 0, LONGER, START),
-        (Mark(1, 21), 4, LONGER, Mark(1, 0)),
-        (Mark(1, 7), 4, (), START),
+        (ResumeMark(3, 7), 2, LONGER, ResumeMark(2, 0)),
+        (ResumeMark(2, 7), 2, LONGER, ResumeMark(2, 0)),
+        (ResumeMark(9, 7), 0, LONGER, START),
+        (ResumeMark(1, 21), 4, LONGER, ResumeMark(1, 0)),
+        (ResumeMark(1, 7), 4, (), START),
     ],
 )
 def test_a_contributor_goes_on_where_the_reducer_says(
-    told: Mark, sent: int, now: tuple[Part, ...], expected: Mark
+    told: ResumeMark, sent: int, now: tuple[SharePart, ...], expected: ResumeMark
 ) -> None:
     assert goes_on_at(told, sent, BEFORE, now, nbytes) == expected
 
@@ -61,12 +61,12 @@ def test_a_contributor_goes_on_where_the_reducer_says(
     st.integers(0, 20),
 )
 def test_a_reducer_keeps_whatever_it_has_told(
-    parts: int, begun: int, now: tuple[Part, ...], more: int, further: int
+    parts: int, begun: int, now: tuple[SharePart, ...], more: int, further: int
 ) -> None:
     """More may come between its word and the new attempt. An honest contributor never goes on later than that."""
     begun = begun if parts < 4 else 0
-    told = Mark(parts, begun)
-    kept = max(told, Mark(more, further if more < 4 else 0))
+    told = ResumeMark(parts, begun)
+    kept = max(told, ResumeMark(more, further if more < 4 else 0))
     mark = has_come(came(*kept), BEFORE, now, nbytes)
     assert goes_on_at(told, 4, BEFORE, now, nbytes) <= mark
     assert not now or mark.parts < len(now), "a signature has to follow a part"

@@ -12,9 +12,10 @@ import torch
 
 from p2pavg.allreduce import robust
 from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.reduction import Contribution, average_part
-from p2pavg.allreduce.robust import combine, merge_exchange
-from p2pavg.base.weights import lower_median, units_of
+from p2pavg.allreduce.reduction import PartContribution, average_part
+from p2pavg.allreduce.robust import combine, largest_kept, merge_exchange
+from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.base.weights import bounded_weights, lower_median, units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
 from p2pavg_compression import MAX_MAGNITUDE, Blockwise8, Codec, Fp32
 
@@ -69,6 +70,35 @@ def test_trimmed_mean_is_its_definition(weights: list[float], fraction: float) -
         for at in range(len(found))
     ]
     torch.testing.assert_close(found.double(), torch.tensor(exact, dtype=torch.float64), rtol=0, atol=3e-5)
+
+
+@rules
+@weighted
+def test_rounding_is_in_proportion_to_what_is_kept(rule: RobustRule, weights: list[float]) -> None:
+    """Rows in another order are summed otherwise. One row is huge."""
+    rows = [*drawn(len(weights) - 1), torch.full((50,), 1e30)]
+    kept = largest_kept(rule, rows, weights)
+    back = combined(rule, rows[::-1], weights[::-1])
+    assert bool(((combined(rule, rows, weights) - back).abs() <= 2**-20 * kept).all())
+
+
+LARGEST: list[tuple[RobustRule, list[float], list[float], float]] = [
+    (TrimmedMean(0.25), [4.0, -9.0, 2.0, 100.0], [1.0] * 4, 4.0),
+    (TrimmedMean(0.25), [4.0, -9.0, 2.0, 100.0], [1.0, 1.0, 1.0, 2.0], 100.0),
+    (TrimmedMean(0.4), [4.0, -9.0, 2.0, 100.0], [1.0, 2.0, 1.0, 1.0], 9.0),
+    (Median(), [1.0, -3.0, 100.0], [1.0] * 3, 1.0),
+    (Median(), [1.0, -3.0, 2.0, 100.0], [1.0] * 4, 2.0),
+    (Median(), [7.0], [1.0], 7.0),
+    # The distances from the median, 1, are 0, 4 and 99: of the last, 4 is left, and of the center, 1.
+    (CenteredClip(1.0, 1), [1.0, -3.0, 100.0], [1.0] * 3, 5.0),
+]
+
+
+@pytest.mark.parametrize(("rule", "values", "weights", "largest"), LARGEST)
+def test_the_largest_that_is_kept(
+    rule: RobustRule, values: list[float], weights: list[float], largest: float
+) -> None:
+    assert float(largest_kept(rule, [torch.tensor([value]) for value in values], weights)) == largest
 
 
 GOLDEN: list[tuple[RobustRule, list[float], list[float], float]] = [
@@ -160,6 +190,24 @@ def test_units_are_even_and_proportional() -> None:
     assert units_of([5e-324] * 2) == [2**21] * 2
 
 
+def test_no_weight_counts_more_than_the_median_weight() -> None:
+    assert bounded_weights([3.0, 1.0, 2.0]) == [2.0, 1.0, 2.0]
+    assert bounded_weights([1.0, 1e15]) == [1.0, 1.0]
+    assert bounded_weights([1e15, 4.0, 1.0, 2.0]) == [2.0, 2.0, 1.0, 2.0]
+    assert bounded_weights([7.0]) == [7.0]
+
+
+@pytest.mark.parametrize("rule", [TrimmedMean(0.25), Median(), CenteredClip()], ids=lambda rule: rule.text)
+@pytest.mark.parametrize("honest", [3, 8])
+def test_one_liar_that_claims_the_largest_weight_counts_as_one_peer(rule: RobustRule, honest: int) -> None:
+    """Without the bound, a weight of 1e15 makes the liar's values the median of any group: -6.9 in place of 1.0."""
+    contributions = [PartContribution(str(index), 16.0, torch.full((8,), 1.0)) for index in range(honest)]
+    contributions.insert(1, PartContribution("liar", MAX_WEIGHT, torch.full((8,), -6.9)))
+    out = torch.empty(8)
+    average_part(Fp32(), contributions, math.fsum(each.weight for each in contributions), out, robust=rule)
+    assert torch.equal(out, torch.ones(8))
+
+
 def test_lower_median() -> None:
     assert lower_median([3.0, 1.0, 2.0], [1.0] * 3) == 2.0
     assert lower_median([3.0, 1.0, 2.0, 4.0], [1.0] * 4) == 2.0
@@ -194,7 +242,7 @@ def test_the_reducers_own_contribution_counts_as_the_others(
     results = []
     for own in (None, 0, 6):
         contributions = [
-            Contribution(str(index), weight, row if index == own else bytearray(codec.encode(row)))
+            PartContribution(str(index), weight, row if index == own else bytearray(codec.encode(row)))
             for index, (row, weight) in enumerate(zip(rows, weights, strict=True))
         ]
         out = torch.empty(128)
@@ -202,14 +250,14 @@ def test_the_reducers_own_contribution_counts_as_the_others(
         assert torch.equal(codec.decode(bytes(payload), 128), out)
         results.append(out)
     if codec.is_identity:
-        assert torch.equal(results[0], combined(rule, rows, weights))
+        assert torch.equal(results[0], combined(rule, rows, bounded_weights(weights)))
         assert all(torch.equal(results[0], result) for result in results)
 
 
 def test_a_part_that_does_not_decode_names_its_sender() -> None:
     contributions = [
-        Contribution("honest", 1.0, torch.ones(4)),
-        Contribution("liar", 1.0, torch.tensor([1.0, math.nan, 1.0, 1.0]).numpy().tobytes()),
+        PartContribution("honest", 1.0, torch.ones(4)),
+        PartContribution("liar", 1.0, torch.tensor([1.0, math.nan, 1.0, 1.0]).numpy().tobytes()),
     ]
     with pytest.raises(BadContributionError, match="liar") as caught:
         average_part(Fp32(), contributions, 2.0, torch.empty(4), robust=Median())

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.routes import Routes
-from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.reduction import PartTracker
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
@@ -32,10 +32,10 @@ def group(names: list[str], watching: frozenset[int] = frozenset()) -> Roster:
     return roster(members, CUT(members), observers=[members[index] for index in watching])
 
 
-def ledgers(whole: Roster) -> tuple[dict[str, Ledger], Routes]:
+def ledgers(whole: Roster) -> tuple[dict[str, PartTracker], Routes]:
     """Return the ledger of each member, and the routes that all of them compute."""
     sites = sites_of(whole.members)
-    found = {member.peer_id: Ledger(whole, member.peer_id, 64, sites) for member in whole.members}
+    found = {member.peer_id: PartTracker(whole, member.peer_id, 64, sites) for member in whole.members}
     return found, next(iter(found.values())).routes
 
 
@@ -132,7 +132,7 @@ def test_one_site_is_a_butterfly() -> None:
     found, routes = ledgers(whole)
     assert routes.are_direct
     for peer_id, ledger in found.items():
-        plain = Ledger(whole, peer_id, 64)
+        plain = PartTracker(whole, peer_id, 64)
         assert ledger.tasks == plain.tasks == plain.parts[peer_id]
         assert (ledger.first_own, ledger.forwards) == (0, [])
         assert ledger.feeders == [each for each in plain.parts if each != peer_id]
@@ -156,7 +156,7 @@ def test_a_relay_passes_on_what_has_come_by_any_way(whole_share: bool) -> None:
     me = next(iter(found))
     ledger = found[me]
     ready: list[int] = []
-    values = Values(
+    values = AttemptData(
         ledger=ledger,
         codec=Fp32(),
         vector=torch.zeros(ELEMENTS),

@@ -11,9 +11,9 @@ import torch
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader
 from p2pavg.allreduce.movers.lane_driver import TURN_BYTES, UNSENT_BYTES, UNSENT_IN_TURNS_BYTES, DirectUse
 from p2pavg.allreduce.part_schedule import outgoing
-from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.turns import Turns
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.milestones import Milestone
 from p2pavg.net.limits.rate import RateLimit
@@ -74,8 +74,8 @@ class Sender:
     def __init__(self, turns: Turns | None) -> None:
         group = roster([candidate(index, weight=1.0) for index in range(3)], [SHARE] * 3)
         self._turns = turns
-        self._ledger = Ledger(group, ME, Fp32().granularity)
-        self._values = Values(
+        self._ledger = PartTracker(group, ME, Fp32().granularity)
+        self._values = AttemptData(
             ledger=self._ledger,
             codec=Fp32(),
             vector=torch.zeros(3 * SHARE),

@@ -22,7 +22,7 @@ from p2pavg.allreduce.values import check_index
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part
+from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec, Fp32
 from tests.unit.allreduce.held import (
@@ -88,13 +88,13 @@ def test_contributions_that_are_not_averaged_yet_do_not_count() -> None:
     assert held.complete
 
 
-def test_waiting_contributions_are_counted_until_they_are_averaged() -> None:
+def test_contributions_wait_until_their_part_is_averaged() -> None:
     held = Held(Fp32())
     for index in range(3):
         held.contribute(1, index)
-    assert (held.waiting(IDS[1]), held.waiting(IDS[2])) == (3, 0)
+    assert [len(held._inputs.waiting(index)) for index in range(4)] == [1, 1, 1, 0]
     held.contribute(2, 0)
-    assert (held.waiting(IDS[1]), held.waiting(IDS[2])) == (2, 0)
+    assert [len(held._inputs.waiting(index)) for index in range(4)] == [0, 1, 1, 0]
     assert [held.is_ready(index) for index in range(4)] == [True, False, False, False]
     assert held.ready == [0]
 
@@ -133,9 +133,9 @@ def test_a_thread_that_waits_for_an_average_is_woken() -> None:
 
 
 def test_a_part_that_is_not_due_is_refused_by_name() -> None:
-    check_index(3, Part(3, 0, 1))
+    check_index(3, SharePart(3, 0, 1))
     with pytest.raises(RemoteProtocolError, match="part 4 came where part 3 was due"):
-        check_index(4, Part(3, 0, 1))
+        check_index(4, SharePart(3, 0, 1))
 
 
 # -- exact bits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,19 +32,18 @@ CERTIFICATE: dict[str, tuple[list[str], bool, object]] = {
     "output": (["--output", "-o"], False, None),
 }
 LINK: dict[str, tuple[list[str], bool, object]] = {
-    "listen": (["--listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
+    "listen": (["--listen"], True, []),
     "bootstrap": (["--bootstrap"], True, []),
     "identity": (["--identity"], False, None),
     "certificate": (["--certificate"], False, None),
     "delegate": (["--delegate"], False, False),
+    "name": (["--name"], False, ""),
     "bandwidth": (["--bandwidth"], False, None),
     "max_upload_mbps": (["--max-upload-mbps"], False, None),
     "max_download_mbps": (["--max-download-mbps"], False, None),
     "announce": (["--announce"], True, []),
     "port_mapping": (["--port-mapping"], False, True),
     "relay_mbps": (["--relay-mbps"], False, 10.0),
-    "attach": (["--attach"], False, None),
-    "site": (["--site"], False, ""),
     "home": (["--home"], False, None),
     "config": (["--config"], False, None),
     "verbose": (["--verbose", "-v"], False, False),
@@ -77,6 +75,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
     "peer": LINK
     | {
         "run_id": (["--run-id"], False, None),
+        "open_run": (["--open", "--open-run"], False, False),
         "run": (["--run"], False, None),
         "monitor": (["--monitor"], False, None),
     },
@@ -90,7 +89,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "terminal": (["--terminal"], False, False),
         "certificate": (["--certificate"], False, None),
         "identity": (["--identity"], False, None),
-        "peer_listen": (["--peer-listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
+        "peer_listen": (["--peer-listen"], True, []),
         "config": (["--config"], False, None),
         "log_format": (["--log-format"], False, LogFormat.TEXT),
         "log_level": (["--log-level"], False, LogLevel.WARNING),
@@ -128,7 +127,10 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "relay_mbps": (["--relay-mbps"], False, None),
         "strategy": (["--strategy"], False, None),
         "bootstrap": (["--bootstrap"], True, []),
-        "output": (["--output", "-o"], False, Path()),
+        "address": (["--address"], False, None),
+        "count": (["--count"], False, 1),
+        "days": (["--days"], False, 7.0),
+        "output": (["--output", "-o"], False, None),
     },
     "run invite": CERTIFICATE,
     "run delegate": CERTIFICATE,
@@ -160,11 +162,6 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "certificate_days": (["--certificate-days"], False, None),
         "role": (["--role"], True, []),
         "max_weight": (["--max-weight"], False, None),
-    },
-    "run join": {
-        "link": (["link"], False, None),
-        "identity": (["--identity"], False, None),
-        "output": (["--output", "-o"], False, Path()),
     },
     "checkpoint show": {"file": (["file"], False, None)},
     "checkpoint verify": {"file": (["file"], False, None)},
@@ -226,8 +223,7 @@ def test_required_arguments() -> None:
         "run publish": {"run_file"},
         "run rotate": {"run_file", "output"},
         "run show": {"file"},
-        "run link": {"run_file", "certificate", "identity", "address"},
-        "run join": {"link", "identity"},
+        "run link": {"run_file"},
         "checkpoint show": {"file"},
         "checkpoint verify": {"file"},
         "checkpoint export": {"file", "output"},
@@ -239,10 +235,17 @@ class LeftError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("given", "bandwidth", "upload", "download"),
+    ("given", "bandwidth", "upload", "download", "name"),
     [
-        ([], None, None, None),
-        (["--bandwidth", "50", "--max-upload-mbps", "8.5", "--max-download-mbps", "40"], 50.0, 8.5, 40.0),
+        ([], None, None, None, ""),
+        (
+            [
+                *("--bandwidth", "50", "--max-upload-mbps", "8.5", "--max-download-mbps", "40"),
+                "--name",
+                "garage",
+            ],
+            *(50.0, 8.5, 40.0, "garage"),
+        ),
     ],
 )
 def test_link_options_reach_the_auxiliary(
@@ -251,10 +254,11 @@ def test_link_options_reach_the_auxiliary(
     bandwidth: float | None,
     upload: float | None,
     download: float | None,
+    name: str,
 ) -> None:
     heard: dict[str, Any] = {}
 
-    async def record_and_leave(peer: p2pavg.Peer, run_id: str, **how: float | None) -> None:
+    async def record_and_leave(peer: p2pavg.Peer, run_id: str, **how: object) -> None:
         heard.update(how, run_id=run_id)
         raise LeftError
 
@@ -269,6 +273,7 @@ def test_link_options_reach_the_auxiliary(
         "max_upload_mbps": upload,
         "max_download_mbps": download,
         "access": None,
+        "name": name,
     }
 
 
@@ -318,15 +323,3 @@ async def test_out_of_range_options_are_refused_like_an_averagers(name: str) -> 
     async with simulated_peers(MemoryNetwork(), 1) as (peer,):
         with pytest.raises(p2pavg.ConfigError, match=rf"^{name} must be a number (above 0|from 0.1 to)"):
             await assist(peer, "sim", **{name: -1.0})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("site", "attach", "words"),
-    [("lab-a", None, "site needs attach"), ("\n", "/tmp/a.sock", "site must be a name of at most 32 bytes")],
-)
-def test_a_site_is_of_attached_processes(site: str, attach: str | None, words: str) -> None:
-    options = daemon.DaemonOptions(
-        listen=[], bootstrap=[], identity=None, run_id=None, site=site, attach=attach
-    )
-    with pytest.raises(p2pavg.ConfigError, match=words):
-        options.check()

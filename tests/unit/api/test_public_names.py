@@ -13,13 +13,11 @@ import pytest
 
 import p2pavg
 from p2pavg import blocking, population, strategies
-from p2pavg.attached import AttachedAverager
 
 NAMES = [
     "NF4",
     "AccumulateError",
     "AddressError",
-    "AttachError",
     "Audits",
     "AveragingConfig",
     "BehindError",
@@ -58,6 +56,7 @@ NAMES = [
     "Reachability",
     "RoundResult",
     "RunAccess",
+    "RunEndedError",
     "RunFile",
     "RunPeer",
     "Star",
@@ -66,8 +65,8 @@ NAMES = [
     "Tensors",
     "TopK",
     "TrimmedMean",
-    "attach",
     "blocking",
+    "join_run",
     "open_peer",
     "read_run_file",
     "verify_certificate",
@@ -75,7 +74,6 @@ NAMES = [
 
 POPULATION_NAMES = [
     "Ancestor",
-    "Ballot",
     "Choice",
     "Decision",
     "Generation",
@@ -85,17 +83,10 @@ POPULATION_NAMES = [
     "Population",
     "PopulationSettings",
     "Standing",
-    "TeamHistory",
-    "TeamPopulation",
-    "TeamReport",
-    "TeamWord",
-    "TrioPopulation",
     "Uniform",
     "Word",
-    "check_ballot",
     "check_decision",
     "decide",
-    "open_population",
 ]
 
 STRATEGY_NAMES = [
@@ -119,27 +110,22 @@ DECLARE = "(self, tensors: 'Given') -> 'None'"
 STEP = (
     "(self, *, wait: 'float | None', state: 'bytes' = b'', observe: 'bool' = False, "
     "group_size: 'int | None' = None, contributors: 'int' = 0, "
-    "meeting: 'Meeting | Sequence[Stage] | None' = None) -> 'RoundResult'"
+    "meeting: 'SearchPlace | Sequence[SearchStage] | None' = None) -> 'RoundResult'"
 )
 
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (
         p2pavg.open_peer,
-        "(*, listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), bootstrap: 'Sequence[str]' = (), "
+        "(*, listen: 'Sequence[str]' = ('/ip4/127.0.0.1/tcp/0',), bootstrap: 'Sequence[str]' = (), "
         "identity: 'str | os.PathLike[str] | None' = None, announce: 'Sequence[str]' = (), "
         "port_mapping: 'bool' = True, relay_mbps: 'float' = 10.0) -> 'AsyncIterator[Peer]'",
     ),
     (
         blocking.open_averager,
         "(config: 'AveragingConfig', *, bootstrap: 'Sequence[str]' = (), "
-        "listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), "
+        "listen: 'Sequence[str] | None' = None, "
         "identity: 'str | os.PathLike[str] | None' = None, announce: 'Sequence[str]' = (), "
         "port_mapping: 'bool' = True, relay_mbps: 'float' = 10.0) -> 'Iterator[Averager]'",
-    ),
-    (
-        p2pavg.attach,
-        "(address: 'str | os.PathLike[str]', *, name: 'str | None' = None, timeout: 'float' = 15.0) -> "
-        "'Iterator[AttachedPeer]'",
     ),
     (p2pavg.Peer.averager, "(self, config: 'AveragingConfig') -> 'AsyncIterator[DecentralizedAverager]'"),
     (p2pavg.DecentralizedAverager.declare, DECLARE),
@@ -172,12 +158,14 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("tags", "tuple[str, ...]", ()),
             ("max_weight", "float | None", None),
             ("access", "RunAccess | None", None),
+            ("open_run", "bool", False),
             ("robust", "str | RobustRule | None", None),
             ("max_norm", "float | None", None),
             ("audit", "str | Audits", "after"),
             ("topology", "str | Topology", "butterfly"),
             ("name", "str", ""),
             ("strategy", "str", ""),
+            ("files", "PeerFiles | None", None),
         ],
     ),
     (
@@ -342,22 +330,20 @@ def test_both_averagers_have_the_same_methods() -> None:
         "statuses": "property",
         "subscribe": "method",
         "members": "method",
+        "is_connected": "method",
     }
-    own = {"aclose": "method", "accumulate_vector": "method"}
+    own = {"aclose": "method"}
     assert public_names(p2pavg.DecentralizedAverager) == common | own
     assert public_names(blocking.Averager) == common | {
         "config": "property",
-        "certifies": "method",
-        "has_places": "property",
+        "catch_up": "method",
+        "close": "method",
         "beside": "method",
         "open_sibling": "method",
+        "end": "method",
+        "last_words": "method",
+        "on_end": "method",
     }
-
-
-def test_an_attached_averager_has_its_own_of_everything() -> None:
-    """An inherited one would ask a peer that it does not have."""
-    for name in public_names(blocking.Averager):
-        assert name in vars(AttachedAverager), name
 
 
 def test_peer_has_an_id_and_addresses() -> None:
@@ -378,24 +364,6 @@ def test_fields(of: Any, fields: list[tuple[str, str, object]]) -> None:
     parameters = inspect.signature(of).parameters.values()
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
     assert of.__dataclass_params__.frozen
-
-
-def test_success_has_peers_count() -> None:
-    success = p2pavg.Success(
-        averaged=[],
-        peers=("a", "b"),
-        weights={"a": 1.0, "b": 2.0},
-        total_weight=3.0,
-        compression_ratio=1.0,
-        bytes_sent=1,
-        bytes_received=1,
-        duration=1.0,
-        exchange_duration=0.5,
-        group_id="00",
-        share=(0, 1),
-        auxiliaries=("c",),
-    )
-    assert success.peers_count == 2
 
 
 @pytest.mark.parametrize(("error", "also"), ERRORS, ids=lambda value: value.__name__)

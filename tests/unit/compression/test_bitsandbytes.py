@@ -7,6 +7,7 @@ minus 2.1e-5 for everything, zeros included; this package sends the nearest leve
 """
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -135,3 +136,21 @@ def test_the_call_for_gpu_tensors(block_size: int) -> None:
     rows[4, 7] = float("nan")
     with pytest.raises(CodecError, match=f"element {100 + 4 * block_size + 7}, nan"):
         _quantize_cuda(rows, 100)
+
+
+def test_a_missing_bitsandbytes_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    rows = normal(torch.Generator().manual_seed(4)).view(-1, 64)
+    with pytest.raises(ImportError, match=r"^blockwise8 .* pip install 'p2pavg\[cuda\]'$"):
+        _quantize_cuda(rows, 0)
+    assert len(Blockwise8().encode(rows.view(-1))) > 0, "the encoder for CPUs does not need it"
+
+
+def test_a_missing_bitsandbytes_is_found_before_anything_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    Blockwise8().check_device(torch.device("cuda"))
+    monkeypatch.setattr("p2pavg_compression.blockwise8.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"pip install 'p2pavg\[cuda\]'$"):
+        Blockwise8().check_device(torch.device("cuda"))
+    Blockwise8().check_device(torch.device("cpu"))

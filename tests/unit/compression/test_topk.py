@@ -114,7 +114,7 @@ class TestArguments:
             TopK(bits=bits)
 
     def test_places_with_too_many_bits(self) -> None:
-        with pytest.raises(ValueError, match="the most are 1000"):
+        with pytest.raises(ValueError, match="need more than 1000 bits; the most are 166 of 4096"):
             TopK(k=200)
 
 

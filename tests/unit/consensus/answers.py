@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from p2pavg.consensus.choice import Answers
+from p2pavg.consensus.choice import MemberAnswers
 from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
 
 SIZE = 4
@@ -53,10 +53,10 @@ def answers(
     minimum: int = 2,
     dead: Members = frozenset(),
     left: Mapping[int, int] | None = None,
-) -> Answers:
+) -> MemberAnswers:
     """Return a leader's answers. The leader is ``me``, or else the first member that answers."""
     holders = frozenset(range(size)) if holders is None else holders
-    return Answers(
+    return MemberAnswers(
         me=min(promises) if me is None else me,
         size=size,
         holders=holders,

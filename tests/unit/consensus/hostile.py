@@ -21,25 +21,26 @@ from functools import lru_cache
 from itertools import chain, combinations
 
 from p2pavg.consensus.choice import ballot_leader, next_ballot
-from p2pavg.consensus.events import Action, Drop, Event, Heard, Lost, Tell
-from p2pavg.consensus.member import FINAL, Member, Phase
+from p2pavg.consensus.events import Action, Drop, Event, Lost, Tell, VoteHeard
+from p2pavg.consensus.member import FINAL, MemberState, RoundPhase
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
-    Behind,
-    Commit,
     Complete,
     Gather,
-    Held,
     Left,
     Members,
     Promise,
+    ResultCommit,
+    ResultHeld,
+    SignedOutput,
+    StaleBallot,
     Trouble,
     Unknown,
     Vote,
 )
-from tests.unit.consensus.world import Faults, FoundError, Group, Signed, World, _way, completed
+from tests.unit.consensus.world import Faults, FoundError, Group, Signed, World, _way, completed, output
 
 AVERAGES = (b"average", b"another")
 
@@ -88,7 +89,7 @@ class HostileGroup(Group):
                 continue
             for average in self.averages:
                 if self._may_complete(world, member, average):
-                    event = completed(member, average)
+                    event = completed(member, average, self.liar)
                     yield (
                         f"{member.me} completes {member.begun.attempt}: {average!r}",
                         self._happen(world, member.me, event),
@@ -96,7 +97,7 @@ class HostileGroup(Group):
                     )
             for vote in self._votes(world, member, attempts):
                 text = f"{self.liar} tells {member.me}: {vote}"
-                yield text, self._happen(world, member.me, Heard(self.liar, vote)), 1
+                yield text, self._happen(world, member.me, VoteHeard(self.liar, vote)), 1
             if self.only is not None:
                 continue
             for other in sorted(self.honest - member.apart - {member.me, member.leader}):
@@ -111,23 +112,25 @@ class HostileGroup(Group):
                     1,
                 )
 
-    def _honest(self, world: World) -> list[Member]:
+    def _honest(self, world: World) -> list[MemberState]:
         return [self.names.member(world.numbers[me]) for me in sorted(self.honest)]
 
     def _steps_of(
-        self, world: World, members: list[Member], member: Member
+        self, world: World, members: list[MemberState], member: MemberState
     ) -> Iterator[tuple[str, World, bool]]:
         if member.me != self.liar:
             for text, after, must in super()._steps_of(world, members, member):
                 if "completes" not in text and f"notices {self.liar}" not in text:
                     yield text, after, must
 
-    def _ask(self, world: World, members: list[Member], member: Member) -> Iterator[tuple[str, World, bool]]:
+    def _ask(
+        self, world: World, members: list[MemberState], member: MemberState
+    ) -> Iterator[tuple[str, World, bool]]:
         if member.me != self.liar:
             others = [other for other in members if other.me != self.liar]
             yield from super()._ask(world, others, member)
 
-    def _may_complete(self, world: World, member: Member, average: bytes) -> bool:
+    def _may_complete(self, world: World, member: MemberState, average: bytes) -> bool:
         """Return whether a member may get this result: from the others, or from one that passes a share on."""
         attempt = member.begun.attempt
         has = member.complete is not None and member.complete.attempt == attempt
@@ -143,7 +146,7 @@ class HostileGroup(Group):
             return world
         _, actions = self.names.advance(world.numbers[me], event)
         liar_hears = [a.vote for a in actions if isinstance(a, Tell) and a.peer == self.liar]
-        if isinstance(event, Heard) and event.sender != self.liar:
+        if isinstance(event, VoteHeard) and event.sender != self.liar:
             for action in actions:
                 if isinstance(action, Drop) and action.reason.startswith("it sent an impossible vote"):
                     raise FoundError(f"{me} excludes {action.peer}, which is honest, for {event.vote}")
@@ -156,7 +159,7 @@ class HostileGroup(Group):
     # ------------------------------------------------------------------ the hostile member's votes
 
     def _votes(
-        self, world: World, member: Member, attempts: frozenset[tuple[int, Members]]
+        self, world: World, member: MemberState, attempts: frozenset[tuple[int, Members]]
     ) -> Iterator[Vote]:
         """Yield the votes to which a member reacts."""
         number = world.numbers[member.me]
@@ -166,14 +169,14 @@ class HostileGroup(Group):
             for vote in self._all_votes(world, member, attempts):
                 if self.only is not None and not self.only(vote):
                     continue
-                after, actions = self.names.advance(number, Heard(self.liar, vote))
+                after, actions = self.names.advance(number, VoteHeard(self.liar, vote))
                 if after != number or actions:
                     options.setdefault((after, tuple(actions)), vote)
             self._options[key] = list(options.values())
         yield from self._options[key]
 
     def _all_votes(
-        self, world: World, member: Member, attempts: frozenset[tuple[int, Members]]
+        self, world: World, member: MemberState, attempts: frozenset[tuple[int, Members]]
     ) -> Iterator[Vote]:
         size, liar, promised = member.size, self.liar, member.promised
         all_members = frozenset(range(size))
@@ -186,19 +189,21 @@ class HostileGroup(Group):
         for peer in all_members - {liar}:
             for hostile in (False, True):
                 yield Trouble(peer, hostile, "")
+        for average in AVERAGES:  # it has signed both; of any other reducer it has one signature
+            yield SignedOutput(member.begun.attempt, liar, average, output(liar, average))
         for average in AVERAGES:
-            one = completed(replace(member, seat=replace(member.seat, me=liar)), average)
-            yield Held(member.begun.ballot, one.digests, one.signature)
+            one = completed(replace(member, seat=replace(member.seat, me=liar)), average, liar)
+            yield ResultHeld(member.begun.ballot, one.digests, one.signature)
             for share in range(len(one.digests)):  # a digest that differs in one share accuses its reducer
                 false = (*one.digests[:share], b"false", *one.digests[share + 1 :])
-                yield Held(member.begun.ballot, false, one.signature)
-        yield Behind(promised)
+                yield ResultHeld(member.begun.ballot, false, one.signature)
+        yield StaleBallot(promised)
         if self.may_lead:
             for attempt, _ in sorted(attempts, key=repr):
                 yield Gather(next_ballot(liar, size, promised), attempt)
             if ballot_leader(promised, size) == liar and promised > member.begun.ballot:
                 yield from self._begins(member, attempts)
-        if member.phase is Phase.GATHERING:
+        if member.phase is RoundPhase.GATHERING:
             yield from self._promises(member, attempts)
         for ballot in (promised, *(next_ballot(leader, size, promised) for leader in range(size))):
             for attempt, _ in sorted(attempts, key=repr):
@@ -207,7 +212,7 @@ class HostileGroup(Group):
     def _commits(self, world: World, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
         for attempt, members in sorted(attempts, key=repr):
             for average in AVERAGES:
-                digest = _digest(average, len(members))
+                digest = _digest(average, members, self.liar)
                 signed = [
                     (one.signer, one.signature)
                     for one in sorted(world.signatures)
@@ -216,9 +221,9 @@ class HostileGroup(Group):
                 if self.liar in members:
                     signed.append((self.liar, b"%d: its own" % self.liar))
                 for chosen in _subsets(sorted(signed)):
-                    yield Commit(attempt, members, digest if chosen else b"", chosen)
+                    yield ResultCommit(attempt, members, digest if chosen else b"", chosen)
 
-    def _begins(self, member: Member, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
+    def _begins(self, member: MemberState, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
         ballot, size = member.promised, member.size
         for view in map(frozenset, _subsets(range(size))):
             if member.me not in view:
@@ -230,7 +235,7 @@ class HostileGroup(Group):
                         for must in (False, True):
                             yield Begin(ballot, attempt, members, view, source, lacking, must)
 
-    def _promises(self, member: Member, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
+    def _promises(self, member: MemberState, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
         size, ballot = member.size, member.promised
         all_members = frozenset(range(size))
         for attempt, members in attempts:
@@ -253,6 +258,8 @@ class HostileGroup(Group):
                             (frozenset({other}), frozenset({other})),
                         ):
                             yield Promise(ballot, attempt, accepted, complete, apart, hostile)
+                    if complete is not None:  # a digest that no other member holds
+                        yield Promise(ballot, attempt, accepted, complete, frozenset(), frozenset(), b"false")
 
     # ------------------------------------------------------------------ checks
 
@@ -289,7 +296,7 @@ class HostileGroup(Group):
     def what_is_wrong(self, world: World) -> str | None:
         """Return a violation of safety among the honest members, or ``None``."""
         members = self._honest(world)
-        done = [member for member in members if member.phase is Phase.COMMITTED]
+        done = [member for member in members if member.phase is RoundPhase.COMMITTED]
         for member in done:
             assert member.committed is not None
             if not _holds(member, member.committed):
@@ -297,7 +304,7 @@ class HostileGroup(Group):
             if _result(member.committed) != _result(done[0].committed):
                 return f"{member.me} and {done[0].me} committed different results"
         for member in members:
-            if member.phase is not Phase.FAILED or member.me in world.crashed or member.undecided:
+            if member.phase is not RoundPhase.FAILED or member.me in world.crashed or member.undecided:
                 continue
             for other in done:
                 assert other.outcome is not None
@@ -309,7 +316,7 @@ class HostileGroup(Group):
         return None
 
 
-def _holds(member: Member, commit: Commit | None) -> bool:
+def _holds(member: MemberState, commit: ResultCommit | None) -> bool:
     return (
         commit is not None
         and member.complete == Complete(commit.attempt, commit.members)
@@ -317,21 +324,21 @@ def _holds(member: Member, commit: Commit | None) -> bool:
     )
 
 
-def _result(commit: Commit | None) -> tuple[int, Members, bytes] | None:
+def _result(commit: ResultCommit | None) -> tuple[int, Members, bytes] | None:
     return None if commit is None else (commit.attempt, commit.members, commit.digest)
 
 
 @lru_cache
-def _digest(average: bytes, size: int) -> bytes:
-    return result_digest((average, *(b"average",) * (size - 1)))
+def _digest(average: bytes, members: Members, liar: int) -> bytes:
+    return result_digest(average if one == liar else b"average" for one in sorted(members))
 
 
-def _signatures(member: Member, vote: Vote) -> Iterator[Signed]:
+def _signatures(member: MemberState, vote: Vote) -> Iterator[Signed]:
     """Yield the signatures that a vote of a member shows."""
-    if isinstance(vote, Held) and vote.digests:
+    if isinstance(vote, ResultHeld) and vote.digests:
         digest = result_digest(vote.digests)
         yield Signed(member.me, member.begun.attempt, member.begun.members, digest, vote.signature)
-    if isinstance(vote, Commit):
+    if isinstance(vote, ResultCommit):
         for signer, signature in vote.signatures:
             yield Signed(signer, vote.attempt, vote.members, vote.digest, signature)
 

@@ -9,20 +9,35 @@ import pytest
 from p2pavg.base.codes import FailedCode
 from p2pavg.consensus import agreement, proof
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.events import Completed, Dead, Drop, Exclude, GivenUp, Heard, Lost, PassOn, Run, Tell
-from p2pavg.consensus.member import FINAL, Member, Phase, new_member
+from p2pavg.consensus.events import (
+    Action,
+    Completed,
+    Dead,
+    Drop,
+    Exclude,
+    GivenUp,
+    Lost,
+    PassOn,
+    Readmit,
+    RunAttempt,
+    Tell,
+    VoteHeard,
+)
+from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, new_member
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     MAX_BALLOT,
+    Accepted,
     Begin,
-    Behind,
-    Commit,
     Complete,
     Gather,
-    Held,
     Left,
     Members,
     Promise,
+    ResultCommit,
+    ResultHeld,
+    SignedOutput,
+    StaleBallot,
     Trouble,
     Unknown,
 )
@@ -35,7 +50,7 @@ DIGESTS = (b"a" * 32, b"b" * 32, b"c" * 32)
 RESULT = result_digest(DIGESTS)
 
 
-def member(me: int, size: int = 3, minimum: int = 2) -> Member:
+def member(me: int, size: int = 3, minimum: int = 2) -> MemberState:
     all_members = frozenset(range(size))
     return new_member(me, size, all_members, all_members, minimum)
 
@@ -45,23 +60,28 @@ def signature(me: int, attempt: int = 0) -> bytes:
     return b"member %d, attempt %d" % (me, attempt)
 
 
+def output(digest: bytes) -> bytes:
+    """Return bytes that stand for a reducer's signature of the digest of its share."""
+    return b"signed " + digest
+
+
 def complete(me: int, attempt: int = 0, digests: tuple[bytes, ...] = DIGESTS) -> Completed:
-    return Completed(attempt, digests, signature(me, attempt))
+    return Completed(attempt, digests, signature(me, attempt), tuple(map(output, digests)))
 
 
-def held(sender: int, ballot: int = 0, digests: tuple[bytes, ...] = DIGESTS) -> Heard:
-    return Heard(sender, Held(ballot, digests, signature(sender)))
+def held(sender: int, ballot: int = 0, digests: tuple[bytes, ...] = DIGESTS) -> VoteHeard:
+    return VoteHeard(sender, ResultHeld(ballot, digests, signature(sender)))
 
 
-def promised(sender: int, ballot: int, attempt: int = 0) -> Heard:
+def promised(sender: int, ballot: int, attempt: int = 0) -> VoteHeard:
     """Return the event that another member's promise has come, of one that holds nothing."""
-    return Heard(sender, Promise(ballot, attempt, None, None, frozenset(), frozenset()))
+    return VoteHeard(sender, Promise(ballot, attempt, None, None, frozenset(), frozenset()))
 
 
-def commit(*signers: int, digest: bytes = RESULT, members: Members = ALL_MEMBERS) -> Commit:
+def commit(*signers: int, digest: bytes = RESULT, members: Members = ALL_MEMBERS) -> ResultCommit:
     """Return the commit of the first attempt, as these members have signed it."""
     signed = tuple((position, signature(position)) for position in sorted(signers))
-    return Commit(0, members, digest if signed else b"", signed)
+    return ResultCommit(0, members, digest if signed else b"", signed)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +132,15 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
         row
         if row.text != "all members hold the result: commits"
         else agreement.Row(row.phases, row.on, lambda m: bool(m.pending.held), row.do, row.becomes, row.text)
-        for row in agreement._ROWS[Phase.EXCHANGING, None]
+        for row in agreement._ROWS[RoundPhase.EXCHANGING, None]
     ]
-    monkeypatch.setitem(agreement._ROWS, (Phase.EXCHANGING, None), rows)
+    monkeypatch.setitem(agreement._ROWS, (RoundPhase.EXCHANGING, None), rows)
     with pytest.raises(FoundError, match="committed a result that it does not hold"):
         Group(3, Faults()).explore()
 
 
 def test_the_table_and_the_diagram_in_the_docs_are_those_of_the_code() -> None:
-    text = Path("docs/explanation/round.md").read_text(encoding="utf-8")
+    text = Path("docs/reference/transitions.md").read_text(encoding="utf-8")
     assert in_docs(text) == table_and_diagram(), "run scripts/docs diagram"
 
 
@@ -134,134 +154,236 @@ def test_every_row_can_be_reached() -> None:
 class TestUndisturbed:
     def test_a_member_tells_the_leader_when_it_holds_the_result(self) -> None:
         after, actions = advance(member(1), complete(1))
-        assert after.phase is Phase.HOLDING
-        assert actions == [Tell(0, Held(0, DIGESTS, signature(1)))]
+        assert after.phase is RoundPhase.HOLDING
+        assert actions == [Tell(0, ResultHeld(0, DIGESTS, signature(1)))]
 
     def test_the_leader_commits_when_all_members_hold_the_result(self) -> None:
         leader, _ = advance(member(0), complete(0))
         leader, _ = advance(leader, held(1))
-        assert leader.phase is Phase.HOLDING
+        assert leader.phase is RoundPhase.HOLDING
         leader, actions = advance(leader, held(2))
-        assert leader.phase is Phase.COMMITTED
+        assert leader.phase is RoundPhase.COMMITTED
         assert actions == [Tell(1, commit(0, 1, 2)), Tell(2, commit(0, 1, 2))]
 
-    def test_a_reducer_that_sent_different_averages_is_excluded(self) -> None:
-        usual = tuple(bytes([n]) * 32 for n in (0, 1, 2, 3))
-        leader, _ = advance(member(0, 4), complete(0, digests=usual))
+
+class TestDisputes:
+    """Member 3 names another digest of the share of member 1 than the leader, member 0, has of it."""
+
+    USUAL = tuple(bytes([n]) * 32 for n in (0, 1, 2, 3))
+    OTHER = tuple(bytes([n]) * 32 for n in (0, 9, 2, 3))
+
+    def in_dispute(self) -> tuple[MemberState, list[Action]]:
+        leader, _ = advance(member(0, 4), complete(0, digests=self.USUAL))
         for position in (1, 2):
-            leader, _ = advance(leader, held(position, digests=usual))
-        other = tuple(bytes([n]) * 32 for n in (0, 9, 2, 3))  # differs in the share of member 1
-        leader, actions = advance(leader, held(3, digests=other))
-        assert leader.phase is Phase.GATHERING
-        assert leader.lost == frozenset(), "member 3 may have lied, so member 1 has to promise"
-        assert [action.peer for action in actions if isinstance(action, Exclude)] == [1]
+            leader, _ = advance(leader, held(position, digests=self.USUAL))
+        return advance(leader, held(3, digests=self.OTHER))
+
+    def test_the_leader_shows_what_the_reducer_has_signed(self) -> None:
+        leader, actions = self.in_dispute()
+        assert leader.phase is RoundPhase.GATHERING
+        assert leader.lost == frozenset(), "if member 3 is honest, its promise is needed"
+        assert actions[0] == Tell(3, SignedOutput(0, 1, self.USUAL[1], output(self.USUAL[1]))), (
+            "before its question"
+        )
+        assert [action.peer for action in actions if isinstance(action, Exclude)] == [3]
+
+    def test_a_member_that_shows_nothing_is_left_out_and_the_reducer_is_not(self) -> None:
+        leader, _ = self.in_dispute()
         for position in (1, 2, 3):
             leader, _ = advance(leader, promised(position, 4))
+        assert leader.begun.view == {0, 1, 2}
+        assert leader.hostile == frozenset()
+
+    def test_a_reducer_that_signed_both_is_lost_and_the_member_is_not(self) -> None:
+        leader, _ = self.in_dispute()
+        leader, actions = advance(
+            leader, VoteHeard(3, SignedOutput(0, 1, self.OTHER[1], output(self.OTHER[1])))
+        )
+        assert Readmit(3) in actions
+        assert [action.peer for action in actions if isinstance(action, Drop)] == [1]
+        assert not [action for action in actions if isinstance(action, Tell) and action.peer == 3]
+        for position in (2, 3):
+            leader, _ = advance(leader, promised(position, 4))
         assert leader.begun.view == {0, 2, 3}
+
+    def test_an_honest_member_shows_the_other_signature_before_it_promises(self) -> None:
+        third, _ = advance(member(3, 4), complete(3, digests=self.OTHER))
+        third, actions = advance(
+            third, VoteHeard(0, SignedOutput(0, 1, self.USUAL[1], output(self.USUAL[1])))
+        )
+        assert actions[0] == Tell(0, SignedOutput(0, 1, self.OTHER[1], output(self.OTHER[1])))
+        assert third.hostile == {1}
+        assert third.phase is RoundPhase.HOLDING
+
+    @pytest.mark.parametrize(
+        "shown",
+        [
+            SignedOutput(0, 1, OTHER[1], b"what it holds itself"),
+            SignedOutput(4, 1, USUAL[1], b"of another attempt"),
+            SignedOutput(0, 3, USUAL[1], b"its own share"),
+        ],
+        ids=lambda shown: shown.output.decode(),
+    )
+    def test_nothing_else_convicts_a_reducer(self, shown: SignedOutput) -> None:
+        third, _ = advance(member(3, 4), complete(3, digests=self.OTHER))
+        assert advance(third, VoteHeard(0, shown)) == (third, [])
+
+    def test_two_liars_are_left_out_at_once(self) -> None:
+        usual = tuple(bytes([n]) * 32 for n in range(6))
+        leader, _ = advance(member(0, 6), complete(0, digests=usual))
+        for position in (1, 2, 3):
+            leader, _ = advance(leader, held(position, digests=usual))
+        for position, share in ((4, 1), (5, 0)):
+            false = (*usual[:share], bytes([77]) * 32, *usual[share + 1 :])
+            leader, _ = advance(leader, held(position, digests=false))
+        for position in range(1, 6):
+            leader, _ = advance(leader, promised(position, 6))
+        assert leader.begun.view == {0, 1, 2, 3}
+
+    def test_a_leader_whose_own_share_most_others_hold_otherwise_leaves(self) -> None:
+        leader, _ = advance(member(0), complete(0))
+        other = (b"x" * 32, *DIGESTS[1:])
+        for position in (1, 2):
+            leader, _ = advance(leader, held(position, digests=other))
+        assert leader.phase is RoundPhase.FAILED
+        assert leader.code is FailedCode.RESULTS_DIFFER
+
+    def test_a_member_says_once_what_it_holds(self) -> None:
+        leader, _ = advance(member(0), complete(0))
+        leader, _ = advance(leader, held(1))
+        again, actions = advance(leader, held(1, digests=(b"x" * 32, *DIGESTS[1:])))
+        assert (again.key(), actions) == (leader.key(), [])
+
+    def test_no_result_is_taken_over_of_which_two_members_hold_different_bits(self) -> None:
+        """The leader, member 0, sent each of them another average, and is lost."""
+        whole = Complete(0, frozenset(range(4)))
+        leader, _ = advance(member(1, 4), complete(1, digests=self.USUAL))
+        leader, _ = advance(leader, Lost(0))
+        accepted = Accepted(0, 0, whole.members, whole.members)
+        for position, digests in ((2, self.USUAL), (3, self.OTHER)):
+            answer = Promise(
+                leader.promised, 0, accepted, whole, frozenset({0}), frozenset(), result_digest(digests)
+            )
+            leader, _ = advance(leader, VoteHeard(position, answer))
+        assert leader.begun.attempt == leader.begun.ballot
+        assert leader.begun.members == {1, 2, 3}
+
+    def test_accusations_last_for_the_round(self) -> None:
+        """Member 3 accuses another member in each attempt. The second time it is left out, and both are back."""
+        leader = member(0, 4)
+        for accused, view in ((1, {0, 2, 3}), (2, {0, 1, 2})):
+            leader, _ = advance(leader, VoteHeard(3, Trouble(accused, True, "so it says")))
+            for position in (1, 2, 3):
+                leader, _ = advance(leader, promised(position, leader.promised, leader.begun.attempt))
+            assert leader.begun.view == view
 
 
 class TestLosses:
     def test_a_member_that_loses_another_tells_the_leader(self) -> None:
         after, actions = advance(member(1), Lost(2, reason="it broke"))
-        assert after.phase is Phase.EXCHANGING
+        assert after.phase is RoundPhase.EXCHANGING
         assert actions == [Tell(0, Trouble(2, False, "it broke"))]
 
     def test_the_leader_asks_every_member_that_it_can_reach(self) -> None:
         after, actions = advance(member(0, 4), Lost(2))
-        assert after.phase is Phase.GATHERING
+        assert after.phase is RoundPhase.GATHERING
         assert actions == [Tell(1, Gather(4)), Tell(3, Gather(4))]
 
     def test_the_next_in_the_roster_leads_when_the_leader_is_lost(self) -> None:
         after, actions = advance(member(1, 4), Lost(0))
-        assert after.phase is Phase.GATHERING
+        assert after.phase is RoundPhase.GATHERING
         assert actions == [Tell(2, Gather(1)), Tell(3, Gather(1))]
 
     def test_a_member_answers_only_the_first_leader_that_it_has_not_lost(self) -> None:
-        after, actions = advance(member(2), Heard(1, Gather(1)))
-        assert after.phase is Phase.EXCHANGING
+        after, actions = advance(member(2), VoteHeard(1, Gather(1)))
+        assert after.phase is RoundPhase.EXCHANGING
         assert actions == []
         after, actions = advance(after, Lost(0))
-        assert after.phase is Phase.PROMISED
+        assert after.phase is RoundPhase.PROMISED
         assert actions[-1] == Tell(1, Promise(1, 0, None, None, frozenset({0}), frozenset()))
 
     def test_the_remaining_members_begin_a_new_attempt(self) -> None:
         leader, _ = advance(member(0), Lost(2))
-        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset(), frozenset())))
-        assert leader.phase is Phase.EXCHANGING
+        leader, actions = advance(leader, VoteHeard(1, Promise(3, 0, None, None, frozenset(), frozenset())))
+        assert leader.phase is RoundPhase.EXCHANGING
         two = frozenset({0, 1})
-        assert actions == [Tell(1, Begin(3, 3, two, two, 0, frozenset())), Run(3, two)]
+        assert actions == [Tell(1, Begin(3, 3, two, two, 0, frozenset())), RunAttempt(3, two)]
 
     def test_a_dead_reducers_share_is_passed_on_to_members_that_lack_it(self) -> None:
         leader, _ = advance(member(0), complete(0))
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Dead(2))
-        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
-        assert leader.phase is Phase.HOLDING
+        leader, actions = advance(
+            leader, VoteHeard(1, Promise(3, 0, None, None, frozenset({2}), frozenset()))
+        )
+        assert leader.phase is RoundPhase.HOLDING
         assert actions[-1] == PassOn(0, frozenset({2}), frozenset({1}))
 
     def test_a_lost_member_that_may_be_alive_is_excluded(self) -> None:
         """It may hold nothing, and keep its contribution."""
         leader, _ = advance(member(0), complete(0))
         leader, _ = advance(leader, Lost(2))
-        leader, _ = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
-        assert leader.phase is Phase.EXCHANGING
+        leader, _ = advance(leader, VoteHeard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
+        assert leader.phase is RoundPhase.EXCHANGING
         assert leader.begun.members == {0, 1}
 
     def test_a_member_refuses_an_attempt_below_its_minimum(self) -> None:
-        after, _ = advance(member(1, 3, minimum=3), Heard(0, Gather(3)))
+        after, _ = advance(member(1, 3, minimum=3), VoteHeard(0, Gather(3)))
         after, _ = advance(after, promised(2, 3))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
-        after, actions = advance(after, Heard(0, begin))
-        assert after.phase is Phase.FAILED
+        after, actions = advance(after, VoteHeard(0, begin))
+        assert after.phase is RoundPhase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
     def test_an_attempt_of_observers_only_is_refused(self) -> None:
         """An honest leader would not begin such an attempt: members 0 and 1 only observe."""
-        after, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({2}), 2), Heard(0, Gather(3)))
+        after, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({2}), 2), VoteHeard(0, Gather(3)))
         after, _ = advance(after, promised(2, 3))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
-        after, actions = advance(after, Heard(0, begin))
-        assert after.phase is Phase.FAILED
+        after, actions = advance(after, VoteHeard(0, begin))
+        assert after.phase is RoundPhase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
     def test_a_leader_without_contributors_begins_no_attempt(self) -> None:
         leader, _ = advance(new_member(0, 3, ALL_MEMBERS, frozenset({2}), 2), Lost(2))
-        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
-        assert leader.phase is Phase.FAILED
+        leader, actions = advance(
+            leader, VoteHeard(1, Promise(3, 0, None, None, frozenset({2}), frozenset()))
+        )
+        assert leader.phase is RoundPhase.FAILED
         assert leader.reason == "none of the members that are left has a contribution"
-        assert not any(isinstance(action, Run) for action in actions)
+        assert not any(isinstance(action, RunAttempt) for action in actions)
 
     def test_an_observer_needs_the_result_as_well(self) -> None:
         """It tells the leader only when it holds the whole result, and the leader waits for that."""
         leader, _ = advance(new_member(0, 3, ALL_MEMBERS, frozenset({0, 2}), 2), complete(0))
         leader, _ = advance(leader, held(2))
-        assert leader.phase is Phase.HOLDING
+        assert leader.phase is RoundPhase.HOLDING
         leader, _ = advance(leader, held(1))
-        assert leader.phase is Phase.COMMITTED
+        assert leader.phase is RoundPhase.COMMITTED
         assert leader.committed == commit(0, 1, 2)
         observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0, 2}), 2), Lost(0))
-        observer, _ = advance(observer, Heard(2, commit(2)))
-        assert observer.phase is Phase.FAILED, "it holds nothing"
+        observer, _ = advance(observer, VoteHeard(2, commit(2)))
+        assert observer.phase is RoundPhase.FAILED, "it holds nothing"
 
     def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
-        observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0}), 2), Heard(0, Gather(3)))
+        observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0}), 2), VoteHeard(0, Gather(3)))
         observer, _ = advance(observer, Lost(2))
         two = frozenset({0, 1})
         begin = Begin(3, 0, ALL_MEMBERS, two, 0, frozenset({1}))
-        observer, actions = advance(observer, Heard(0, begin))
-        assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
+        observer, actions = advance(observer, VoteHeard(0, begin))
+        assert not any(isinstance(action, Tell) and isinstance(action.vote, ResultHeld) for action in actions)
         observer, actions = advance(observer, complete(1))
-        assert actions == [Tell(0, Held(3, DIGESTS, signature(1)))]
+        assert actions == [Tell(0, ResultHeld(3, DIGESTS, signature(1)))]
 
     def test_half_of_a_group_without_the_first_member_waits_until_others_are_dead(self) -> None:
         third, _ = advance(member(2, 4), Lost(0))
         third, _ = advance(third, Lost(1))
-        assert third.phase is Phase.GATHERING
+        assert third.phase is RoundPhase.GATHERING
         promise = Promise(2, 0, None, None, frozenset({0, 1}), frozenset())
-        third, _ = advance(third, Heard(3, promise))
-        assert third.phase is Phase.ASTRAY
+        third, _ = advance(third, VoteHeard(3, promise))
+        assert third.phase is RoundPhase.ASTRAY
         third, _ = advance(third, Dead(0))
-        assert third.phase is Phase.GATHERING  # two of three are a quorum, so it asks again
+        assert third.phase is RoundPhase.GATHERING  # two of three are a quorum, so it asks again
 
 
 class TestLiars:
@@ -269,10 +391,10 @@ class TestLiars:
         """Neither a question under the largest ballot nor an answer that names it has an effect."""
         last = MAX_BALLOT - MAX_BALLOT % 3
         after, _ = advance(member(2), Lost(0))
-        after, _ = advance(after, Heard(1, Gather(last + 1 - 3)))
-        assert after.phase is Phase.EXCHANGING
+        after, _ = advance(after, VoteHeard(1, Gather(last + 1 - 3)))
+        assert after.phase is RoundPhase.EXCHANGING
         leader, _ = advance(member(0), Lost(2))
-        leader, actions = advance(leader, Heard(1, Behind(MAX_BALLOT)))
+        leader, actions = advance(leader, VoteHeard(1, StaleBallot(MAX_BALLOT)))
         assert actions == []
         assert leader.promised == 3
 
@@ -284,19 +406,19 @@ class TestLiars:
         whole = Complete(0, frozenset(range(4)))
         for position, result in ((1, whole), (2, None)):
             answer = Promise(4, 0, None, result, frozenset({3}), frozenset())
-            leader, _ = advance(leader, Heard(position, answer))
+            leader, _ = advance(leader, VoteHeard(position, answer))
         assert leader.begun.source == 1
         leader, _ = advance(leader, complete(0, digests=false))
         leader, _ = advance(leader, held(2, 4, false))
         leader, _ = advance(leader, held(1, 4, true))
         assert leader.apart == {1, 3}
-        assert leader.phase is Phase.GATHERING
+        assert leader.phase is RoundPhase.GATHERING
 
     def test_a_leader_cannot_begin_a_ballot_without_itself(self) -> None:
         after, _ = advance(member(1), complete(1))
-        after, _ = advance(after, Heard(0, Gather(3)))
+        after, _ = advance(after, VoteHeard(0, Gather(3)))
         alone = frozenset({1})
-        after, _ = advance(after, Heard(0, Begin(3, 3, alone, alone, 1, frozenset())))
+        after, _ = advance(after, VoteHeard(0, Begin(3, 3, alone, alone, 1, frozenset())))
         assert after.hostile == {0}
         assert after.accepted is not None, "the result before may still be committed"
 
@@ -308,8 +430,8 @@ class TestProof:
         """Member 2 withheld its averages from member 0, and says to member 1 that all have committed."""
         holds, _ = advance(member(1), complete(1))
         for signers in ((), (2,), (1, 2), (2,)):
-            holds, actions = advance(holds, Heard(2, commit(*signers)))
-            assert holds.phase is Phase.HOLDING
+            holds, actions = advance(holds, VoteHeard(2, commit(*signers)))
+            assert holds.phase is RoundPhase.HOLDING
             assert actions == []
         assert holds.outcome is None
 
@@ -318,115 +440,129 @@ class TestProof:
     ) -> None:
         lacks = member(1)
         for signers in ((2,), (0, 2)):
-            lacks, actions = advance(lacks, Heard(2, commit(*signers)))
-            assert lacks.phase is Phase.EXCHANGING
+            lacks, actions = advance(lacks, VoteHeard(2, commit(*signers)))
+            assert lacks.phase is RoundPhase.EXCHANGING
             assert actions == []
         assert advance(lacks, GivenUp())[0].outcome is None
 
     def test_a_commit_of_another_result_counts_for_nothing(self) -> None:
         holds, _ = advance(member(1), complete(1))
-        holds, actions = advance(holds, Heard(2, commit(0, 2, digest=bytes(32))))
-        assert holds.phase is Phase.HOLDING
+        holds, actions = advance(holds, VoteHeard(2, commit(0, 2, digest=bytes(32))))
+        assert holds.phase is RoundPhase.HOLDING
         assert actions == []
 
     def test_the_missing_signature_of_a_member_that_is_lost_is_not_waited_for(self) -> None:
         holds, _ = advance(member(1), complete(1))
-        holds, _ = advance(holds, Heard(2, commit(2)))
+        holds, _ = advance(holds, VoteHeard(2, commit(2)))
         holds, actions = advance(holds, Lost(0))
-        assert holds.phase is Phase.COMMITTED
+        assert holds.phase is RoundPhase.COMMITTED
         assert actions[-1] == Tell(2, commit(1, 2)), "it adds its own signature"
 
     def test_signatures_that_several_members_told_count_together(self) -> None:
         holds, _ = advance(member(1, 4), complete(1))
         all_members = frozenset(range(4))
         for sender, signers in ((2, (2, 0)), (3, (3,))):
-            assert holds.phase is Phase.HOLDING
-            holds, _ = advance(holds, Heard(sender, commit(*signers, members=all_members)))
-        assert holds.phase is Phase.COMMITTED
+            assert holds.phase is RoundPhase.HOLDING
+            holds, _ = advance(holds, VoteHeard(sender, commit(*signers, members=all_members)))
+        assert holds.phase is RoundPhase.COMMITTED
         assert holds.committed == commit(0, 1, 2, 3, members=all_members)
 
     def test_a_result_that_counts_a_member_that_gave_up_counts_once_that_member_is_dead(self) -> None:
         """It gave up before it held the result, so it keeps its contribution."""
         holds, _ = advance(member(1), complete(1))
-        holds, _ = advance(holds, Heard(0, commit(0)))
-        holds, _ = advance(holds, Heard(2, Left(-1, "out of time")))
-        assert holds.phase is not Phase.COMMITTED
+        holds, _ = advance(holds, VoteHeard(0, commit(0)))
+        holds, _ = advance(holds, VoteHeard(2, Left(-1, "out of time")))
+        assert holds.phase is not RoundPhase.COMMITTED
         holds, _ = advance(holds, Dead(2))
-        assert holds.phase is Phase.COMMITTED
+        assert holds.phase is RoundPhase.COMMITTED
 
     def test_a_member_without_the_result_believes_no_signer_alone(self) -> None:
         """One of the two others may lie. If both say it, the result was committed with its contribution."""
         lacks = member(3, 4)
         lacks, _ = advance(lacks, Lost(0))
         all_members = frozenset(range(4))
-        lacks, _ = advance(lacks, Heard(1, commit(1, 2, members=all_members)))
-        assert lacks.phase is Phase.EXCHANGING
-        lacks, _ = advance(lacks, Heard(2, commit(1, 2, members=all_members)))
-        assert lacks.phase is Phase.FAILED
+        lacks, _ = advance(lacks, VoteHeard(1, commit(1, 2, members=all_members)))
+        assert lacks.phase is RoundPhase.EXCHANGING
+        lacks, _ = advance(lacks, VoteHeard(2, commit(1, 2, members=all_members)))
+        assert lacks.phase is RoundPhase.FAILED
         assert lacks.outcome == Complete(0, all_members)
 
     def test_a_pair_cannot_commit_without_one_of_the_two(self) -> None:
         two = frozenset({0, 1})
-        lacks, actions = advance(member(1, 2), Heard(0, commit(0, members=two)))
-        assert lacks.phase is Phase.EXCHANGING
+        lacks, actions = advance(member(1, 2), VoteHeard(0, commit(0, members=two)))
+        assert lacks.phase is RoundPhase.EXCHANGING
         assert actions == []
 
     def test_a_leader_that_moved_a_member_on_is_not_believed_about_the_result_before(self) -> None:
         after, _ = advance(member(2), complete(2))
-        after, _ = advance(after, Heard(0, Gather(3)))
+        after, _ = advance(after, VoteHeard(0, Gather(3)))
         after, _ = advance(after, promised(1, 3))
         two = frozenset({0, 2})
-        after, _ = advance(after, Heard(0, Begin(3, 3, two, two, 0, frozenset())))
-        after, _ = advance(after, Heard(0, commit(0, 1, 2)))
-        assert after.phase is Phase.EXCHANGING
-        after, _ = advance(after, Heard(1, commit(0, 1, 2)))
-        assert after.phase is Phase.FAILED
+        after, _ = advance(after, VoteHeard(0, Begin(3, 3, two, two, 0, frozenset())))
+        after, _ = advance(after, VoteHeard(0, commit(0, 1, 2)))
+        assert after.phase is RoundPhase.EXCHANGING
+        after, _ = advance(after, VoteHeard(1, commit(0, 1, 2)))
+        assert after.phase is RoundPhase.FAILED
         assert after.outcome == Complete(0, ALL_MEMBERS)
 
     @pytest.mark.parametrize(
         "false",
         [
             commit(0, 1, 2),
-            Commit(0, frozenset({0, 1}), RESULT, commit(0, 1).signatures),
-            Commit(3, frozenset({0, 2}), RESULT, commit(0).signatures),
+            ResultCommit(0, frozenset({0, 1}), RESULT, commit(0, 1).signatures),
+            ResultCommit(3, frozenset({0, 2}), RESULT, commit(0).signatures),
         ],
         ids=["signed by an auxiliary", "other members than the attempt had", "one member alone"],
     )
-    def test_an_impossible_commit_costs_its_sender(self, false: Commit) -> None:
+    def test_an_impossible_commit_costs_its_sender(self, false: ResultCommit) -> None:
         two = frozenset({0, 1})
-        after, actions = advance(new_member(1, 3, two, two, 2), Heard(2, false))
+        after, actions = advance(new_member(1, 3, two, two, 2), VoteHeard(2, false))
         assert after.hostile == {2}
         assert [action.peer for action in actions if isinstance(action, Drop)] == [2]
-        assert after.phase is Phase.EXCHANGING
+        assert after.phase is RoundPhase.EXCHANGING
 
     @pytest.mark.parametrize(("sender", "digests"), [(1, ()), (2, DIGESTS)])
     def test_only_members_that_need_the_result_sign(self, sender: int, digests: tuple[bytes, ...]) -> None:
         two = frozenset({0, 1})
         leader, _ = advance(new_member(0, 3, two, two, 2), complete(0))
-        vote = Held(0, digests, signature(sender) if digests else b"")
-        leader, _ = advance(leader, Heard(sender, vote))
+        vote = ResultHeld(0, digests, signature(sender) if digests else b"")
+        leader, _ = advance(leader, VoteHeard(sender, vote))
         assert leader.hostile == {sender}
 
 
 class TestTheEnd:
     def test_a_timeout_without_a_held_result_keeps_the_contribution(self) -> None:
         after, _ = advance(member(2), GivenUp("too long"))
-        assert after.phase is Phase.FAILED
+        assert after.phase is RoundPhase.FAILED
         assert not after.undecided
 
     def test_a_timeout_with_a_held_result_is_undecided_until_the_outcome_is_heard(self) -> None:
         after, _ = advance(member(2), complete(2))
         after, _ = advance(after, GivenUp("too long"))
         assert after.undecided
-        used, _ = advance(after, Heard(1, commit(0, 1, 2)))
+        used, _ = advance(after, VoteHeard(1, commit(0, 1, 2)))
         assert used.undecided, "member 0 has not said so, and needed no promise of a member that gave up"
-        used, _ = advance(used, Heard(0, commit(0, 1, 2)))
+        used, _ = advance(used, VoteHeard(0, commit(0, 1, 2)))
         assert used.outcome == Complete(0, ALL_MEMBERS)
         assert not used.undecided
-        kept, _ = advance(after, Heard(0, Left(-1, "")))
-        kept, _ = advance(kept, Heard(1, Left(0, "")))
+        kept, _ = advance(after, VoteHeard(0, Left(-1, "")))
+        kept, _ = advance(kept, VoteHeard(1, Left(0, "")))
         assert not kept.undecided
         assert kept.outcome is None
+
+    @pytest.mark.parametrize(("ballot", "is_known"), [(0, True), (3, True), (4, False), (-1, False)])
+    def test_a_member_that_gave_up_in_a_ballot_about_the_same_result_has_it(
+        self, ballot: int, is_known: bool
+    ) -> None:
+        after, _ = advance(member(2), complete(2))
+        after, _ = advance(after, VoteHeard(0, Gather(3)))
+        after, _ = advance(after, promised(1, 3))
+        after, _ = advance(after, VoteHeard(0, Begin(3, 0, ALL_MEMBERS, ALL_MEMBERS, 0, frozenset())))
+        assert after.accepted == Accepted(3, 0, ALL_MEMBERS, ALL_MEMBERS)
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, VoteHeard(1, Left(ballot, "too long")))
+        after, _ = advance(after, VoteHeard(0, commit(0, 1, 2)))
+        assert (after.outcome == Complete(0, ALL_MEMBERS)) is is_known
 
     def test_a_leader_that_never_held_the_result_is_undecided_while_the_last_other_member_may_have_it(
         self,
@@ -437,31 +573,31 @@ class TestTheEnd:
         leader, _ = advance(leader, Dead(2))
         leader, _ = advance(leader, GivenUp("too long"))
         assert leader.undecided
-        used, _ = advance(leader, Heard(1, commit(1)))
+        used, _ = advance(leader, VoteHeard(1, commit(1)))
         assert used.outcome == Complete(0, ALL_MEMBERS)
-        kept, _ = advance(leader, Heard(1, Left(-1, "")))
+        kept, _ = advance(leader, VoteHeard(1, Left(-1, "")))
         assert not kept.undecided
         assert kept.outcome is None
 
     def test_a_contribution_is_not_used_again_when_the_leader_may_have_committed_it_and_is_dead(self) -> None:
         after, _ = advance(member(1, 2), complete(1))
         after, _ = advance(after, GivenUp("too long"))
-        after, _ = advance(after, Heard(0, Unknown()))
+        after, _ = advance(after, VoteHeard(0, Unknown()))
         assert not after.undecided
         assert after.presumed_used
 
     def test_a_contribution_is_used_again_when_a_member_of_the_view_never_held_the_result(self) -> None:
         after, _ = advance(member(1), complete(1))
         after, _ = advance(after, GivenUp("too long"))
-        after, _ = advance(after, Heard(0, Unknown()))
+        after, _ = advance(after, VoteHeard(0, Unknown()))
         assert after.presumed_used
-        after, _ = advance(after, Heard(2, Left(-1, "")))
+        after, _ = advance(after, VoteHeard(2, Left(-1, "")))
         assert not after.presumed_used
 
     def test_a_contribution_is_used_again_when_the_leader_itself_gave_up(self) -> None:
         after, _ = advance(member(1, 2), complete(1))
         after, _ = advance(after, GivenUp("too long"))
-        after, _ = advance(after, Heard(0, Left(0, "")))
+        after, _ = advance(after, VoteHeard(0, Left(0, "")))
         assert not after.undecided
         assert not after.presumed_used
 
@@ -470,18 +606,18 @@ class TestTheEnd:
         after, _ = advance(member(2, 4, minimum=4), complete(2))
         after, _ = advance(after, Lost(0))
         after, _ = advance(after, Dead(0))
-        after, _ = advance(after, Heard(1, Gather(5)))
+        after, _ = advance(after, VoteHeard(1, Gather(5)))
         after, _ = advance(after, promised(3, 5))
         three = frozenset({1, 2, 3})
-        after, _ = advance(after, Heard(1, Begin(5, 5, three, three, 1, frozenset())))
-        assert after.phase is Phase.FAILED
+        after, _ = advance(after, VoteHeard(1, Begin(5, 5, three, three, 1, frozenset())))
+        assert after.phase is RoundPhase.FAILED
         assert not after.presumed_used
 
     def test_a_commit_of_a_result_that_this_member_lacks_is_a_failure(self) -> None:
         """Member 1 took the result for committed, because member 0 had held it and died."""
         after, _ = advance(member(2), Lost(0))
-        after, _ = advance(after, Heard(1, commit(1)))
-        assert after.phase is Phase.FAILED
+        after, _ = advance(after, VoteHeard(1, commit(1)))
+        assert after.phase is RoundPhase.FAILED
         assert after.code is FailedCode.RESULT_MISSED
         assert after.outcome == Complete(0, ALL_MEMBERS)
 
@@ -491,14 +627,14 @@ class TestTheEnd:
         leader, _ = advance(member(0, 4), complete(0, digests=usual))
         for position in (1, 2, 3):
             leader, _ = advance(leader, held(position, digests=other))
-        assert leader.phase is Phase.FAILED
+        assert leader.phase is RoundPhase.FAILED
         assert leader.code is FailedCode.RESULTS_DIFFER
 
     def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
         done, _ = advance(member(1), complete(1))
-        done, _ = advance(done, Heard(0, commit(0, 1, 2)))
-        assert done.phase is Phase.COMMITTED
-        _, actions = advance(done, Heard(2, Gather(2)))
+        done, _ = advance(done, VoteHeard(0, commit(0, 1, 2)))
+        assert done.phase is RoundPhase.COMMITTED
+        _, actions = advance(done, VoteHeard(2, Gather(2)))
         assert actions == [Tell(2, commit(0, 1, 2))]
 
     def test_a_final_state_never_changes(self) -> None:

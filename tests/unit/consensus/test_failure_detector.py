@@ -7,10 +7,14 @@ import pytest
 from p2pavg.consensus.failure_detector import (
     FIRST_CONTACT_SECONDS,
     FLOOR_SECONDS,
+    FORGET_HALF_SECONDS,
+    MARGIN,
+    MAX_SILENT,
+    MEMBER_PING_SECONDS,
     PARTS,
-    PING_SECONDS,
     STALLS,
-    Pace,
+    ArrivalPace,
+    Silences,
 )
 
 PART = 1000
@@ -19,11 +23,11 @@ BEGUN = 500.0  # a clock may start at any value
 A_MOMENT = 0.001
 
 
-def a_pace(*, limit: float = LIMIT, prior: float = 0.0) -> Pace:
-    return Pace(BEGUN, PART, limit, prior)
+def a_pace(*, limit: float = LIMIT, prior: float = 0.0, patience: float = 0.0) -> ArrivalPace:
+    return ArrivalPace(BEGUN, PART, limit, prior, patience)
 
 
-def sends(pace: Pace, seconds: float, parts: int, begun: float = BEGUN) -> float:
+def sends(pace: ArrivalPace, seconds: float, parts: int, begun: float = BEGUN) -> float:
     """Let parts arrive in pieces, ``seconds`` per part; return the time of the last arrival."""
     now = begun
     pace.arrived(now, PART // 4, data=True)
@@ -34,7 +38,7 @@ def sends(pace: Pace, seconds: float, parts: int, begun: float = BEGUN) -> float
     return now
 
 
-def silence(pace: Pace, since: float) -> float:
+def silence(pace: ArrivalPace, since: float) -> float:
     """Return the seconds of silence after which a member is given up."""
     waited = 0.0
     while pace.overdue(since + waited) is None:
@@ -90,9 +94,9 @@ def test_the_least_timeout_holds_over_a_fast_link() -> None:
 def test_a_member_that_pings_is_alive() -> None:
     pace = a_pace()
     for tick in range(1000):
-        now = BEGUN + tick * PING_SECONDS
+        now = BEGUN + tick * MEMBER_PING_SECONDS
         pace.arrived(now, 5, data=False)
-        assert pace.overdue(now + PING_SECONDS) is None
+        assert pace.overdue(now + MEMBER_PING_SECONDS) is None
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 3.0])
@@ -165,7 +169,7 @@ def test_no_silence_is_longer_than_the_limit(limit: float) -> None:
     assert silence(owing, BEGUN) == about(limit)
 
 
-def pings(pace: Pace, begun: float) -> float:
+def pings(pace: ArrivalPace, begun: float) -> float:
     """Return the seconds after which a member that only pings is given up."""
     now = begun
     while True:
@@ -260,3 +264,96 @@ class TestExcuse:
         pace.arrived(now, PART // 4, data=True)
         pace.excuse(5.0)
         assert silence(pace, sends(pace, 2.0, 1, now)) >= PARTS * 1.5
+
+
+class TestPatience:
+    """A member that was silent before, and came back, has more time."""
+
+    def test_it_is_waited_for_before_and_after_its_pace_is_known(self) -> None:
+        assert silence(a_pace(patience=9.0), BEGUN) == about(9.0)
+        pace = a_pace(patience=9.0)
+        assert silence(pace, sends(pace, 0.001, 10)) == about(9.0)
+
+    def test_it_takes_no_time_from_a_slow_link(self) -> None:
+        pace = a_pace(patience=2.0)
+        assert silence(pace, sends(pace, 3.0, 3)) == about(PARTS * 3.0)
+
+    @pytest.mark.parametrize("limit", [1.0, 3.0])
+    def test_no_patience_is_longer_than_the_limit(self, limit: float) -> None:
+        assert silence(a_pace(limit=limit, patience=1e9), BEGUN) == about(limit)
+        owing = a_pace(limit=limit, patience=1e9)
+        owing.owes(BEGUN, True)
+        assert pings(owing, BEGUN) == about(limit)
+
+    def test_the_time_for_owed_data_grows_by_it(self) -> None:
+        pace = a_pace(patience=9.0)
+        pace.owes(BEGUN, True)
+        assert pings(pace, BEGUN) == about(STALLS * FLOOR_SECONDS + 9.0)
+
+    def test_it_ends_when_another_member_has_given_this_one_up(self) -> None:
+        pace = a_pace(patience=9.0)
+        heard = sends(pace, 0.001, 10)
+        assert pace.overdue(heard + FLOOR_SECONDS) is None
+        pace.doubt()
+        assert pace.overdue(heard + FLOOR_SECONDS) is not None
+
+
+class TestLongest:
+    def test_the_longest_silence_between_two_arrivals_is_noted(self) -> None:
+        pace = a_pace()
+        for moment in (0.0, 0.5, 3.0, 3.5):
+            pace.arrived(BEGUN + moment, 5, data=False)
+        assert pace.longest == pytest.approx(2.5)
+
+    def test_the_time_before_the_first_arrival_does_not_count(self) -> None:
+        """It is the time of the connection, and the other one may have begun later."""
+        pace = a_pace()
+        pace.arrived(BEGUN + 3.0, 5, data=False)
+        assert pace.longest == 0.0
+
+    def test_a_pause_of_this_process_does_not_count(self) -> None:
+        pace = a_pace()
+        pace.arrived(BEGUN, 5, data=False)
+        pace.excuse(20.0)
+        pace.arrived(BEGUN + 20.5, 5, data=False)
+        assert pace.longest == pytest.approx(0.5)
+
+    def test_a_lost_member_counts_as_silent_for_as_long_as_a_stranger_may_be(self) -> None:
+        pace = a_pace()
+        heard = sends(pace, 0.001, 10)
+        assert pace.silence_of_lost(heard + FLOOR_SECONDS) == FIRST_CONTACT_SECONDS
+        assert pace.silence_of_lost(heard + 9.0) == pytest.approx(9.0)
+
+
+class TestSilences:
+    def test_a_member_may_be_silent_for_longer_than_it_was(self) -> None:
+        silences = Silences()
+        assert silences.patience("a", BEGUN) == 0.0
+        silences.note("a", BEGUN, 3.0)
+        silences.note("a", BEGUN + 1.0, 2.0)
+        assert silences.patience("a", BEGUN + 2.0) == MARGIN * 3.0
+        assert silences.patience("b", BEGUN + 2.0) == 0.0
+
+    def test_silences_that_are_as_common_as_pings_are_not_kept(self) -> None:
+        silences = Silences()
+        silences.note("a", BEGUN, FLOOR_SECONDS / MARGIN)
+        assert silences.patience("a", BEGUN) == 0.0
+
+    def test_a_silence_is_forgotten_by_and_by(self) -> None:
+        silences = Silences()
+        silences.note("a", BEGUN, 4.0)
+        for halves in range(5):
+            assert silences.patience("a", BEGUN + halves * FORGET_HALF_SECONDS) == MARGIN * 4.0 / 2**halves
+        silences.note("a", BEGUN + 2 * FORGET_HALF_SECONDS, 2.0)
+        assert silences.patience("a", BEGUN + 2.5 * FORGET_HALF_SECONDS) == MARGIN * 2.0
+
+    def test_a_bounded_number_of_members_is_remembered(self) -> None:
+        silences = Silences()
+        for number in range(MAX_SILENT + 1):
+            silences.note(str(number), BEGUN, 4.0)
+        assert silences.patience("0", BEGUN) == 0.0
+        assert silences.patience("1", BEGUN) == MARGIN * 4.0
+        silences.note("1", BEGUN, 1.0)
+        silences.note("new", BEGUN, 4.0)
+        assert silences.patience("1", BEGUN) == MARGIN * 4.0, "it was silent lately"
+        assert silences.patience("2", BEGUN) == 0.0

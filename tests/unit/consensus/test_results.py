@@ -6,7 +6,13 @@ import dataclasses
 
 import pytest
 
-from p2pavg.consensus.choice import Answers, Stuck, _complete_without_the_dead, choose, possibly_committed
+from p2pavg.consensus.choice import (
+    MemberAnswers,
+    Stuck,
+    _complete_without_the_dead,
+    choose,
+    possibly_committed,
+)
 from p2pavg.consensus.votes import Begin, Complete, Members
 from tests.unit.consensus.answers import ALL, BALLOT, SIZE, accepted, answers, holds, promise, some
 
@@ -81,7 +87,7 @@ class TestPossiblyCommitted:
 class TestStillGood:
     """A complete result that counts dead members, although no member waits for their votes any more."""
 
-    def complete(self, group: Answers) -> Complete | None:
+    def complete(self, group: MemberAnswers) -> Complete | None:
         return _complete_without_the_dead(group, frozenset(group.promises))
 
     def test_when_a_member_died_after_it_had_sent_its_parts(self) -> None:

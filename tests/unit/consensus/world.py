@@ -15,10 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.events import Action, Completed, Dead, Drop, Event, GivenUp, Heard, Lost, Run, Tell
-from p2pavg.consensus.member import FINAL, Member, Phase, new_member
+from p2pavg.consensus.events import (
+    Action,
+    Completed,
+    Dead,
+    Drop,
+    Event,
+    GivenUp,
+    Lost,
+    RunAttempt,
+    Tell,
+    VoteHeard,
+)
+from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, new_member
 from p2pavg.consensus.proof import asks_further
-from p2pavg.consensus.votes import Commit, Gather, Held, Left, Members, Trouble, Unknown, Vote
+from p2pavg.consensus.votes import Gather, Left, Members, ResultCommit, ResultHeld, Trouble, Unknown, Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +63,9 @@ class Names:
         vote: Vote = self._things[number]
         return vote
 
-    def member(self, number: int) -> Member:
+    def member(self, number: int) -> MemberState:
         """Return the member's state with a number."""
-        member: Member = self._things[number]
+        member: MemberState = self._things[number]
         return member
 
     def advance(self, number: int, event: Event) -> tuple[int, list[Action]]:
@@ -115,7 +126,7 @@ class Group:
         begun = frozenset((0, me) for me in range(size))
         self.first = World(numbers, frozenset(), (), frozenset(), begun, frozenset(), faults)
 
-    def members(self, world: World) -> list[Member]:
+    def members(self, world: World) -> list[MemberState]:
         """Return every member's state."""
         return [self.names.member(number) for number in world.numbers]
 
@@ -127,7 +138,7 @@ class Group:
             vote = self.names.vote(queue[0])
             yield (
                 f"{a}->{b} {vote}",
-                self._happen(_with_queue(world, (a, b), queue[1:]), b, Heard(a, vote)),
+                self._happen(_with_queue(world, (a, b), queue[1:]), b, VoteHeard(a, vote)),
                 True,
             )
         for member in alive:
@@ -165,7 +176,7 @@ class Group:
                     yield f"{member.me} is out of time", self._happen(less, member.me, GivenUp()), False
 
     def _steps_of(
-        self, world: World, members: list[Member], member: Member
+        self, world: World, members: list[MemberState], member: MemberState
     ) -> Iterator[tuple[str, World, bool]]:
         me = member.me
         has = member.complete is not None and member.complete.attempt == member.begun.attempt
@@ -182,27 +193,29 @@ class Group:
             if other is not member and other.me not in member.lost and gone:
                 yield f"{me} notices {other.me}", self._lose(world, me, other.me), True
 
-    def _ask(self, world: World, members: list[Member], member: Member) -> Iterator[tuple[str, World, bool]]:
+    def _ask(
+        self, world: World, members: list[MemberState], member: MemberState
+    ) -> Iterator[tuple[str, World, bool]]:
         """Yield the steps in which a member asks one that it has lost, which is dead or tells the outcome."""
         me = member.me
         for other in members:
             if other is member or not asks_further(member, other.me):
                 continue
-            if other.me not in member.lost and member.phase is not Phase.FAILED:
+            if other.me not in member.lost and member.phase is not RoundPhase.FAILED:
                 continue
             if other.me in world.crashed:
-                known = Unknown() if member.phase is Phase.FAILED else None
-                event = Dead(other.me) if known is None else Heard(other.me, known)
+                known = Unknown() if member.phase is RoundPhase.FAILED else None
+                event = Dead(other.me) if known is None else VoteHeard(other.me, known)
                 yield f"{me} knows {other.me} dead", self._happen(world, me, event), True
             elif other.phase in FINAL and not (other.committed is None and other.me in member.gone):
                 answer = how_it_ended(other)
                 yield (
                     f"{me} asks {other.me}: {answer}",
-                    self._happen(world, me, Heard(other.me, answer)),
+                    self._happen(world, me, VoteHeard(other.me, answer)),
                     True,
                 )
 
-    def _arrives(self, world: World, members: list[Member], member: Member) -> bool:
+    def _arrives(self, world: World, members: list[MemberState], member: MemberState) -> bool:
         """Return whether a member must get the result: no member is lost, or a member that has it passes it on."""
         if member.begun.members.isdisjoint(world.crashed | member.lost):
             return True
@@ -237,7 +250,7 @@ class Group:
                     queues.pop((peer, me), None)
                     if peer not in world.crashed and me not in self.names.member(world.numbers[peer]).lost:
                         broken |= {(peer, me)}
-                case Run(attempt, _):
+                case RunAttempt(attempt, _):
                     over |= {(older, other) for older, other in begun if other == me}
                     begun |= {(attempt, me)}
         if self.names.member(number).phase in FINAL:
@@ -286,7 +299,7 @@ class Group:
         for member in members:
             if member.hostile:
                 return f"{member.me} takes {set(member.hostile)} for liars, and all are honest"
-        done = [member for member in members if member.phase is Phase.COMMITTED]
+        done = [member for member in members if member.phase is RoundPhase.COMMITTED]
         for member in done:
             if member.outcome is None or member.me not in member.outcome.members:
                 return f"{member.me} committed a result without itself"
@@ -297,7 +310,7 @@ class Group:
             if member.outcome != done[0].outcome and not self._excused(world, member, done[0]):
                 return f"{member.me} and {done[0].me} committed different results"
         for member in members:
-            if member.phase is not Phase.FAILED or member.me in world.crashed or member.undecided:
+            if member.phase is not RoundPhase.FAILED or member.me in world.crashed or member.undecided:
                 continue
             for other in done:
                 if other.me not in other.seat.holders:
@@ -310,12 +323,12 @@ class Group:
                     return f"{member.me} keeps a contribution that {other.me} has committed"
         return None
 
-    def _adopted_without(self, member: Member, committed: Member) -> bool:
-        """The one way in which a contribution may count twice: see docs/explanation/round.md, "What can still go wrong"."""
+    def _adopted_without(self, member: MemberState, committed: MemberState) -> bool:
+        """The one way in which a contribution may count twice: see docs/explanation/agreement.md."""
         return not self.strict and committed.begun.must and member.me not in committed.begun.view
 
-    def _excused(self, world: World, member: Member, committed: Member) -> bool:
-        """The two ways in which members may commit different results: see docs/explanation/round.md."""
+    def _excused(self, world: World, member: MemberState, committed: MemberState) -> bool:
+        """The two ways in which members may commit different results: see docs/explanation/agreement.md."""
         died = not world.crashed.isdisjoint({member.me, committed.me})
         return self._adopted_without(member, committed) or (not self.strict and died)
 
@@ -331,32 +344,43 @@ class Group:
             if member.me in world.crashed or member.phase in FINAL:
                 continue
             leader = members[member.leader]
-            if not (split and (member.phase is Phase.ASTRAY or leader.phase is Phase.ASTRAY)):
+            if not (split and (member.phase is RoundPhase.ASTRAY or leader.phase is RoundPhase.ASTRAY)):
                 return f"{member.me} waits for ever"
         return None
 
 
-def _reacts(member: Member, vote: Vote) -> bool:
+def _reacts(member: MemberState, vote: Vote) -> bool:
     """Return whether a member would react to a vote."""
-    if member.phase not in FINAL or isinstance(vote, Gather | Trouble | Held):
+    if member.phase not in FINAL or isinstance(vote, Gather | Trouble | ResultHeld):
         return True
-    return member.undecided and isinstance(vote, Commit | Left | Unknown)
+    return member.undecided and isinstance(vote, ResultCommit | Left | Unknown)
 
 
-def completed(member: Member, average: bytes = b"average") -> Completed:
-    """Return the event that a member has the whole result of its attempt. Equal results have equal digests."""
+def completed(member: MemberState, average: bytes = b"average", reducer: int = 0) -> Completed:
+    """Return the event that a member has the whole result of its attempt. Equal results have equal digests.
+
+    Args:
+        average: digest of the share of ``reducer``, if that member takes part; all other shares have usual ones.
+    """
     if member.me not in member.seat.holders:
         return Completed(member.begun.attempt)
-    digests = (average, *(b"average",) * (len(member.begun.members) - 1))
+    reducers = sorted(member.begun.members)
+    digests = tuple(average if one == reducer else b"average" for one in reducers)
     among = ",".join(map(str, sorted(member.begun.members)))
     return Completed(
         member.begun.attempt,
         digests,
-        b"%d: %d, %s, %s" % (member.me, member.begun.attempt, among.encode(), average),
+        b"%d: %d, %s, %s" % (member.me, member.begun.attempt, among.encode(), b"".join(digests)),
+        tuple(map(output, reducers, digests)),
     )
 
 
-def how_it_ended(member: Member) -> Commit | Left:
+def output(reducer: int, digest: bytes) -> bytes:
+    """Return bytes that stand for a reducer's signature of the digest of its share."""
+    return b"%d: %s" % (reducer, digest)
+
+
+def how_it_ended(member: MemberState) -> ResultCommit | Left:
     """Return a final member's answer to a question about the outcome."""
     if member.committed is not None:
         return member.committed

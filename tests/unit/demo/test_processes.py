@@ -1,7 +1,6 @@
 """Real child processes: their events arrive, and none remains at the end."""
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ READY = (
     "from scripts.demo_gpt.channel import Channel; from scripts.demo_gpt.events import *; import os, time\n"
 )
 READY += "channel = Channel(); channel.send(Ready(parameters=os.getpid()))\n"
-TRAIN = READY + "channel.wait_for_go(); print('for the log'); channel.send(TrainLoss(step=1, loss=2.0))\n"
+TRAIN = READY + "print('for the log'); channel.send(TrainLoss(step=1, loss=2.0))\n"
 FINISH = TRAIN + "channel.send(Done(digest='ab')); channel.wait_for_leave()\n"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 HANG = TRAIN + "time.sleep(60)\n"
@@ -46,8 +45,6 @@ def is_alive(pid: int) -> bool:
 def test_process_starts_reports_and_leaves(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         peer = start(processes, FINISH)
-        pump_until(processes, lambda: peer.state is State.READY)
-        processes.go()
         pump_until(processes, lambda: peer.ended)
     assert peer.state is State.DONE
     assert peer.train[0].loss == 2.0
@@ -55,13 +52,17 @@ def test_process_starts_reports_and_leaves(tmp_path: Path) -> None:
     assert not is_alive(peer.parameters)
 
 
-def test_a_kill_is_seen_with_its_signal(tmp_path: Path) -> None:
+def test_a_killed_process_starts_again_and_goes_on_with_its_log(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         peer = start(processes, HANG)
-        pump_until(processes, lambda: peer.state is State.READY)
-        os.kill(peer.parameters, signal.SIGKILL)
+        pump_until(processes, lambda: peer.state is State.TRAINING)
+        processes.kill(peer)
+        pump_until(processes, lambda: peer.state is State.KILLED)
+        assert (peer.reason, peer.kills) == ("killed by SIGKILL", [1])
+        processes.start(peer, "-c", FINISH)
         pump_until(processes, lambda: peer.ended)
-    assert peer.reason == "killed by SIGKILL"
+    assert peer.state is State.DONE
+    assert (tmp_path / "peer-0.log").read_text().count("for the log") == 2
 
 
 def test_a_crash_is_seen_with_its_error(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_interrupt_leaves_no_process(deaf: str, tmp_path: Path) -> None:
     def interrupted() -> None:
         with Processes(tmp_path) as processes:
             processes.start(peer, "-c", deaf + HANG)
-            pump_until(processes, lambda: peer.state is State.READY)
+            pump_until(processes, lambda: peer.state is State.TRAINING)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -7,7 +7,7 @@ import torch
 
 from scripts.demo_gpt.batches import Batches, cut_windows, held_out_windows
 from scripts.demo_gpt.model import GPT, ModelConfig
-from scripts.demo_gpt.recipe import Trainer, is_evaluated, learning_rate
+from scripts.demo_gpt.recipe import Recipe, is_evaluated, rate_factor
 from scripts.demo_gpt.settings import Settings
 from scripts.demo_gpt.text import RARE, Text, load_text, vocabulary_of
 
@@ -57,10 +57,15 @@ def test_a_pass_shows_no_window_twice() -> None:
     assert len(set(first_pass)) == len(first_pass)
 
 
-def test_the_reference_sees_every_peers_batch() -> None:
+def test_the_reference_sees_the_batches_of_an_update() -> None:
     source = batches()
-    parts = [source.of_peer(peer, 7) for peer in range(PEERS)]
-    assert torch.equal(source.together(7), torch.cat(parts))
+    parts = [source.of_peer(0, 7), source.of_peer(2, 7), source.of_peer(2, 7, number=1)]
+    assert torch.equal(source.together(7, {0: 1, 2: 2}), torch.cat(parts))
+
+
+def test_further_batches_of_an_update_are_others() -> None:
+    source = batches()
+    assert not torch.equal(source.of_peer(1, 5), source.of_peer(1, 5, number=1))
 
 
 def test_too_little_text_is_refused() -> None:
@@ -96,28 +101,27 @@ def test_the_seed_decides_the_weights() -> None:
     assert not torch.equal(same["characters.weight"], other["characters.weight"])
 
 
+def gradients_of(recipe: Recipe, windows: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
+    loss = recipe.model.loss(windows)
+    return loss.item(), list(torch.autograd.grad(loss, list(recipe.model.parameters())))
+
+
 def test_mean_of_the_peers_gradients_is_the_gradient_of_the_reference() -> None:
-    trainer = Trainer(Settings(peers=3, batch_size=4))
-    peers = [trainer.compute_gradients(trainer.batches.of_peer(peer, 0)) for peer in range(3)]
-    loss, gradients = trainer.compute_gradients(trainer.batches.together(0))
+    recipe = Recipe(Settings(peers=3, batch_size=4))
+    peers = [gradients_of(recipe, recipe.batches.of_peer(peer, 0)) for peer in range(3)]
+    loss, gradients = gradients_of(recipe, recipe.batches.together(0, {0: 1, 1: 1, 2: 1}))
     assert loss == pytest.approx(sum(loss for loss, _ in peers) / 3, rel=1e-5)
     for together, *apart in zip(gradients, *(each for _, each in peers), strict=True):
         torch.testing.assert_close(together, torch.stack(apart).mean(0), rtol=1e-4, atol=1e-6)
 
 
-def test_equal_gradients_keep_two_copies_equal() -> None:
-    left, right = (Trainer(Settings(peers=2, batch_size=2)) for _ in range(2))
-    assert left.digest() == right.digest()
-    start = left.digest()
-    for step in range(2):
-        _, gradients = left.compute_gradients(left.batches.together(step))
-        left.apply_gradients(step, gradients)
-        right.apply_gradients(step, gradients)
-    assert left.digest() == right.digest() != start
+def test_equal_seeds_begin_with_equal_parameters() -> None:
+    first, second, other = (Recipe(Settings(peers=2, batch_size=2, seed=seed)) for seed in (0, 0, 1))
+    assert first.digest() == second.digest() != other.digest()
 
 
 def test_learning_rate_rises_then_falls() -> None:
-    rates = [learning_rate(step, 100) for step in range(100)]
+    rates = [rate_factor(step, 100) for step in range(100)]
     peak = rates.index(max(rates))
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)

@@ -1,7 +1,7 @@
 """The records that are remembered between two lookups of a key, and the limits of their memory."""
 
 from p2pavg_dht import Ed25519Signer, Record, sign_record
-from p2pavg_dht.heard import MAX_HEARD_BYTES, MAX_KEYS, Heard
+from p2pavg_dht.heard import MAX_HEARD_BYTES, MAX_KEYS, RecordCache
 from p2pavg_dht.record import MAX_VALUE_BYTES
 
 SIGNER = Ed25519Signer(bytes(32))
@@ -13,7 +13,7 @@ def record(number: int, size: int = 10) -> Record:
 
 
 def test_the_last_records_of_a_key_are_remembered() -> None:
-    heard = Heard()
+    heard = RecordCache()
     assert heard.records(b"a") == ()
     assert heard.keep(b"a", [record(1)]) == (record(1),)
     heard.keep(b"b", [record(2)])
@@ -22,7 +22,7 @@ def test_the_last_records_of_a_key_are_remembered() -> None:
 
 
 def test_a_key_has_bounded_memory_and_the_caller_gets_all_records() -> None:
-    heard, large = Heard(), [record(number, MAX_VALUE_BYTES) for number in range(1, 100)]
+    heard, large = RecordCache(), [record(number, MAX_VALUE_BYTES) for number in range(1, 100)]
     assert heard.keep(b"a", large) == tuple(large)
     kept = heard.records(b"a")
     assert kept == tuple(large[: len(kept)])
@@ -30,7 +30,7 @@ def test_a_key_has_bounded_memory_and_the_caller_gets_all_records() -> None:
 
 
 def test_the_keys_that_were_used_least_recently_are_forgotten() -> None:
-    heard = Heard()
+    heard = RecordCache()
     for number in range(MAX_KEYS):
         heard.keep(bytes([number]), [record(1)])
     heard.keep(bytes([0]), [record(1)])

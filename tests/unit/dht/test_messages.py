@@ -11,7 +11,7 @@ from p2pavg_dht.messages import (
     Find,
     Found,
     Locate,
-    Located,
+    LocateAnswer,
     Request,
     Store,
     Stored,
@@ -45,7 +45,7 @@ REQUESTS: list[Request] = [
 ANSWERS: list[Answer] = [
     Stored((CONTACT,), (RECORD,), ("", "no room"), 3),
     Found((CONTACT,), (RECORD, RECORD)),
-    Located(()),
+    LocateAnswer(()),
 ]
 
 
@@ -140,7 +140,7 @@ FIELDS = pack(RECORD)
         (message(1, [], [[*FIELDS[:4], [b"x"], FIELDS[5]]]), "a value was expected"),
         # An empty extension type in the place of the value.
         (message(1, [], [[*FIELDS[:4], b"", FIELDS[5]]]).replace(b"\xc4\0", b"\xc7\0\5"), "not bytes"),
-        (encode(Located(())), "an answer came"),
+        (encode(LocateAnswer(())), "an answer came"),
     ],
 )
 def test_other_bytes_are_refused_with_the_reason(hostile: bytes, reason: str) -> None:

@@ -25,7 +25,7 @@ from p2pavg_dht.messages import (
     Find,
     Found,
     Locate,
-    Located,
+    LocateAnswer,
     Store,
     Stored,
     decode_answer,
@@ -79,13 +79,13 @@ async def honest(_: Contact, request: bytes) -> bytes:
         case Find():
             return encode(Found((), ()))
         case _:
-            return encode(Located(()))
+            return encode(LocateAnswer(()))
 
 
 def saying(*answers: Any) -> Answering:
     async def answer(_: Contact, request: bytes) -> bytes:
         if isinstance(decode_request(request), Locate):
-            return encode(Located(()))
+            return encode(LocateAnswer(()))
         return b"".join(each if isinstance(each, bytes) else encode(each) for each in answers)
 
     return answer
@@ -249,7 +249,7 @@ async def test_answers_name_reachable_peers_other_than_the_caller() -> None:
     asked, _ = node()
     await asked.join([contact(ALICE), contact(BOB), Contact(CAROL.peer_id, ())])
     assert len(asked.contacts) == 3
-    assert await ask(asked, Locate((), KEY), BOB) == Located((contact(ALICE),))
+    assert await ask(asked, Locate((), KEY), BOB) == LocateAnswer((contact(ALICE),))
     assert set((await ask(asked, Find((), KEY), CAROL)).closer) == {contact(ALICE), contact(BOB)}
 
 
@@ -281,7 +281,7 @@ async def test_a_node_runs_once() -> None:
     [
         saying(b"garbage"),
         saying(b""),
-        saying(Located(())),
+        saying(LocateAnswer(())),
         saying(Find((), KEY)),
         saying(Found((), (record(BOB, key=b"x" * 32),))),
         saying(Found((), (replace(record(BOB), value=b"forged"),))),
@@ -327,7 +327,7 @@ def keeping(*kept: Record) -> Answering:
                 return encode(Stored((), () if brief else unmarked(store, known), ("",) * len(records), 0))
             case Find(_, _, known):
                 return encode(Found((), unmarked(store, known)))
-        return encode(Located(()))
+        return encode(LocateAnswer(()))
 
     return answer
 
@@ -501,7 +501,7 @@ async def test_refused_renewal_asks_for_the_newer_record_and_outranks_it(withdra
                 outcome = "" if held in records else "replayed: a newer record of this publisher is held"
                 return encode(Stored((), () if brief else (held,), (outcome,), 0))
             case _:
-                return encode(Located(()))
+                return encode(LocateAnswer(()))
 
     restarted, _ = node(answer)
     await restarted.join([contact(ALICE)])

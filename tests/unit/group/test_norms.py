@@ -50,9 +50,13 @@ def test_no_bound_changes_nothing() -> None:
 
 
 def test_the_median_is_by_weight_and_of_contributors() -> None:
-    assert norm_factors(of_norms([1.0, 1.0, 9.0], [1.0, 1.0, 3.0]), 1.0) == {}
-    assert list(norm_factors(of_norms([1.0, 1.0, 9.0], [1.0, 1.0, 2.0]), 1.0)) == [IDS[2]]
+    by_weight = of_norms([1.0, 1.0, 9.0, 9.0, 9.0], [3.0, 3.0, 1.0, 1.0, 3.0])
+    assert list(norm_factors(by_weight, 1.0)) == [IDS[2], IDS[3], IDS[4]]
     assert norm_factors(of_norms([1.0, 2.0, 6.0, 9.0], observers=(0,)), 1.0) == {IDS[3]: 6 / 9}
+
+
+def test_a_weight_that_is_a_lie_does_not_make_the_liars_norm_the_median() -> None:
+    assert norm_factors(of_norms([1.0, 1.0, 9.0], [1.0, 1.0, 1e15]), 1.0) == {IDS[2]: 1 / 9}
 
 
 def test_a_later_attempt_has_the_median_of_its_own_members() -> None:

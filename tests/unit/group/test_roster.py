@@ -10,6 +10,7 @@ from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_METRIC, MAX_WEIGHT
 from p2pavg.group.candidate import Candidate
+from p2pavg.group.places.gossip import COUNTS
 from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, OTHER_KEY, candidate, roster
@@ -239,6 +240,24 @@ class TestMetrics:
             [self.measured(0, 1.0, loss=4.0, accuracy=0.5), self.measured(1, 3.0, loss=8.0), candidate(2)]
         )
         assert group.metrics == {"accuracy": 0.5, "loss": 7.0}
+
+    def test_with_a_robust_rule_a_metric_is_the_median(self) -> None:
+        """A liar that claims a loss of 4e29 and a large weight moves it no further than to another honest value."""
+        honest = [self.measured(index, 1.0, loss=2.0 + index) for index in range(3)]
+        group = roster([*honest, self.measured(3, 1e9, loss=4e29)])
+        assert group.metrics["loss"] > 1e29
+        assert group.metrics_by(robust=True) == {"loss": 3.0}
+
+    @pytest.mark.parametrize("claim", [1e9, -1e9])
+    @pytest.mark.parametrize("name", sorted(COUNTS))
+    def test_a_count_of_rounds_is_a_median_in_every_run(self, name: str, claim: float) -> None:
+        members = [self.measured(index, 1.0, **{name: 7.0}) for index in range(2)]
+        assert roster([*members, self.measured(2, 1.0, **{name: claim})]).metrics == {name: 7.0}
+
+    def test_a_pair_has_the_mean_of_its_counts(self) -> None:
+        """So each of the two can tell the other one's number."""
+        pair = [self.measured(0, 1.0, outer_step=4.0), self.measured(1, 3.0, outer_step=8.0)]
+        assert roster(pair).metrics == {"outer_step": 6.0}
 
     def test_an_observers_metrics_do_not_count(self) -> None:
         observer = self.measured(1, 3.0, loss=8.0, accuracy=1.0)

@@ -11,7 +11,7 @@ from p2pavg.group.shares import (
     MAX_PART_ELEMENTS,
     MIN_PART_ELEMENTS,
     MemberLink,
-    Part,
+    SharePart,
     best_fractions,
     bound_seconds,
     cut_into_parts,
@@ -150,9 +150,9 @@ def test_parts_never_change() -> None:
     sizes = [part_size(elements, 4) for elements in (0, 2_097_152, 4_000_000, 16_000_000, 64_000_000)]
     assert sizes == [65_536, 65_536, 125_000, 500_000, 524_288]
     assert cut_into_parts(64, 64 + 2 * 640 + 5, 64, 640) == (
-        Part(0, 64, 704),
-        Part(1, 704, 1344),
-        Part(2, 1344, 1349),
+        SharePart(0, 64, 704),
+        SharePart(1, 704, 1344),
+        SharePart(2, 1344, 1349),
     )
     assert cut_into_parts(10, 10, 64, 640) == ()
 

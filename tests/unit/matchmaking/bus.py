@@ -24,7 +24,7 @@ from p2pavg.matchmaking.actions import (
     Settings,
 )
 from p2pavg.matchmaking.memory import Memory
-from p2pavg.matchmaking.messages import Accept, Ask, Message, Nudge, Refuse, decode, encode
+from p2pavg.matchmaking.messages import Accept, JoinRequest, Message, Nudge, Refuse, decode, encode
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg_dht import Ed25519Signer
 
@@ -57,6 +57,7 @@ def candidate(
     index: int,
     deadline: float,
     *,
+    key: bytes = KEY,
     auxiliary: bool = False,
     codec: str = "fp32",
     weight: float = 1.0,
@@ -67,7 +68,7 @@ def candidate(
 ) -> Candidate:
     return sign_candidate(
         SIGNERS[index],
-        key=KEY,
+        key=key,
         deadline=deadline,
         expiration_time=deadline + 3600.0,
         weight=0.0 if auxiliary else weight,
@@ -216,14 +217,14 @@ class Bus:
         closed = link.asked_closed if upward else link.asker_closed
         if closed or not self._alive(receiver):
             return
-        if isinstance(message, Ask):
+        if isinstance(message, JoinRequest):
             self._asked(link, message)
         elif upward:
             self._do(receiver, receiver.rules.told(sender.me.peer_id, message, self.now))
         else:
             self._do(receiver, receiver.rules.told_by_leader(sender.me.peer_id, message, self.now))
 
-    def _asked(self, link: Link, message: Ask) -> None:
+    def _asked(self, link: Link, message: JoinRequest) -> None:
         for old in [old for old in self.links if old is not link and old.asked is link.asked]:
             if old.asker.me.peer_id == message.me.peer_id and not old.asked_closed:
                 old.asked_closed = True
@@ -280,7 +281,7 @@ class Bus:
     def _do(self, attempt: Attempt, actions: Actions, inbound: Link | None = None) -> None:
         for action in actions:
             match action:
-                case Open(target, Ask() as ask):
+                case Open(target, JoinRequest() as ask):
                     self._open(attempt, target, ask)
                 case Open(target, Nudge() as nudge):
                     self.nudges.append((attempt, target, nudge))
@@ -304,7 +305,7 @@ class Bus:
                 case Expect(group_id):
                     attempt.expected = group_id
 
-    def _open(self, attempt: Attempt, target: Candidate, ask: Ask) -> None:
+    def _open(self, attempt: Attempt, target: Candidate, ask: JoinRequest) -> None:
         asked = self.attempts.get(target.peer_id)
         if asked is None:
             self._do(

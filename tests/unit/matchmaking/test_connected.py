@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from p2pavg.matchmaking.actions import Actions, Open
-from p2pavg.matchmaking.attempt_state import Phase
-from p2pavg.matchmaking.messages import Ask
+from p2pavg.matchmaking.attempt_state import AttemptPhase
+from p2pavg.matchmaking.messages import JoinRequest
 from p2pavg.matchmaking.rules import Matchmaking
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, candidate, settings
 
@@ -15,7 +15,7 @@ def unreached() -> Matchmaking:
     """Return an attempt that has not reached the peer that it has to ask."""
     rules = Matchmaking(me, settings(), EPOCH)
     rules.discovered([early], EPOCH)
-    assert rules.state.phase is Phase.ASKING
+    assert rules.state.phase is AttemptPhase.ASKING
     assert not asked(rules.lost_leader(early.peer_id, "no answer", EPOCH + 1, reachable=False))
     assert not rules.state.follows
     return rules
@@ -25,7 +25,7 @@ def asked(actions: Actions) -> list[str]:
     return [
         action.candidate.peer_id
         for action in actions
-        if isinstance(action, Open) and isinstance(action.message, Ask)
+        if isinstance(action, Open) and isinstance(action.message, JoinRequest)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import trio
+from trio.testing import MockClock
 
 from p2pavg.matchmaking.matchmaker import Matchmaker
 
@@ -23,10 +24,9 @@ class Records:
         self.withdrawn.append(key)
 
 
-async def test_record_of_the_next_attempt_is_not_withdrawn() -> None:
-    records = Records()
+def matchmaker_with(records: Records) -> Matchmaker:
     nothing = cast(Any, None)
-    matchmaker = Matchmaker(
+    return Matchmaker(
         nothing,
         key=b"k" * 32,
         settings=nothing,
@@ -34,9 +34,25 @@ async def test_record_of_the_next_attempt_is_not_withdrawn() -> None:
         bandwidth=lambda: 0.0,
         records=cast(Any, records),
     )
+
+
+async def test_record_of_the_next_attempt_is_not_withdrawn() -> None:
+    records = Records()
+    matchmaker = matchmaker_with(records)
     matchmaker._said = [b"next"]
     await matchmaker._withdraw_left(b"next")
     await matchmaker._withdraw_left(b"left")
     assert records.withdrawn == [b"left"]
     await matchmaker.withdraw()
     assert records.withdrawn == [b"left", b"next"]
+
+
+async def test_an_attempt_that_ends_after_the_matchmaker_withdraws_no_record_of_its_successor(
+    autojump_clock: MockClock,
+) -> None:
+    records = Records()
+    matchmaker = matchmaker_with(records)
+    await matchmaker.close()
+    matchmaker._said = [b"next"]  # by the attempt, which is cancelled meanwhile
+    await matchmaker._withdraw_unless_renewed()
+    assert records.withdrawn == []

@@ -8,23 +8,33 @@ from p2pavg.base.limits import MAX_MEMBERS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
-from p2pavg.matchmaking.attempt_state import Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.known_peers import PAST_SECONDS
 from p2pavg.matchmaking.memory import (
     FORGIVE_SECONDS,
-    HOLD_SECONDS,
+    HOLD_OFF_LEADER_SECONDS,
     MAX_HOLD_SECONDS,
     MAX_LATE,
     MAX_PROVEN,
     Memory,
 )
-from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse, Status, decode, encode
+from p2pavg.matchmaking.messages import (
+    Accept,
+    Declined,
+    GroupProposal,
+    Joined,
+    JoinRequest,
+    LeaderStatus,
+    Refuse,
+    decode,
+    encode,
+)
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import (
     DUE_SECONDS,
     PROVEN_SECONDS,
     RENEW_SECONDS,
-    SETTLE_SECONDS,
+    SETTLE_GROUP_SECONDS,
     UNREACHABLE_SECONDS,
 )
 from p2pavg_dht import Ed25519Signer
@@ -54,14 +64,14 @@ def following(
     rules.discovered([leader, *known], EPOCH)
     assert rules.state.leader == leader
     rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-    assert rules.state.phase is Phase.FOLLOWING
+    assert rules.state.phase is AttemptPhase.FOLLOWING
     return rules
 
 
 def proposed(rules: Matchmaking, *members: Candidate, proposal: int = 1) -> str:
     """Return the reason for which a roster is refused; empty if it is accepted."""
     roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=proposal)
-    for action in rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH):
+    for action in rules.told_by_leader(members[0].peer_id, GroupProposal(roster), EPOCH):
         if isinstance(action, Send) and isinstance(action.message, Refuse):
             return action.message.reason
         if isinstance(action, Send):
@@ -109,7 +119,9 @@ class TestRosters:
         assert rules.state.roster is not None, "proposed"
         assert len(rules.state.roster.holders) == 65
         assert len(rules.state.roster.members) == MAX_MEMBERS
-        assert decode(encode(Status(65, False))) == Status(65, False), "its followers understand it"
+        assert decode(encode(LeaderStatus(65, False))) == LeaderStatus(65, False), (
+            "its followers understand it"
+        )
 
     def test_a_peer_with_the_same_id_is_declined(self) -> None:
         me, again = candidate(0, EPOCH + 1), candidate(0, EPOCH + 2)
@@ -124,7 +136,7 @@ class TestWeights:
         late = candidate(2, EPOCH + 3, weight=101.0)
         rules = Matchmaking(me, dataclasses.replace(settings(), max_weight=100.0), EPOCH)
         rules.discovered([heavy], EPOCH)
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
         [answer] = [
             action.message
             for action in rules.asked(late, EPOCH)
@@ -145,12 +157,12 @@ class TestLateLeaders:
         rules = following(leader, me, *others)
         for seconds in range(1, int(DUE_SECONDS) + 1):
             rules.discovered(others, EPOCH + seconds)
-            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
         assert rules.state.leader is None
-        rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_SECONDS - 0.1)
-        assert rules.state.phase is Phase.LEADING, "the others find it free"
-        rules.tick(EPOCH + DUE_SECONDS + HOLD_SECONDS)
+        rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_OFF_LEADER_SECONDS - 0.1)
+        assert rules.state.phase is AttemptPhase.LEADING, "the others find it free"
+        rules.tick(EPOCH + DUE_SECONDS + HOLD_OFF_LEADER_SECONDS)
         assert rules.state.leader == leader, "an honest one is asked again before its deadline"
 
     def test_a_leader_that_waits_for_more_is_followed_until_its_deadline(self) -> None:
@@ -158,7 +170,7 @@ class TestLateLeaders:
         rules = following(leader, me, other)
         for seconds in range(1, 30):
             rules.discovered([other], EPOCH + seconds)
-            rules.told_by_leader(leader.peer_id, Status(3, False), EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(3, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
             assert rules.state.leader == leader
         rules.tick(EPOCH + 25 + DUE_SECONDS)
@@ -169,7 +181,7 @@ class TestLateLeaders:
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
         rules = following(leader, me, *others)  # no record names the others any more
         for seconds in range(1, 20):
-            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
         assert rules.state.leader == leader
 
@@ -180,7 +192,7 @@ class TestLateLeaders:
         for number in range(60):
             members = (leader, me)
             roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=number)
-            said = Propose(roster) if number % 2 else Status(2, False)
+            said = GroupProposal(roster) if number % 2 else LeaderStatus(2, False)
             rules.told_by_leader(leader.peer_id, said, now)
             now += 0.5
             rules.tick(now)
@@ -196,10 +208,10 @@ class TestLateLeaders:
         rules = following(leader, me, *others, memory=memory)
         for seconds in range(1, 25):
             rules.discovered(others, EPOCH + seconds)
-            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
         assert rules.state.leader == leader
-        rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + 25)
+        rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + 25)
         rules.tick(EPOCH + 25)
         rules.tick(EPOCH + 25 + DUE_SECONDS)
         assert rules.state.leader is None
@@ -225,7 +237,7 @@ class TestLateLeaders:
         rules.asked(candidate(2, EPOCH + 50), EPOCH)
         rules.tick(me.deadline)
         assert any(isinstance(a, Renew) for a in rules.tick(me.deadline + RENEW_SECONDS))
-        assert rules.state.phase is Phase.OVER
+        assert rules.state.phase is AttemptPhase.OVER
         assert RENEW_SECONDS + 10.0 < PAST_SECONDS
 
     def test_a_group_that_waits_for_a_long_time_still_forms(self) -> None:
@@ -258,7 +270,7 @@ class TestLateLeaders:
         rules.tick(EPOCH + 1)
         rules.asked(late, EPOCH + 3)
         assert rules.state.roster is None
-        rules.tick(EPOCH + 3 + SETTLE_SECONDS)
+        rules.tick(EPOCH + 3 + SETTLE_GROUP_SECONDS)
         assert rules.state.roster is not None, "proposed"
 
 
@@ -298,7 +310,10 @@ class TestPreference:
         for _ in range(3):
             rules.lost_leader(early.peer_id, "refused", EPOCH, reachable=False)
             asked.append(
-                any(isinstance(a, Open) and isinstance(a.message, Ask) for a in rules.nudged(early, EPOCH))
+                any(
+                    isinstance(a, Open) and isinstance(a.message, JoinRequest)
+                    for a in rules.nudged(early, EPOCH)
+                )
             )
         assert asked == [True, False, False]
         rules.tick(EPOCH + UNREACHABLE_SECONDS)
@@ -359,7 +374,7 @@ class TestMemory:
         ]
         assert memory.held_until(peer_id, EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
         later = EPOCH + 10 * FORGIVE_SECONDS
-        assert memory.wasted(peer_id, later) - later == HOLD_SECONDS
+        assert memory.wasted(peer_id, later) - later == HOLD_OFF_LEADER_SECONDS
         memory.finished_with([member])
         assert memory.held_until(peer_id, later) == later
         assert memory.is_proven(peer_id)
@@ -380,6 +395,6 @@ class TestMemory:
         memory.wasted("a", EPOCH)
         memory.wasted("early", EPOCH, most=EPOCH + 12)
         memory.wasted("b", EPOCH + 9)
-        assert memory.held_until("a", EPOCH + 9) == EPOCH + 9 + HOLD_SECONDS
+        assert memory.held_until("a", EPOCH + 9) == EPOCH + 9 + HOLD_OFF_LEADER_SECONDS
         assert memory.held_until("early", EPOCH + 9) == EPOCH + 12
         assert MAX_HOLD_SECONDS == 600

@@ -7,8 +7,8 @@ import dataclasses
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
-from p2pavg.matchmaking.attempt_state import Phase
-from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse
+from p2pavg.matchmaking.attempt_state import AttemptPhase
+from p2pavg.matchmaking.messages import Accept, Declined, GroupProposal, Joined, JoinRequest, Refuse
 from p2pavg.matchmaking.rules import Matchmaking
 from tests.unit.matchmaking.bus import EPOCH, candidate, settings
 
@@ -38,7 +38,7 @@ def test_a_candidate_that_is_no_member_is_neither_asked_nor_nudged() -> None:
 
 
 def test_a_member_is_asked() -> None:
-    assert sent(refusing(THIRD).discovered([FIRST], EPOCH)) == [Ask(ME)]
+    assert sent(refusing(THIRD).discovered([FIRST], EPOCH)) == [JoinRequest(ME)]
 
 
 def test_a_peer_that_is_no_member_hears_why_it_cannot_join() -> None:
@@ -51,7 +51,7 @@ def test_a_leader_that_is_no_member_is_not_followed() -> None:
     later = refusing(FIRST)
     rules.state.settings = later.state.settings
     rules.told_by_leader(FIRST.peer_id, Joined(FIRST), EPOCH)
-    assert rules.state.phase is Phase.LEADING
+    assert rules.state.phase is AttemptPhase.LEADING
 
 
 def test_a_roster_with_a_peer_that_is_no_member_is_refused() -> None:
@@ -61,7 +61,7 @@ def test_a_roster_with_a_peer_that_is_no_member_is_refused() -> None:
         rules.told_by_leader(FIRST.peer_id, Joined(FIRST), EPOCH)
         members = (FIRST, ME, THIRD)
         roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=1)
-        answers = sent(rules.told_by_leader(FIRST.peer_id, Propose(roster), EPOCH))
+        answers = sent(rules.told_by_leader(FIRST.peer_id, GroupProposal(roster), EPOCH))
         first = answers[0]
         assert type(first) is answer, answers
         if isinstance(first, Refuse):
@@ -73,5 +73,5 @@ def test_a_peer_that_knows_of_its_own_refusal_gives_up_with_the_reason() -> None
     rules.discovered([THIRD], EPOCH)
     actions = rules.tick(rules.state.report_at)
     reasons = [getattr(action, "reason", "") for action in actions]
-    assert rules.state.phase is Phase.OVER
+    assert rules.state.phase is AttemptPhase.OVER
     assert any(f"this peer is not admitted to the run: {EXPIRED}" in reason for reason in reasons)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from p2pavg.matchmaking.actions import Close, Renew
-from p2pavg.matchmaking.attempt_state import Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.messages import Joined
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import LATER_SECONDS, MOVED_SECONDS
+from p2pavg.matchmaking.timing import MOVED_SECONDS, NEXT_ATTEMPT_SECONDS
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, candidate, settings
 
 early, me, late = (candidate(index, EPOCH + MATCH_TIMEOUT + index) for index in range(3))
@@ -20,8 +20,8 @@ def test_it_begins_anew_at_nearly_the_same_deadline() -> None:
         "the peer that was asked is told"
     )
     assert isinstance(renewed, Renew)
-    assert renewed.deadline == me.deadline + LATER_SECONDS
-    assert rules.state.phase is Phase.OVER
+    assert renewed.deadline == me.deadline + NEXT_ATTEMPT_SECONDS
+    assert rules.state.phase is AttemptPhase.OVER
     assert candidate(1, renewed.deadline).record.sequence > me.record.sequence
 
 
@@ -42,5 +42,5 @@ def test_a_follower_goes_on() -> None:
     rules = Matchmaking(me, settings(), EPOCH)
     rules.discovered([early], EPOCH)
     rules.told_by_leader(early.peer_id, Joined(early), EPOCH)
-    assert rules.state.phase is Phase.FOLLOWING
+    assert rules.state.phase is AttemptPhase.FOLLOWING
     assert rules.moved(EPOCH) == []

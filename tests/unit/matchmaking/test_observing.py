@@ -13,17 +13,17 @@ from p2pavg.group.participation import ByCapability, Participation, RandomFracti
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
 from p2pavg.matchmaking.admission import UNEXPECTED_OBSERVERS
-from p2pavg.matchmaking.attempt_state import Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.messages import (
     Accept,
-    Ask,
     Declined,
+    GroupProposal,
     Joined,
+    JoinRequest,
+    LeaderStatus,
     Message,
     Nudge,
-    Propose,
     Refuse,
-    Status,
 )
 from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.rules import Matchmaking
@@ -71,8 +71,8 @@ class TestStates:
         same = candidate(2, EPOCH + 1.5, state=b"7")
         other = candidate(0, EPOCH + 1, state=b"8")
         assert opened(rules.discovered([other], EPOCH)) == []
-        assert rules.state.phase is Phase.LEADING
-        assert opened(rules.discovered([same], EPOCH)) == [(Ask, same.peer_id)]
+        assert rules.state.phase is AttemptPhase.LEADING
+        assert opened(rules.discovered([same], EPOCH)) == [(JoinRequest, same.peer_id)]
 
     def test_a_later_candidate_of_another_state_is_not_nudged(self) -> None:
         rules = Matchmaking(candidate(1, EPOCH + 2, state=b"7"), settings(), EPOCH)
@@ -89,7 +89,7 @@ class TestStates:
         known, newer = candidate(0, EPOCH + 1, state=b"7"), candidate(0, EPOCH + 3, state=b"8")
         rules = matchmaking(candidate(1, EPOCH + 9, state=b"7"), known)
         rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
 
     def test_two_states_form_two_groups(self) -> None:
         bus = Bus()
@@ -170,10 +170,10 @@ class TestObservers:
         rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
         chosen = frozenset(members[index].peer_id for index in observing)
         roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, observers=chosen)
-        [refusal] = said(rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH))
+        [refusal] = said(rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH))
         assert isinstance(refusal, Refuse)
         assert "observers do not follow" in refusal.reason
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
 
     def test_a_roster_whose_observers_follow_from_the_rule_is_accepted(self) -> None:
         tags = [("gpu",), ("gpu",), ()]
@@ -182,7 +182,7 @@ class TestObservers:
         rules.told_by_leader(members[0].peer_id, Joined(members[0]), EPOCH)
         chosen = frozenset({members[2].peer_id})
         roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, observers=chosen)
-        answers = said(rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH))
+        answers = said(rules.told_by_leader(members[0].peer_id, GroupProposal(roster), EPOCH))
         assert answers == [Accept(roster.group_id)]
 
 
@@ -244,9 +244,9 @@ class TestNoContributor:
         only = candidate(2, EPOCH + 3)
         rules = matchmaking(leader, target=3)
         rules.asked(observer, EPOCH)
-        assert any(isinstance(message, Propose) for message in said(rules.asked(only, EPOCH)))
+        assert any(isinstance(message, GroupProposal) for message in said(rules.asked(only, EPOCH)))
         rules.lost(only.peer_id, "gone", EPOCH + 1)
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
         assert rules.state.roster is None
 
 
@@ -305,9 +305,9 @@ class TestExpectedContributors:
             rules.discovered([leader, observer], EPOCH)
             rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
             rules.discovered([observer], EPOCH + DUE_SECONDS - 0.1)
-            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + DUE_SECONDS)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + DUE_SECONDS)
             rules.tick(EPOCH + DUE_SECONDS + 0.1)
-            assert (rules.state.phase is Phase.LEADING) == leaves
+            assert (rules.state.phase is AttemptPhase.LEADING) == leaves
 
 
 class TestTarget:

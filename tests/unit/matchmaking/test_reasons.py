@@ -6,7 +6,7 @@ from p2pavg.base.errors import UnreachableError
 from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.reasons import short, unreached_peers
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import SILENCE_SECONDS
+from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS
 from p2pavg.net.dialling import timed_out
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, SIGNERS, candidate, settings
 
@@ -54,5 +54,5 @@ def test_a_peer_that_does_not_answer_is_named() -> None:
     me, early = candidate(0, EPOCH + MATCH_TIMEOUT), candidate(1, EPOCH + 1)
     rules = Matchmaking(me, settings(), EPOCH)
     rules.discovered([early], EPOCH)
-    rules.tick(EPOCH + SILENCE_SECONDS)
+    rules.tick(EPOCH + LEADER_SILENCE_SECONDS)
     assert f"1 other peer did not answer: {short(OTHER)}" in rules.waits_for()

@@ -10,7 +10,7 @@ import pytest
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.actions import Open, Send
 from p2pavg.matchmaking.memory import Memory
-from p2pavg.matchmaking.messages import Joined, Status
+from p2pavg.matchmaking.messages import Joined, LeaderStatus
 from p2pavg.matchmaking.reunion import (
     EVERYONE_KEEPS,
     LEAST_MATCH_TIMEOUT,
@@ -157,6 +157,6 @@ class TestStatus:
         told = rules.tick(EPOCH + STATUS_SECONDS)
         statuses = [action for action in told if isinstance(action, Send)]
         assert {action.peer_id for action in statuses} == {follower.peer_id for follower in followers}
-        assert {action.message for action in statuses} == {Status(4, False)}
+        assert {action.message for action in statuses} == {LeaderStatus(4, False)}
         assert rules.tick(EPOCH + 2 * STATUS_SECONDS) == []
         assert rules.tick(EPOCH + STATUS_SECONDS + HEARTBEAT_SECONDS) != []

@@ -9,17 +9,27 @@ import pytest
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Open, Send
-from p2pavg.matchmaking.attempt_state import Phase
+from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.known_peers import FORGET_SECONDS, HOLD_OFF_SECONDS
-from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Nudge, Propose, Refuse, Status
+from p2pavg.matchmaking.messages import (
+    Accept,
+    Declined,
+    GroupCommit,
+    GroupProposal,
+    Joined,
+    JoinRequest,
+    LeaderStatus,
+    Nudge,
+    Refuse,
+)
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import (
-    ANSWER_SECONDS,
     AUXILIARY_SECONDS,
+    DECLINED_RETRY_SECONDS,
     GRACE_SECONDS,
+    LEADER_SILENCE_SECONDS,
     ORPHAN_SECONDS,
-    RETRY_SECONDS,
-    SILENCE_SECONDS,
+    PROPOSAL_ANSWER_SECONDS,
     UNREACHABLE_SECONDS,
 )
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
@@ -55,7 +65,7 @@ def follower_of(leader: Candidate, me: Candidate, *, target: int = 4) -> Matchma
     rules = matchmaking(me, leader, target=target)
     assert rules.state.leader == leader
     rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-    assert rules.state.phase is Phase.FOLLOWING
+    assert rules.state.phase is AttemptPhase.FOLLOWING
     return rules
 
 
@@ -85,7 +95,7 @@ class TestForming:
     def test_a_peer_that_asks_an_earlier_candidate_nudges_later_ones_only_if_it_is_declined(self) -> None:
         early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
         rules = Matchmaking(me, settings(), EPOCH)
-        assert opened(rules.discovered([early, late], EPOCH)) == [(Ask, early)]
+        assert opened(rules.discovered([early, late], EPOCH)) == [(JoinRequest, early)]
         answer = rules.told_by_leader(early.peer_id, Declined("full"), EPOCH)
         assert (Nudge, late) in opened(answer)
 
@@ -128,7 +138,7 @@ class TestForming:
         leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         rules = follower_of(leader, me)
         roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
-        actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        actions = rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         assert [type(action) for action in actions] == [Expect, Send]
         assert actions[0] == Expect(roster.group_id, "others may hear of the commit first")
 
@@ -169,13 +179,13 @@ class TestDeadlines:
         attempts = announce_all(bus, 0, 1, minimum=4)
         for _ in range(10):
             bus.run(2.0)
-            assert attempts[1].rules.state.phase is Phase.FOLLOWING
+            assert attempts[1].rules.state.phase is AttemptPhase.FOLLOWING
 
     def test_a_silent_leader_is_left(self) -> None:
         leader, me = candidate(0, EPOCH + 5), candidate(1, EPOCH + 20)
         rules = follower_of(leader, me)
-        actions = rules.tick(EPOCH + SILENCE_SECONDS)
-        assert rules.state.phase is Phase.LEADING
+        actions = rules.tick(EPOCH + LEADER_SILENCE_SECONDS)
+        assert rules.state.phase is AttemptPhase.LEADING
         assert Close(leader.peer_id, "silent for 6 s", upward=True) in actions
         assert rules.ready_peers == 1
 
@@ -185,7 +195,7 @@ class TestDeadlines:
         rules.lost_leader(other.peer_id, "no answer", EPOCH, reachable=False)
         assert rules.state.leader is None
         rules.tick(EPOCH + UNREACHABLE_SECONDS)
-        assert rules.state.phase is Phase.ASKING
+        assert rules.state.phase is AttemptPhase.ASKING
 
 
 class TestAsking:
@@ -210,7 +220,7 @@ class TestAsking:
         bus.nudges.clear()
         second = candidate(1, bus.now + 20)
         leader.rules.asked(second, bus.now)
-        assert leader.rules.state.phase is Phase.LEADING, "it waits for the auxiliary"
+        assert leader.rules.state.phase is AttemptPhase.LEADING, "it waits for the auxiliary"
         third = candidate(2, bus.now + 20)
         assert declined(leader.rules.asked(third, bus.now)).taken == (second.peer_id,)
         assert helper.active
@@ -222,17 +232,36 @@ class TestAsking:
     def test_a_candidate_with_another_codec_is_neither_asked_nor_ready(self) -> None:
         other = candidate(0, EPOCH + 1, codec="int8:256")
         rules = matchmaking(candidate(1, EPOCH + 2), other)
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
         assert rules.ready_peers == 1
 
     def test_an_expired_record_is_declined(self) -> None:
         rules = matchmaking(candidate(0, EPOCH + 1))
         assert "expired" in declined(rules.asked(candidate(1, EPOCH - 3601), EPOCH)).reason
 
+    @pytest.mark.parametrize("index", [0, 2], ids=["earlier", "later"])
+    def test_a_candidate_of_another_place_is_declined_and_never_asked(self, index: int) -> None:
+        """A roster of both raised an error that ended the program."""
+        me, other = (
+            candidate(1, EPOCH + 2),
+            candidate(index, EPOCH + 1 + index, key=b"another place".ljust(32)),
+        )
+        rules = matchmaking(me, target=3)
+        assert declined(rules.asked(other, EPOCH))
+        rules.nudged(other, EPOCH)
+        assert (rules.state.phase, rules.ready_peers) == (AttemptPhase.LEADING, 1)
+        rules.tick(EPOCH + 2)
+
+    def test_a_peer_does_not_ask_itself_when_another_one_names_it_as_a_leader(self) -> None:
+        before, other, me = candidate(1, EPOCH + 1), candidate(0, EPOCH + 2), candidate(1, EPOCH + 9)
+        rules = matchmaking(me, other)
+        actions = rules.told_by_leader(other.peer_id, Declined("follows another leader", before), EPOCH)
+        assert opened(actions) == []
+
     @pytest.mark.parametrize("seconds", [-8000.0, 8000.0])
     def test_a_candidate_with_an_implausible_deadline_is_not_followed(self, seconds: float) -> None:
         other = dataclasses.replace(candidate(0, EPOCH), deadline=EPOCH + seconds)
-        assert matchmaking(candidate(1, EPOCH + 2), other).state.phase is Phase.LEADING
+        assert matchmaking(candidate(1, EPOCH + 2), other).state.phase is AttemptPhase.LEADING
 
     def test_an_attempt_that_is_over_is_not_asked_again_but_the_next_one_is(self) -> None:
         other, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 9)
@@ -241,7 +270,7 @@ class TestAsking:
         rules.discovered([other], EPOCH + 5)
         assert rules.state.leader is None
         rules.discovered([candidate(0, EPOCH + 8)], EPOCH + 5)
-        assert rules.state.phase is Phase.ASKING
+        assert rules.state.phase is AttemptPhase.ASKING
 
     def test_a_declined_peer_does_not_ask_the_members_that_the_answer_names(self) -> None:
         first, second, third, me = (candidate(index, EPOCH + 1 + index) for index in range(4))
@@ -256,9 +285,9 @@ class TestAsking:
         members = (leader, me, third)
         roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
         assert declined(rules.asked(stranger, EPOCH)).leader == leader
-        rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         if committed:
-            rules.told_by_leader(leader.peer_id, Commit(roster.group_id), EPOCH)
+            rules.told_by_leader(leader.peer_id, GroupCommit(roster.group_id), EPOCH)
         answer = declined(rules.asked(stranger, EPOCH))
         assert answer.taken == (leader.peer_id, third.peer_id)
         assert answer.leader is None, "it takes nobody now"
@@ -270,7 +299,7 @@ class TestAsking:
         rules.state.peers.ban(early.peer_id, "it lied")
         rules.state.peers.ban(late.peer_id, "it lied")
         rules.discovered([early], EPOCH)
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
         assert declined(rules.asked(late, EPOCH)).reason == "it lied"
 
     def test_the_asked_peer_may_be_in_a_newer_attempt(self) -> None:
@@ -279,14 +308,14 @@ class TestAsking:
         rules = matchmaking(me, known)
         rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
         roster = Roster(members=(newer, me), shares=settings().cut_shares((newer, me)), proposal=1)
-        actions = rules.told_by_leader(newer.peer_id, Propose(roster), EPOCH)
+        actions = rules.told_by_leader(newer.peer_id, GroupProposal(roster), EPOCH)
         assert Accept(roster.group_id) in [action.message for action in actions if isinstance(action, Send)]
 
     def test_the_asked_peer_may_not_be_in_a_later_attempt_than_this_peer(self) -> None:
         known, later, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 10), candidate(1, EPOCH + 9)
         rules = matchmaking(me, known)
         rules.told_by_leader(known.peer_id, Joined(later), EPOCH)
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
 
     def test_two_peers_that_ask_each_other_at_once_still_meet(self) -> None:
         """One peer asks an attempt that is over. When it is declined, the stream in the other direction must stay."""
@@ -312,14 +341,14 @@ class TestStandingInTheWay:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,)), EPOCH)
-        rules.tick(EPOCH + RETRY_SECONDS)
+        rules.tick(EPOCH + DECLINED_RETRY_SECONDS)
         assert rules.state.leader == honest, "and not the liar first again"
 
     def test_a_peer_can_end_only_its_own_attempt(self) -> None:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("over", taken=(honest.peer_id,), over=True), EPOCH)
-        rules.tick(EPOCH + RETRY_SECONDS)
+        rules.tick(EPOCH + DECLINED_RETRY_SECONDS)
         assert rules.state.leader == honest
 
     def test_names_of_a_peer_whose_attempts_end_again_and_again_count_once(self) -> None:
@@ -330,8 +359,8 @@ class TestStandingInTheWay:
         rules.told_by_leader(liar.peer_id, over, EPOCH)
         rules.nudged(candidate(0, EPOCH + 51), EPOCH + 0.9)
         assert rules.state.leader == candidate(0, EPOCH + 51)
-        rules.told_by_leader(liar.peer_id, over, EPOCH + RETRY_SECONDS)
-        rules.tick(EPOCH + RETRY_SECONDS)
+        rules.told_by_leader(liar.peer_id, over, EPOCH + DECLINED_RETRY_SECONDS)
+        rules.tick(EPOCH + DECLINED_RETRY_SECONDS)
         assert rules.state.leader == honest
 
     def test_peers_that_do_not_answer_are_asked_last(self) -> None:
@@ -349,7 +378,7 @@ class TestStandingInTheWay:
         now = EPOCH
         while rules.state.leader == leader and now < EPOCH + 1000:
             now += 1.0
-            rules.told_by_leader(leader.peer_id, Status(3, False), now)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(3, False), now)
             rules.tick(now)
         assert now <= EPOCH + 2 * MATCH_TIMEOUT + GRACE_SECONDS
 
@@ -369,7 +398,9 @@ class TestStandingInTheWay:
         bus = Bus()
         first, second = announce_all(bus, 0, 1, target=3)
         bus.discover(first)
-        bus.advance(MATCH_TIMEOUT + ANSWER_SECONDS)  # the proposal is sent, and is delivered too late
+        bus.advance(
+            MATCH_TIMEOUT + PROPOSAL_ANSWER_SECONDS
+        )  # the proposal is sent, and is delivered too late
         assert first.active
         assert second.gave_up
         second = bus.announce(1, target=3)
@@ -387,7 +418,7 @@ class TestStandingInTheWay:
         rules.tick(EPOCH + AUXILIARY_SECONDS)
         rules.discovered([again], EPOCH + 1)
         rules.asked(candidate(1, EPOCH + 6), EPOCH + 1)
-        assert rules.state.phase is Phase.PROPOSING
+        assert rules.state.phase is AttemptPhase.PROPOSING
 
     def test_an_auxiliary_does_not_lead_even_another_auxiliary(self) -> None:
         me, later = (candidate(index, EPOCH + 3000 + index, auxiliary=True) for index in (8, 9))
@@ -407,7 +438,7 @@ class TestProposing:
         attempts = announce_all(bus, 0, 1, 2)
         bus.run(MATCH_TIMEOUT - 0.1)
         bus.advance(0.1)  # the leader proposes, and nothing is delivered
-        assert attempts[0].rules.state.phase is Phase.PROPOSING
+        assert attempts[0].rules.state.phase is AttemptPhase.PROPOSING
         bus.crash(attempts[2])
         bus.settle()
         assert attempts[0].formed is not None
@@ -437,17 +468,19 @@ class TestProposing:
         rules.asked(dataclasses.replace(two), EPOCH)
         rules.told(one.peer_id, Accept(old), EPOCH)
         rules.told(two.peer_id, Accept(old), EPOCH)
-        assert rules.state.phase is Phase.PROPOSING
+        assert rules.state.phase is AttemptPhase.PROPOSING
 
     def test_an_accepted_roster_is_withdrawn_when_the_leader_gathers_again(self) -> None:
         leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         rules = follower_of(leader, me)
         roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
-        rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
-        actions = rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH)
+        rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
+        actions = rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH)
         assert Expect(None, "the leader withdrew its proposal") in actions
-        rules.told_by_leader(leader.peer_id, Commit(roster.group_id), EPOCH)
-        assert rules.state.phase is Phase.LEADING, "a commit of what was withdrawn breaks the conversation"
+        rules.told_by_leader(leader.peer_id, GroupCommit(roster.group_id), EPOCH)
+        assert rules.state.phase is AttemptPhase.LEADING, (
+            "a commit of what was withdrawn breaks the conversation"
+        )
 
     @pytest.mark.parametrize(
         ("what", "why"),
@@ -475,13 +508,13 @@ class TestProposing:
         if what == "banned member":
             rules.state.peers.ban(third.peer_id, "it lied")
         roster = Roster(members=members, shares=shares, proposal=1)
-        actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        actions = rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         [refusal] = [a.message for a in actions if isinstance(a, Send)]
         assert isinstance(refusal, Refuse)
         assert why in refusal.reason
-        assert rules.state.phase is Phase.LEADING
+        assert rules.state.phase is AttemptPhase.LEADING
         rules.discovered([leader], EPOCH)
-        assert rules.state.phase is Phase.LEADING, "it is not asked again"
+        assert rules.state.phase is AttemptPhase.LEADING, "it is not asked again"
 
     def test_an_auxiliary_refuses_a_share_above_its_limit(self) -> None:
         leader, other = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
@@ -491,14 +524,14 @@ class TestProposing:
         rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
         members = (leader, other, me)
         roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
-        actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        actions = rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         assert any(isinstance(a, Send) and isinstance(a.message, Refuse) for a in actions)
 
     def test_a_message_that_does_not_fit_ends_the_conversation(self) -> None:
         leader, late = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         rules = matchmaking(leader)
         rules.asked(late, EPOCH)
-        rules.told(late.peer_id, Ask(late), EPOCH)
+        rules.told(late.peer_id, JoinRequest(late), EPOCH)
         assert not rules.group.followers
 
 
@@ -551,8 +584,8 @@ class TestWordOfACommit:
         rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
         members = (leader, other, me)
         roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
-        rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
-        assert rules.state.phase is Phase.ACCEPTED
+        rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
+        assert rules.state.phase is AttemptPhase.ACCEPTED
         return rules, leader, other, roster.group_id
 
     def test_another_members_stream_proves_the_commit_when_the_leader_is_lost(self) -> None:
@@ -564,7 +597,20 @@ class TestWordOfACommit:
             else:
                 assert rules.exchange_begun(group_id, other.peer_id) == []
                 rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
-            assert rules.state.phase is Phase.COMMITTED
+            assert rules.state.phase is AttemptPhase.COMMITTED
+
+    def test_another_members_stream_proves_the_commit_when_the_leader_is_silent(self) -> None:
+        rules, _, other, group_id = self.accepted()
+        rules.exchange_begun(group_id, other.peer_id)
+        rules.tick(EPOCH + LEADER_SILENCE_SECONDS)
+        assert rules.state.phase is AttemptPhase.COMMITTED
+
+    def test_a_leader_that_is_banned_after_its_commit_keeps_the_group(self) -> None:
+        rules, leader, other, group_id = self.accepted()
+        rules.exchange_begun(group_id, other.peer_id)
+        rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
+        assert rules.expel(leader.peer_id, "revoked", EPOCH + 1) == []
+        assert rules.state.phase is AttemptPhase.COMMITTED
 
     def test_without_a_proof_of_the_commit_the_group_is_given_up_after_a_second(self) -> None:
         rules, leader, _, _ = self.accepted()
@@ -573,11 +619,11 @@ class TestWordOfACommit:
         assert Expect(None, "its leader was lost, and no member knows of a commit") in rules.tick(
             rules.wake_at()
         )
-        assert rules.state.phase is not Phase.ACCEPTED
+        assert rules.state.phase is not AttemptPhase.ACCEPTED
 
     def test_streams_of_strangers_and_of_other_groups_change_nothing(self) -> None:
         rules, leader, other, group_id = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
         rules.exchange_begun(group_id, candidate(7, EPOCH + 9).peer_id)
         rules.exchange_begun(bytes(32), other.peer_id)
-        assert rules.state.phase is Phase.ACCEPTED
+        assert rules.state.phase is AttemptPhase.ACCEPTED

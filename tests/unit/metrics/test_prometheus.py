@@ -17,8 +17,10 @@ from p2pavg.base.errors import ListenError
 from p2pavg.metrics import PrometheusMetrics
 from p2pavg.telemetry.events import Drifted, PeerGone, PeerSeen, Progressed, RoundKind, StateMoved
 from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, updated
+from tests.unit.telemetry.statuses import HOSTILE_TEXTS
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+pytest.importorskip("prometheus_client.parser")
 
 
 @pytest.fixture
@@ -89,6 +91,16 @@ def test_training(averager: FakeAverager, metrics: PrometheusMetrics) -> None:
     assert value(metrics, "p2pavg_learning_rate", group="1") == 0.01
     assert value(metrics, "p2pavg_training_metric", name="loss") == 2.5
     assert value(metrics, "p2pavg_drifted") == 1
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEXTS)
+def test_a_metrics_name_of_a_peer_is_a_label_and_nothing_else(
+    averager: FakeAverager, metrics: PrometheusMetrics, name: str
+) -> None:
+    averager.events.emit(updated(metrics={name: 2.5}))
+    families = prometheus_client.parser.text_string_to_metric_families(text(metrics))
+    told = [each for family in families for each in family.samples if each.name == "p2pavg_training_metric"]
+    assert [(each.labels, each.value) for each in told] == [({"run": "lab", "name": name}, 2.5)]
 
 
 def test_states_count_over_several_transfers(averager: FakeAverager, metrics: PrometheusMetrics) -> None:

@@ -9,4 +9,4 @@ from p2pavg.optim.coordination import attendance
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(attendance, "SETTLE_START_SECONDS", 0.0)

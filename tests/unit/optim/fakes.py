@@ -14,7 +14,10 @@ from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
 from p2pavg.optim.local.recipes import Inner
+from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.runs.records.board import Entry
+from p2pavg.state.donor.shelf import Shelf
+from p2pavg.state.news import StateNews
 from p2pavg.telemetry.hub import Events
 
 GROUP = "00" * 32
@@ -48,6 +51,40 @@ class Board:
         raise AssertionError("nothing is to be waited for")
 
 
+class EmptyBoard(Board):
+    """A board without entries of other peers."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return {}
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Return at once: nothing comes."""
+
+
+class NoStates:
+    """The states of a run in which no other peer offers or wants one."""
+
+    average_bytes = 100
+    version = 0
+    is_working = False
+
+    def __init__(self) -> None:
+        self.shelf = Shelf(2**24)
+
+    def news(self) -> dict[str, StateNews]:
+        return {}
+
+    def deciding(self, news: Mapping[str, StateNews], companions: object) -> frozenset[str]:
+        return frozenset()
+
+    def say(self, *, wants: bool, epoch: int) -> None:
+        """Tell no peer."""
+
+    def took(self, group_id: bytes, epoch: int) -> None:
+        self.shelf.begin(epoch)
+
+
 class Alone:
     """An averager whose average is this peer's own contribution, at once by default."""
 
@@ -71,17 +108,29 @@ class Alone:
     def board(self, topic: str, look_seconds: float = 1.0) -> Board:
         return self.boards.setdefault(topic, Board())
 
+    def share_states(self, settings: ShareSettings) -> NoStates:
+        return NoStates()
+
+    def on_end(self, ending: object) -> None:
+        """Need no end."""
+
+    def last_words(self, lasts: float) -> Board:
+        """Return a board on which no other peer has said one."""
+        return EmptyBoard()
+
+    def cancel_matchmaking(self, reason: str) -> bool:
+        """Return false: no group is looked for."""
+        return False
+
+    def is_connected(self, peer_id: str) -> bool:
+        """Return false: no other peer is there."""
+        return False
+
     def expect(self, peers: object) -> None:
         """Need no hint."""
 
-    @property
-    def has_places(self) -> bool:
-        """Return true, as the averager of a peer does."""
-        return True
-
-    def certifies(self, peers: object) -> bool:
-        """Return true, as the averager of a peer does."""
-        return True
+    def catch_up(self) -> None:
+        """Need no turn: there is no event loop."""
 
     def step(self, *, state: bytes, **_: Any) -> RoundResult:
         if self.round_state is None:
@@ -114,13 +163,14 @@ class Alone:
         return averaged
 
 
+# Without states, a peer that is behind says so at once: most tests have no other peer that could give one.
 def large_batch(averager: Alone, inner: Inner, **options: Any) -> AveragedOptimizer:
-    given: dict[str, Any] = {"target_batch_size": 4, "peers_to_start": 2}
+    given: dict[str, Any] = {"target_batch_size": 4, "peers_to_start": 2, "state": False}
     return AveragedOptimizer(inner, cast(Averager, averager), **(given | options))
 
 
 def local(averager: Alone, inner: Inner, **options: Any) -> LocalUpdates:
-    given: dict[str, Any] = {"sync_every": 1, "peers_to_start": 2}
+    given: dict[str, Any] = {"sync_every": 1, "peers_to_start": 2, "state": False}
     return fedavg(inner, cast(Averager, averager), **(given | options))
 
 

@@ -27,6 +27,12 @@ def residual_of(feedback: ErrorFeedback) -> torch.Tensor:
     return residual
 
 
+def residual_norm(feedback: ErrorFeedback) -> float:
+    """Return the length of the residual in the tensors' units; 0 before the first delivery."""
+    residual = feedback.state_dict()["residual"]
+    return 0.0 if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))
+
+
 def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     return codec.decode(codec.encode(values), values.numel())
 

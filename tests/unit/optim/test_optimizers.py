@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, Protocol, cast
 
 import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
-from p2pavg.base.result import InProgress, Success
+from p2pavg.allreduce.vector.accumulation import Accumulation
+from p2pavg.base.errors import ClosedError
+from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates
 from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.recipe import hyperparameters, numbers_digest
-from p2pavg.optim.coordination.progress import Progress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
 from tests.unit.optim.fakes import GROUP, Alone, Make, both, large_batch, local, parameter
 
 
@@ -196,10 +198,76 @@ class TestLeaving:
             assert averager.progress_board.withdrawn
 
 
+class Missed(Alone):
+    """An averager that meets no other peer in its first rounds, of a run that bounds weights."""
+
+    def __init__(self, missed: int) -> None:
+        super().__init__(max_weight=6.0)
+        self._accumulation = Accumulation(max_weight=6.0)
+        self._missed = missed
+        self.words: list[Ending] = []
+
+    def on_end(self, ending: object) -> None:
+        self.words.append(cast(Ending, ending))
+
+    def step(self, *, state: bytes, **options: Any) -> RoundResult:
+        self._missed -= 1
+        return NoPeers(reason="no other peer") if self._missed >= 0 else super().step(state=state, **options)
+
+
+def test_more_samples_than_a_weight_may_have_count_as_much_as_one_may() -> None:
+    """A peer that met no other one for some outer steps could never average again: every step raised."""
+    averager, weights = Missed(2), parameter(1.0)
+    optimizer = local(averager, SGD([weights], lr=0.1))
+    for _ in range(3):
+        weights.grad = torch.ones(1)
+        report = optimizer.step(samples=4)
+    assert isinstance(report.result, Success)
+    assert report.result.total_weight == 6.0
+
+
+class Ending(Protocol):
+    """The end of an optimizer, which an averager calls when its block ends."""
+
+    def begin(self) -> bool: ...
+
+
+def test_an_averager_that_is_closed_in_its_own_block_ends_it_without_an_error() -> None:
+    class Closed(Missed):
+        def cancel_matchmaking(self, reason: str) -> bool:
+            raise ClosedError("the averager is closed")
+
+    averager, weights = Closed(0), parameter(1.0)
+    optimizer = large_batch(averager, SGD([weights], lr=0.1))
+    weights.grad = torch.ones(1)
+    assert optimizer.step(samples=4).updated
+    assert not any(ending.begin() for ending in averager.words)
+
+
+@both
+def test_an_update_whose_callback_raises_is_noted_all_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it is in no log, and peers that lack it need a whole state."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("the log's server is gone")
+
+    weights = parameter(1.0)
+    optimizer = make(Alone(), SGD([weights], lr=0.1), on_update=fail)
+    noted: list[object] = []
+    monkeypatch.setattr(optimizer, "_took", noted.append)
+    weights.grad = torch.ones(1)
+    with pytest.raises(RuntimeError, match="server is gone"):
+        optimizer.step(samples=4)
+    assert optimizer.epoch == 1
+    assert len(noted) == 1
+
+
 def after(optimizer: LocalUpdates, averager: Alone) -> bytes:
     """Return the word of a peer that has taken the running round's update."""
     result = digest_of(averager.taken())
     taken = optimizer.lineage.after(GROUP, result, numbers_digest(hyperparameters(optimizer.outer)))
     return encode_progress(
-        Progress(epoch=taken.epoch, state=taken.state, samples=0.0, samples_per_second=1.0, waiting=False)
+        PeerProgress(epoch=taken.epoch, state=taken.state, samples=0.0, samples_per_second=1.0, waiting=False)
     )

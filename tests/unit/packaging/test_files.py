@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from p2pavg.tools.daemon.life import FINISH_SECONDS
-from p2pavg.tools.daemon.words import NEEDS_A_PERSON
+from p2pavg.tools.daemon.words import ExitCode
 
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "packaging" / "p2pavg@.service"
@@ -40,7 +40,7 @@ def instructions() -> list[tuple[str, str]]:
 class TestUnit:
     def test_codes_that_need_a_person_end_the_service(self) -> None:
         (codes,) = settings()["RestartPreventExitStatus"]
-        assert [int(code) for code in codes.split()] == [int(code) for code in NEEDS_A_PERSON]
+        assert [int(code) for code in codes.split()] == [ExitCode.MISTAKE, ExitCode.USAGE]
         assert settings()["Restart"] == ["on-failure"]
 
     def test_the_last_round_has_its_time(self) -> None:

@@ -1,9 +1,8 @@
-"""The history of a population, and its picture."""
+"""The history of a population."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 
@@ -11,8 +10,6 @@ from p2pavg.population import Decision, History, Word
 from p2pavg.population import history as history_module
 from p2pavg.population.history import MAX_GENERATIONS, MAX_PEERS
 from tests.unit.population.samples import SETTINGS, standing
-
-MARK = "{http://www.w3.org/2000/svg}"
 
 
 def history() -> History:
@@ -78,32 +75,3 @@ def test_the_words_of_many_publishers_are_bounded_together(monkeypatch: pytest.M
         found.note(f"stranger {number}", Word(standing=standing(1, 0.5)))
     assert len(found.generations) == 50
     assert len({each.peer_id for each in found.generations}) == 41
-
-
-def test_the_picture_has_a_line_for_each_member_and_an_arrow_for_each_copy() -> None:
-    text = history().svg("lr")
-    tree = ElementTree.fromstring(text)
-    assert len(tree.findall(f"{MARK}polyline")) == 2
-    assert sum("marker-end" in line.attrib for line in tree.findall(f"{MARK}line")) == 1
-    assert text == history().svg("lr")
-    widths = [line.attrib["stroke-width"] for line in tree.findall(f"{MARK}polyline")]
-    assert widths == ["3.0", "1.4"], "the best member's line is thick"
-
-
-def test_scores_and_an_empty_history_have_a_picture() -> None:
-    for text in (history().svg("score"), History(SETTINGS).svg("momentum")):
-        ElementTree.fromstring(text)
-
-
-def test_a_name_in_a_picture_is_text_only() -> None:
-    found = History(SETTINGS)
-    found.note("peer", Word(standing=standing(0, 0.5, member='<script x="1">')))
-    assert "<script" not in found.svg("lr")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("other", "must be score or one of"), ("kind", "has texts as values")]
-)
-def test_what_cannot_be_drawn_is_named(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        history().svg(name)

@@ -10,9 +10,8 @@ import pytest
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.population import Choice, LogUniform, PopulationSettings, Uniform
-from p2pavg.population.draws import Draws
 from p2pavg.population.settings import MAX_SEED
-from p2pavg.population.space import Value
+from p2pavg.population.space import Draws, Value
 from tests.unit.population.samples import SETTINGS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.population.lineage import Ancestor
+from p2pavg.population.history import Ancestor
 from p2pavg.population.weights import Weights
 from p2pavg.state.snapshot import Content, copy_of, read
 
@@ -93,6 +94,74 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     other = Weights(model, torch.optim.SGD(model.parameters(), lr=0.1), None, ["lr"])
     with pytest.raises(StateError):
         weights.prepare(other.content(GENERATIONS))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"maximize": True},
+        {"weight_decay": 1e3},
+        {"betas": (0.0, 0.0)},
+        {"eps": 1e3},
+        {"amsgrad": True},
+        {"lr": 1e3},
+        {"lr": "fast"},
+        {"betas": None},
+    ],
+    ids=str,
+)
+def test_no_option_of_the_optimizer_is_taken_from_another_member(changed: dict[str, Any]) -> None:
+    """Those that the population explores come with the donor's signed word, inside their ranges."""
+    _, optimizer, weights = member(0)
+    _, its_optimizer, its = member(1)
+    own = [{**group, "params": []} for group in optimizer.param_groups]
+    content = its.content(GENERATIONS)
+    told = copy.deepcopy(dict(content.values))
+    told["optimizer"]["param_groups"][0].update(changed)
+    weights.prepare(replace(content, values=told)).take()
+    assert [{**group, "params": []} for group in optimizer.param_groups] == own
+    assert all(
+        torch.equal(mine["exp_avg"], theirs["exp_avg"])
+        for mine, theirs in zip(optimizer.state.values(), its_optimizer.state.values(), strict=True)
+    )
+
+
+def test_counts_in_the_groups_come_with_the_moments() -> None:
+    model, _, weights = member(0)
+    other = member(1)[2].content(GENERATIONS)
+    told = copy.deepcopy(dict(other.values))
+    told["optimizer"]["param_groups"][0]["step"] = 3
+    with pytest.raises(StateError, match="'step'"):  # torch's classes count elsewhere
+        weights.prepare(replace(other, values=told))
+
+    class Counting(torch.optim.AdamW):
+        pass
+
+    own = Counting(model.parameters(), lr=0.1)
+    counting = Weights(model, own, None, ["lr"])
+    counting.prepare(replace(other, values=told)).take()
+    assert own.param_groups[0]["step"] == 3
+    assert own.param_groups[0]["lr"] == 0.1
+
+
+def test_a_tensor_of_another_member_is_not_copied_again_and_again() -> None:
+    model, optimizer, weights = member(0)
+    content = member(1)[2].content(GENERATIONS)
+    told = copy.deepcopy(dict(content.values))
+    reference = {"p2pavg/tensor": "optimizer/state/0/exp_avg"}
+    told["optimizer"]["state"] = {0: {"more": [dict(reference) for _ in range(1000)]}}
+    before = state(model, optimizer)
+    with pytest.raises(StateError, match="refers twice"):
+        weights.prepare(replace(content, values=told))
+    assert same(before, state(model, optimizer))
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_when_the_member_begins() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["filter"] = print
+    with pytest.raises(StateError, match="'param_groups/0/filter'"):
+        Weights(model, optimizer, None, ["lr"])
 
 
 def test_the_own_state_comes_back_also_if_it_is_not_finite() -> None:

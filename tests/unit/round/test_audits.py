@@ -6,15 +6,18 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from p2pavg.allreduce.messages import PROTOCOL
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.audits import Audits
 from p2pavg.net.framing import LENGTH_BYTES
-from p2pavg.round.audits import REQUEST_SECONDS, RoundAudits
+from p2pavg.net.transport import Stream
+from p2pavg.round.audits import AUDIT_SECONDS, REQUEST_SECONDS, Finding, RoundAudits
 from p2pavg.testing import MemoryNetwork
-from p2pavg.verification.audit.requests import ANSWER_SECONDS, AuditRequest
+from p2pavg.verification.audit.requests import AUDIT_ANSWER_SECONDS, AuditRequest
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import Silent
+from tests.unit.group.samples import SIGNERS
 from tests.unit.verification.audit.played import ALWAYS, IDS, Played
 
 
@@ -47,7 +50,7 @@ async def test_an_auditor_that_asks_too_early_is_answered_later(autojump_clock: 
         assert not stream.sent
         audits._kept = played.kept(1)
         audits._settled.set()
-        await trio.sleep(ANSWER_SECONDS)  # an answer takes a part of the link, and this long at most
+        await trio.sleep(AUDIT_ANSWER_SECONDS)  # an answer takes a part of the link, and this long at most
         task = played.tasks(0)[IDS[1]]
         assert len(stream.sent) > task.share.manifest_bytes(len(task.indices))
         audits.close()
@@ -70,3 +73,32 @@ async def test_after_the_end_no_auditor_is_served(autojump_clock: MockClock) -> 
         audits = RoundAudits(context, played.group, _ignore, _ignore)
         audits.close()
         assert not context.lobby.audited
+
+
+@pytest.mark.parametrize("after", [None, 1.0], ids=["slow rounds", "short rounds"])
+async def test_a_reducer_that_never_answers_is_found_silent(
+    autojump_clock: MockClock, after: float | None
+) -> None:
+    """The ninth round after this one ends what is kept of it. In short rounds, that is before an audit has ended."""
+    played, network, found = Played(Fp32(), AGGREGATION), MemoryNetwork(), list[tuple[str, Finding]]()
+
+    async def keep_silent(_stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    async with network.transport(SIGNERS[0]) as transport, network.transport(SIGNERS[1]) as reducer:
+        reducer.serve(PROTOCOL, keep_silent)
+        await transport.dial(reducer.addresses[0], timeout=1.0)
+        context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
+        audits = RoundAudits(
+            context, played.group, lambda *finding: found.append(finding), lambda *_, **__: None
+        )
+        audits._tasks = [played.tasks(0)[IDS[1]]]
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(audits.run)
+            if after is not None:
+                await trio.sleep(after)
+                audits.close()
+        assert trio.current_time() - began == pytest.approx(AUDIT_SECONDS)
+    assert [peer_id for peer_id, _ in found] == [IDS[1]]
+    assert "answered no audit" in str(found[0][1])

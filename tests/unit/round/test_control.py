@@ -9,20 +9,29 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import decode_header
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.threads.processor import ProcessorWait, never_waits
-from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, PING_SECONDS
-from p2pavg.consensus.votes import Behind, Commit, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, MEMBER_PING_SECONDS
+from p2pavg.consensus.votes import (
+    MemberPing,
+    Rest,
+    ResultCommit,
+    StaleBallot,
+    Unknown,
+    Vote,
+    decode_vote,
+    encode_vote,
+)
 from p2pavg.net.transport import Buffer, Stream
-from p2pavg.round.control import ASK_AGAIN_SECONDS, FLUSH_SECONDS, Control
-from p2pavg.round.quiet import QUIET_SECONDS
+from p2pavg.round.control import ASK_STREAM_AGAIN_SECONDS, FLUSH_SECONDS, VoteStreams
+from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.round.hearing import Hearing
 
-GATHER = Behind(1)
+GATHER = StaleBallot(1)
 
 
 def framed(message: bytes) -> bytes:
@@ -113,10 +122,10 @@ class Side:
         self.resting = RestingStreams()
         self.member = Hearing()
         self.transport = Opens(B, streams)
-        self.control = Control(
+        self.control = VoteStreams(
             transport=self.transport,
             roster=three(),
-            group=Lobby().expect(three().group_id),
+            group=StreamRouter().expect(three().group_id),
             resting=self.resting,
             short=False,
             hears=self.member,
@@ -268,7 +277,7 @@ async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(side.control.run)
         await wait_all_tasks_blocked()
-        line.say(Ping())
+        line.say(MemberPing())
         await wait_all_tasks_blocked()
         getattr(line, how)()
         await wait_all_tasks_blocked()
@@ -289,10 +298,10 @@ async def test_silence_counts_only_while_this_process_had_a_processor(
     side = Side(Line(A), processor_wait=processor_wait)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(side.control.run)
-        await trio.sleep(FIRST_CONTACT_SECONDS / share - PING_SECONDS)
+        await trio.sleep(FIRST_CONTACT_SECONDS / share - MEMBER_PING_SECONDS)
         assert side.member.lost_members == []
         # It looks once in each ping's time, which may be just before the limit.
-        await trio.sleep(2.5 * PING_SECONDS)
+        await trio.sleep(2.5 * MEMBER_PING_SECONDS)
         assert {position for position, _, _ in side.member.lost_members} == {0}
         nursery.cancel_scope.cancel()
 
@@ -304,7 +313,7 @@ async def test_the_wait_for_a_processor_excuses_for_a_limited_time(autojump_cloc
         nursery.start_soon(side.control.run)
         await trio.sleep(20.0)  # the longest silence
         assert side.member.lost_members == []
-        await trio.sleep(FIRST_CONTACT_SECONDS + 2 * PING_SECONDS)
+        await trio.sleep(FIRST_CONTACT_SECONDS + 2 * MEMBER_PING_SECONDS)
         assert {position for position, _, _ in side.member.lost_members} == {0}
         nursery.cancel_scope.cancel()
 
@@ -318,11 +327,11 @@ class Quiet:
     """A member of three in a short round. A leads; of the two others, C opens their stream."""
 
     def __init__(self, me: str, *streams: Stream, processor_wait: ProcessorWait = never_waits) -> None:
-        self.lobby = Lobby()
+        self.lobby = StreamRouter()
         self.group = self.lobby.expect(three().group_id)
         self.member = Asking()
         self.transport = Opens(me, streams)
-        self.control = Control(
+        self.control = VoteStreams(
             transport=self.transport,
             roster=three(),
             group=self.group,
@@ -346,7 +355,7 @@ class Asking(Hearing):
         self.asked.append(position)
 
 
-COMMIT = Commit(0, frozenset({0, 1, 2}), b"", ())
+COMMIT = ResultCommit(0, frozenset({0, 1, 2}), b"", ())
 
 
 class TestQuiet:
@@ -372,7 +381,7 @@ class TestQuiet:
         side = Quiet(C, Line(A), Line(B))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(side.control.run)
-            await trio.sleep(QUIET_SECONDS - 0.1)
+            await trio.sleep(QUIET_FOLLOWERS_SECONDS - 0.1)
             assert side.transport.asked == [A]
             await trio.sleep(0.2)
             assert side.transport.asked == [A, B]
@@ -383,7 +392,7 @@ class TestQuiet:
         side = Quiet(C, Line(A), Line(B), processor_wait=waits_half_of_the_time)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(side.control.run)
-            await trio.sleep(2 * QUIET_SECONDS - 0.1)
+            await trio.sleep(2 * QUIET_FOLLOWERS_SECONDS - 0.1)
             assert side.transport.asked == [A]
             await trio.sleep(0.2)
             assert side.transport.asked == [A, B]
@@ -425,11 +434,11 @@ class TestQuiet:
             nursery.start_soon(side.control.run)
             for peer_id in (A, C):
                 side.control.arrived(peer_id, 100)
-            await trio.sleep(QUIET_SECONDS + PING_SECONDS - 0.1)
+            await trio.sleep(QUIET_FOLLOWERS_SECONDS + MEMBER_PING_SECONDS - 0.1)
             assert side.member.asked == []
             await trio.sleep(0.2)
             assert side.member.asked == [2]
-            await trio.sleep(ASK_AGAIN_SECONDS)
+            await trio.sleep(ASK_STREAM_AGAIN_SECONDS)
             assert side.member.asked == [2, 2]
             nursery.cancel_scope.cancel()
 

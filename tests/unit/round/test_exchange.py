@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
-from p2pavg.allreduce.movers.lobby import Lobby
+from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.consensus.statements import Statement
-from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.consensus.votes import Left, ResultCommit, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.exchange import Exchange
 from p2pavg.round.voting import FIND_OUT_SECONDS
@@ -30,7 +30,7 @@ def framed(message: bytes) -> bytes:
 
 
 def exchange(
-    lobby: Lobby,
+    lobby: StreamRouter,
     me: str,
     found_out: Callable[[bool], None] | None = None,
     *,
@@ -48,7 +48,7 @@ def exchange(
     )
 
 
-async def answer(lobby: Lobby, remote: str) -> Vote:
+async def answer(lobby: StreamRouter, remote: str) -> Vote:
     """Return the answer to a peer that asks for the outcome of the round."""
     header = encode_header(LaneHeader(three().group_id, Lane.ASK))
     stream = SaidBefore(framed(header), remote)
@@ -67,7 +67,7 @@ async def answer(lobby: Lobby, remote: str) -> Vote:
 async def test_a_member_alone_ends_in_time_and_loses_no_contribution(
     me: str, used: bool | None, later: list[bool], autojump_clock: MockClock
 ) -> None:
-    lobby, heard = Lobby(), list[bool]()
+    lobby, heard = StreamRouter(), list[bool]()
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         running = exchange(lobby, me, heard.append)
@@ -105,19 +105,19 @@ class Tells(Reaches):
         return await super().open_stream(peer_id, protocol, timeout=timeout)
 
 
-def signed_commit(attempt: int, *members: int, forged: bool = False) -> Commit:
+def signed_commit(attempt: int, *members: int, forged: bool = False) -> ResultCommit:
     """Return a commit that the members B and C have signed."""
     statement = Statement(three().group_id, attempt, frozenset(members), b"d" * 32)
     said = statement.signed_bytes() + bytes(forged)
     signatures = tuple((position, SIGNERS[position].sign(said)) for position in (1, 2))
-    return Commit(attempt, statement.members, statement.digest, signatures)
+    return ResultCommit(attempt, statement.members, statement.digest, signatures)
 
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 2)], ids=["used", "not used"])
 async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
     members: tuple[int, ...], autojump_clock: MockClock
 ) -> None:
-    lobby, heard, used = Lobby(), list[bool](), 0 in members
+    lobby, heard, used = StreamRouter(), list[bool](), 0 in members
     commit = signed_commit(0 if used else 4, *members)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -136,15 +136,15 @@ async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
     [
         signed_commit(0, 0, 1, 2, forged=True),
         signed_commit(4, 1, 2, forged=True),
-        Commit(0, frozenset({0, 1, 2})),
+        ResultCommit(0, frozenset({0, 1, 2})),
         signed_commit(0, 0, 1, 2),
     ],
     ids=["forged", "forged, without it", "not signed", "told by one of those that signed"],
 )
 async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(
-    false: Commit, autojump_clock: MockClock
+    false: ResultCommit, autojump_clock: MockClock
 ) -> None:
-    lobby, heard = Lobby(), list[bool]()
+    lobby, heard = StreamRouter(), list[bool]()
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         await nursery.start(exchange(lobby, A, heard.append, transport=Tells(A, false)).run)
@@ -156,7 +156,7 @@ async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(
 async def test_the_outcome_is_told_to_the_groups_members_only(
     autojump_clock: MockClock,
 ) -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     async with trio.open_nursery() as nursery:
         await nursery.start(exchange(lobby, A).run)
         assert lobby.groups == {}
@@ -168,7 +168,7 @@ async def test_the_outcome_is_told_to_the_groups_members_only(
 
 
 async def test_a_cancelled_member_has_left(autojump_clock: MockClock) -> None:
-    lobby = Lobby()
+    lobby = StreamRouter()
     with trio.move_on_after(1.0):
         await exchange(lobby, B).run()
     assert lobby.groups == {}

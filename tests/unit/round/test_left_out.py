@@ -9,14 +9,14 @@ from typing import cast
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.consensus.member import Phase, new_member
-from p2pavg.consensus.votes import Commit, Promise, Vote
+from p2pavg.consensus.member import RoundPhase, new_member
+from p2pavg.consensus.votes import Promise, ResultCommit, StaleBallot, Vote
 from p2pavg.group.milestones import Milestone
-from p2pavg.round.control import Control
+from p2pavg.round.control import VoteStreams
 from p2pavg.round.signing import Signing
 from p2pavg.round.voting import PROMISE_SECONDS, Voting
-from tests.unit.allreduce.attempts import three
-from tests.unit.group.samples import SIGNERS
+from tests.unit.allreduce.attempts import SHARE
+from tests.unit.group.samples import SIGNERS, candidate, roster
 
 ALL = frozenset({0, 1, 2})
 
@@ -63,18 +63,21 @@ class NoMoves:
 
 
 @asynccontextmanager
-async def leader() -> AsyncIterator[tuple[Voting, Lines]]:
-    voting = Voting(three(), new_member(0, 3, ALL, ALL, 2), NoMoves(), Signing(SIGNERS[0], three()))
+async def leader(size: int = 3) -> AsyncIterator[tuple[Voting, Lines]]:
+    group = roster([candidate(index, weight=1.0) for index in range(size)], [SHARE] * size)
+    everyone = frozenset(range(size))
+    member = new_member(0, size, everyone, everyone, 2)
+    voting = Voting(group, member, NoMoves(), Signing(SIGNERS[0], group, ""))
     lines = Lines()
-    voting.control = cast(Control, lines)
+    voting.control = cast(VoteStreams, lines)
     async with trio.open_nursery() as nursery:
         voting.nursery = nursery
         yield voting, lines
         nursery.cancel_scope.cancel()
 
 
-def promise(ballot: int) -> Promise:
-    return Promise(ballot, 0, None, None, frozenset(), frozenset())
+def promise(ballot: int, attempt: int = 0) -> Promise:
+    return Promise(ballot, attempt, None, None, frozenset(), frozenset())
 
 
 async def test_a_member_that_can_be_reached_is_asked_and_left_out(autojump_clock: MockClock) -> None:
@@ -95,10 +98,38 @@ async def test_a_member_that_does_not_answer_then_is_lost(autojump_clock: MockCl
         voting.lost(1, "too slow", reachable=True)
         voting.heard(2, promise(3))
         await trio.sleep(PROMISE_SECONDS / 2)
-        assert voting.member.phase is Phase.GATHERING
+        assert voting.member.phase is RoundPhase.GATHERING
         await trio.sleep(PROMISE_SECONDS)
         assert lines.closed == [1]
         assert voting.member.begun.members == {0, 2}
+
+
+async def test_a_member_that_withholds_a_later_promise_is_lost(autojump_clock: MockClock) -> None:
+    """It promised when it was left out. When the leader leaves out another one, it is asked again."""
+    async with leader(4) as (voting, lines):
+        voting.lost(1, "too slow", reachable=True)
+        for position in (1, 2, 3):
+            voting.heard(position, promise(4))
+        assert voting.member.begun.ballot == 4
+        await trio.sleep(2 * PROMISE_SECONDS)
+        voting.lost(2, "its stream has ended")
+        voting.heard(3, promise(8, attempt=4))
+        await trio.sleep(PROMISE_SECONDS / 2)
+        assert lines.closed == [2]
+        await trio.sleep(PROMISE_SECONDS)
+        assert lines.closed == [2, 1]
+        assert voting.member.begun.members == {0, 3}
+
+
+async def test_a_question_that_is_out_of_date_gives_a_member_no_more_time(autojump_clock: MockClock) -> None:
+    """A member that said so again and again kept the round from its end."""
+    async with leader(4) as (voting, lines):
+        voting.lost(1, "too slow", reachable=True)
+        await trio.sleep(0.75 * PROMISE_SECONDS)
+        voting.heard(1, StaleBallot(5))
+        assert (voting.member.promised, lines.closed) == (8, [])
+        await trio.sleep(PROMISE_SECONDS / 2)
+        assert lines.closed == [1]
 
 
 async def test_a_member_that_can_be_reached_no_longer_is_lost(autojump_clock: MockClock) -> None:
@@ -111,9 +142,9 @@ async def test_a_member_that_can_be_reached_no_longer_is_lost(autojump_clock: Mo
 async def test_a_member_that_answers_with_a_commit_takes_part_no_longer(autojump_clock: MockClock) -> None:
     """Its signatures may be too few for this member, which must not wait for its promise then."""
     async with leader() as (voting, lines):
-        lines.answer = Commit(0, ALL, bytes(32), ())
+        lines.answer = ResultCommit(0, ALL, bytes(32), ())
         voting.missing(1)
         await wait_all_tasks_blocked()
         assert voting.member.lost == {1}
         assert voting.member.hostile == set()
-        assert voting.member.phase is not Phase.COMMITTED
+        assert voting.member.phase is not RoundPhase.COMMITTED

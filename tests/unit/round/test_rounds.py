@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import trio
 
-from p2pavg.allreduce.reduction import Verdict
+from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.round.exchange import Exchange
 from p2pavg.round.rounds import Rounds, RoundSettings
 from tests.unit.allreduce.attempts import A, B, C, three
@@ -20,7 +20,7 @@ class Ended:
         task_status.started()
 
     def take_outcome(self) -> SimpleNamespace:
-        return SimpleNamespace(verdict=None, roster=three(), lost=(Verdict("it closed its stream", C),))
+        return SimpleNamespace(verdict=None, roster=three(), lost=(RoundFault("it closed its stream", C),))
 
 
 async def test_a_member_that_was_lost_has_not_finished_the_round() -> None:

@@ -12,14 +12,17 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.codes import NoPeersCode
-from p2pavg.group.places.meeting import Meeting, Stage
+from p2pavg.group.places.meeting import SearchPlace, SearchStage
 from p2pavg.matchmaking.actions import GaveUp, Report
-from p2pavg.round.roles import Offer, Role
+from p2pavg.round.roles import RoundOffer, RoundRole
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds
 
 SECONDS = 2.0
-FIRST, LAST = Stage(Meeting(place=b"first"), SECONDS), Stage(Meeting(place=b"last"), math.inf)
+FIRST, LAST = (
+    SearchStage(SearchPlace(place=b"first"), SECONDS),
+    SearchStage(SearchPlace(place=b"last"), math.inf),
+)
 Search = Callable[[Any], Awaitable[GaveUp]]
 
 
@@ -45,8 +48,8 @@ class Matchmaker:
 def round_of(searches: dict[bytes, Search]) -> tuple[Round[Any], Matchmaker]:
     """Return a round without a network that looks in two places."""
 
-    async def offer() -> Offer:
-        return Offer()
+    async def offer() -> RoundOffer:
+        return RoundOffer()
 
     async def why_alone() -> GaveUp:
         return GaveUp("")
@@ -61,7 +64,7 @@ def round_of(searches: dict[bytes, Search]) -> tuple[Round[Any], Matchmaker]:
         settings=SimpleNamespace(target=2, run_id="run"),
         why_alone=why_alone,
     )
-    return Round(cast(Rounds, rounds), cast("Role[Any]", role), stages=(FIRST, LAST)), matchmaker
+    return Round(cast(Rounds, rounds), cast("RoundRole[Any]", role), stages=(FIRST, LAST)), matchmaker
 
 
 async def until_over(found: Round[Any]) -> None:

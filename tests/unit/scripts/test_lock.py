@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from scripts.lock import MADE_FROM, digest, requirements, what_is_wrong
 
@@ -13,6 +15,7 @@ PYPROJECT = """
 [build-system]
 requires = ["hatchling>=1.25"]
 [project]
+name = "p2pavg"
 dependencies = ["numpy>=2"]
 [project.optional-dependencies]
 dev = ["Types_Psutil"]
@@ -54,6 +57,19 @@ def test_a_pin_that_was_changed_by_hand_is_found() -> None:
     assert what_is_wrong(PYPROJECT, lock(numpy="1.26")) == ["requirements.lock has 1.26 for numpy>=2"]
     gone = lock().replace("types-psutil==7.2\n", "")
     assert what_is_wrong(PYPROJECT, gone) == ["requirements.lock has nothing for Types_Psutil"]
+
+
+def test_the_extra_all_names_every_extra_of_the_library() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (everything,) = map(Requirement, extras["all"])
+    assert everything.name == project["name"]
+    assert everything.extras == extras.keys() - {"all", "demo", "examples", "dev"}
+
+
+def test_an_extra_that_names_others_asks_for_nothing_more() -> None:
+    changed = PYPROJECT.replace("dev = [", 'all = ["p2pavg[dev]"]\ndev = [')
+    assert what_is_wrong(changed, lock()) == []
 
 
 def test_the_lock_names_packages_and_versions_only() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.state.joiner.fetching import Wanted
 from p2pavg.state.joiner.sink import digest_of
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 
 KIND = 1
 MAX_MANIFEST_BYTES = 1 << 20
@@ -32,13 +32,13 @@ class Blob:
         """The arguments that a joiner gives to a fetch."""
         return Wanted(KIND, self.id, MAX_MANIFEST_BYTES, self.read_manifest)
 
-    def read_manifest(self, data: bytes) -> Manifest:
+    def read_manifest(self, data: bytes) -> BlobManifest:
         """Read a manifest, which must be this blob's."""
         if digest_of(data) != self.id:
             raise RemoteProtocolError("it has another digest")
         digests = [data[start : start + 32] for start in range(8, len(data), 32)]
         sizes = [int.from_bytes(data[:4], "big")] * (len(digests) - 1) + [int.from_bytes(data[4:8], "big")]
-        return Manifest(sizes, digests)
+        return BlobManifest(sizes, digests)
 
 
 class Held:

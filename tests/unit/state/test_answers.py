@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError, StateError, StreamBrokenError
-from p2pavg.state.joiner.answers import Answers, RefusedError, Request, WrongPieceError
+from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, PendingRequests, WrongPieceError
 from p2pavg.state.messages import Frame, FrameKind, encode_frame, encode_refusal
 
 PIECES = [b"first", b"second piece", b"3"]
@@ -20,7 +20,7 @@ class Reading:
     """A session's answers, and what its requests have heard."""
 
     def __init__(self) -> None:
-        self.answers = Answers(lambda function, *args: function(*args))
+        self.answers = PendingRequests(lambda function, *args: function(*args))
         self.kept: dict[int, bytes] = {}
         self.came: list[int] = []
         self.ended: list[Exception | None] = []
@@ -28,11 +28,11 @@ class Reading:
 
     def ask_pieces(
         self, pieces: Sequence[bytes] = PIECES, take: Callable[[int, memoryview], None] | None = None
-    ) -> Request:
+    ) -> DonorRequest:
         def keep(index: int, piece: memoryview) -> None:
             self.kept[index] = bytes(piece)
 
-        request = Request(
+        request = DonorRequest(
             self.answers.next_number(),
             take=take or keep,
             came=self.came.append,
@@ -43,8 +43,8 @@ class Reading:
         self.answers.expect(request)
         return request
 
-    def ask_manifest(self, most: int = 1000) -> Request:
-        request = Request(self.answers.next_number(), ended=self.ended.append, max_manifest_bytes=most)
+    def ask_manifest(self, most: int = 1000) -> DonorRequest:
+        request = DonorRequest(self.answers.next_number(), ended=self.ended.append, max_manifest_bytes=most)
         self.answers.expect(request)
         return request
 
@@ -86,7 +86,7 @@ def test_a_refusal_ends_a_request() -> None:
     number = reading.ask_pieces().number
     reading.hear(framed(number, 10, PIECES[0]) + encode_refusal(number, "it is gone"))
     (error,) = reading.ended
-    assert isinstance(error, RefusedError)
+    assert isinstance(error, DonorRefusedError)
     assert str(error) == "it is gone"
     assert reading.came == [10]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.reduction import parts_of_share
-from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.statements import Statement, result_digest
-from p2pavg.consensus.votes import DIGEST_BYTES, Commit
+from p2pavg.consensus.votes import DIGEST_BYTES, ResultCommit
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.state.average import (
@@ -28,6 +28,7 @@ from p2pavg.state.average import (
     decode,
     read_manifest,
 )
+from p2pavg.state.joiner.transfers import replayed_success
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_compression import resolve_codec
 
@@ -94,7 +95,7 @@ def logged(
     encoded, digest = encoded_in(found, values)
     statement = Statement(roster.group_id, attempt, frozenset(among), digest)
     signatures = tuple((one, simulated_signer(one).sign(statement.signed_bytes())) for one in signers)
-    certificate = encode_certificate(roster, Commit(attempt, frozenset(among), digest, signatures))
+    certificate = encode_certificate(roster, ResultCommit(attempt, frozenset(among), digest, signatures))
     return LoggedAverage(roster.holders[0].state, roster.group_id, certificate, encoded)
 
 
@@ -104,6 +105,7 @@ def expected(roster: Roster = ROSTER, **changes: Any) -> Expected:
         "key": KEY,
         "codec": CODEC,
         "elements": ELEMENTS,
+        "robust": False,
         "cut_shares": CUT,
         "trusts": lambda _member: True,
     }
@@ -132,6 +134,18 @@ def test_a_genuine_average_is_proven_and_decodes() -> None:
     decode(proven, average.encoded.parts, CODEC, out)
     assert torch.equal(out, VALUES)
     assert average.nbytes >= sum(proven.sizes) + len(average.certificate)
+
+
+@pytest.mark.parametrize(("robust", "loss"), [(False, 1e29 / 3), (True, 2.0)])
+def test_a_replayed_round_has_the_metrics_of_its_members(robust: bool, loss: float) -> None:
+    """With a robust rule they are medians, as in the round: no claim of one member moves them."""
+    members = tuple(
+        member(index, weight=1.0, metrics={"loss": claim}) for index, claim in enumerate((1, 2, 1e29))
+    )
+    roster = Roster(members=members, shares=CUT(members), proposal=1)
+    average = logged(roster, signers=(0, 1, 2))
+    success = replayed_success(read_manifest(average.manifest(), expected(roster, robust=robust)), [])
+    assert success.metrics["loss"] == pytest.approx(loss)
 
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 3), (0, 1, 2, 3)])
@@ -165,11 +179,19 @@ def test_two_trusted_signers_are_needed() -> None:
 def test_an_average_of_another_group_run_schema_or_codec_is_refused() -> None:
     refused(MANIFEST, "another group", group_id=bytes(32))
     refused(logged(replace(ROSTER, proposal=2)).manifest(), "another group")
-    refused(MANIFEST, "another run", key=b"x" * 32)
-    other = roster_of(key=b"x" * 32)
-    refused(logged(other).manifest(), "another run", group_id=other.group_id)
-    refused(MANIFEST, "with the codec bf16", codec=resolve_codec("fp16"))
     refused(MANIFEST, "3000 elements", elements=ELEMENTS + 1)
+
+
+def test_a_donor_of_a_group_that_was_asked_for_is_not_accused_of_other_tensors_rules_or_codecs() -> None:
+    """An error of the protocol excludes the donor; this one ends the transfer."""
+    other = roster_of(key=b"x" * 32)
+    for data, changes, match in (
+        (MANIFEST, {"key": b"x" * 32}, "other tensors or rules than this peer's"),
+        (logged(other).manifest(), {"group_id": other.group_id}, "other tensors or rules than this peer's"),
+        (MANIFEST, {"codec": resolve_codec("fp16")}, "the codec bf16, and this peer's is fp16"),
+    ):
+        with pytest.raises(StateError, match=match):
+            read_manifest(data, expected(**cast(Any, changes)))
 
 
 def test_a_leader_cannot_choose_the_shares_of_a_later_attempt() -> None:
@@ -183,7 +205,7 @@ def test_shares_that_do_not_cover_the_vector_are_refused() -> None:
         strange = replace(ROSTER, shares=shares)
         statement = Statement(strange.group_id, 0, frozenset(range(4)), bytes(DIGEST_BYTES))
         signatures = tuple((one, simulated_signer(one).sign(statement.signed_bytes())) for one in range(4))
-        commit = Commit(0, frozenset(range(4)), bytes(DIGEST_BYTES), signatures)
+        commit = ResultCommit(0, frozenset(range(4)), bytes(DIGEST_BYTES), signatures)
         certificate = encode_certificate(strange, commit)
         data = struct.pack(">I", len(certificate)) + certificate
         refused(data, "elements", group_id=strange.group_id)

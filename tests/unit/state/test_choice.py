@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from p2pavg.state.choice import (
     ALIGN_SECONDS,
+    FEW_OFFERS_SECONDS,
     MAX_ALIGN,
     MAX_DONORS,
-    PATIENCE_SECONDS,
-    SETTLE_SECONDS,
+    SETTLE_OFFERS_SECONDS,
     DonorView,
     alignment,
     choose_snapshot,
@@ -151,8 +151,8 @@ class TestSnapshots:
 
     def test_a_snapshot_of_half_is_taken_after_a_while(self) -> None:
         news = {"a": says(9, offer(8)), "b": says(9)}
-        assert chosen(news, waited=SETTLE_SECONDS - 0.1) is None
-        assert chosen(news, waited=SETTLE_SECONDS) == offer(8)
+        assert chosen(news, waited=SETTLE_OFFERS_SECONDS - 0.1) is None
+        assert chosen(news, waited=SETTLE_OFFERS_SECONDS) == offer(8)
 
     def test_there_is_no_wait_when_all_voters_offer_one(self) -> None:
         """Donors that have joined at different times hold the snapshots of different updates."""
@@ -163,9 +163,9 @@ class TestSnapshots:
     def test_the_first_voter_with_a_snapshot_does_not_decide_alone(self) -> None:
         """Donors take a snapshot after their batch. A liar has one at once."""
         news = {name: says(9) for name in "abcd"} | {"liar": says(9, offer(9, root=666))}
-        assert chosen(news, waited=SETTLE_SECONDS) is None
-        assert chosen(news, waited=PATIENCE_SECONDS - 0.1) is None
-        assert chosen(news, waited=PATIENCE_SECONDS) == offer(9, root=666)
+        assert chosen(news, waited=SETTLE_OFFERS_SECONDS) is None
+        assert chosen(news, waited=FEW_OFFERS_SECONDS - 0.1) is None
+        assert chosen(news, waited=FEW_OFFERS_SECONDS) == offer(9, root=666)
         news |= {name: says(9, offer(8)) for name in "abc"}
         assert chosen(news) == offer(8)
 
@@ -193,9 +193,9 @@ class TestSnapshots:
 
     def test_ties_go_to_the_latest_update_and_then_to_the_largest_root(self) -> None:
         news = {"a": says(9, offer(8)), "b": says(9, offer(9))}
-        assert chosen(news, waited=SETTLE_SECONDS) == offer(9)
+        assert chosen(news, waited=SETTLE_OFFERS_SECONDS) == offer(9)
         news = {"a": says(9, offer(8, root=1)), "b": says(9, offer(8, root=2))}
-        assert chosen(news, waited=SETTLE_SECONDS) == offer(8, root=2)
+        assert chosen(news, waited=SETTLE_OFFERS_SECONDS) == offer(8, root=2)
 
     def test_between_as_many_voters_most_peers_decide_and_there_is_no_wait(self) -> None:
         """A peer that came after the last snapshot takes a newer one, and would be its only donor."""
@@ -226,7 +226,7 @@ class TestSnapshots:
 
     def test_a_refused_snapshot_is_left_and_others_of_its_update_are_not(self) -> None:
         news = {"liar": says(9, offer(9, root=666)), "a": says(9, offer(9, root=1))}
-        assert chosen(news, waited=SETTLE_SECONDS, refused=(named(666),)) == offer(9, root=1)
+        assert chosen(news, waited=SETTLE_OFFERS_SECONDS, refused=(named(666),)) == offer(9, root=1)
 
     def test_reasons_say_what_is_missing(self) -> None:
         assert (

@@ -12,11 +12,11 @@ from p2pavg.net.transport import Buffer
 from p2pavg.state.joiner.answers import WrongPieceError
 from p2pavg.state.joiner.keeping import Keeping
 from p2pavg.state.joiner.sink import MemorySink
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 from tests.unit.state.blobs import Blob
 
 BLOB = Blob(0, 3, 100)
-MANIFEST = Manifest(BLOB.sizes, BLOB.digests)
+MANIFEST = BlobManifest(BLOB.sizes, BLOB.digests)
 
 
 class SlowSink(MemorySink):

@@ -13,7 +13,7 @@ from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.state import messages
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 from p2pavg.state.messages import (
     FRAME_BYTES,
     MAX_HELLO_BYTES,
@@ -30,8 +30,8 @@ from p2pavg.state.messages import (
     Cancel,
     Frame,
     FrameKind,
-    Hello,
     Message,
+    SessionHello,
     encode_frame,
     encode_hello,
     encode_refusal,
@@ -58,12 +58,12 @@ def test_the_wire_format_is_frozen() -> None:
     assert state_key("run").hex() == "51e01bec97f5b9084790a031b559890c0d0abd03af96ccf7ecb8466269f8463c"
     assert encode_request(AskPieces(7, 1, BLOB, 3, 2)) == pack(1, 7, 1, BLOB, 3, 2)
     assert encode_frame(Frame(FrameKind.PIECE, 7, 3, 1 << 20)).hex() == "01000000070000000300100000"
-    assert encode_hello(Hello(BLOB, b"c", b"")) == pack(1, BLOB, b"c", b"")
+    assert encode_hello(SessionHello(BLOB, b"c", b"")) == pack(1, BLOB, b"c", b"")
 
 
 @pytest.mark.parametrize("ticket", [b"", BLOB])
 def test_a_hello_is_read_back(ticket: bytes) -> None:
-    hello = Hello(BLOB, b"c" * MAX_CERTIFICATE_BYTES, ticket)
+    hello = SessionHello(BLOB, b"c" * MAX_CERTIFICATE_BYTES, ticket)
     assert len(encode_hello(hello)) <= MAX_HELLO_BYTES
     assert read_hello(encode_hello(hello)) == hello
 
@@ -175,4 +175,4 @@ def test_a_request_with_changed_bytes_is_read_or_refused(request_: Message, data
 )
 def test_impossible_manifests_are_refused(sizes: list[int], digests: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):
-        Manifest(sizes, digests)
+        BlobManifest(sizes, digests)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
+from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from p2pavg.base.errors import StateError
 from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
 from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of, read
+from p2pavg.state.values import MAX_SCATTERED, pack_values
 from tests.unit.state import contents
 from tests.unit.state.contents import same
 
@@ -206,6 +208,134 @@ def test_any_state_comes_back(values: dict[str, Any], tensors: dict[str, torch.T
 def test_strangers_references_are_checked(values: dict[str, Any]) -> None:
     with pytest.raises(StateError):
         unflatten({"t": torch.ones(1)}, values)
+
+
+def test_the_values_do_not_grow_with_the_number_of_tensors() -> None:
+    def packed(count: int) -> int:
+        moments = {"step": torch.zeros(()), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+        state = {"state": dict.fromkeys(range(count), moments), "param_groups": [{"lr": 0.1}]}
+        tensors, values = flatten(state)
+        assert len(tensors) == 3 * count
+        assert same(unflatten(tensors, values), state)
+        return len(pack_values(values))
+
+    assert packed(20_000) == packed(1)
+
+
+def test_a_tensor_and_a_value_of_one_parameter_come_back_together() -> None:
+    state = {"state": {0: {"step": 3, "x": torch.ones(2), "empty": {}, "both": {"y": torch.ones(1), "n": 1}}}}
+    tensors, values = flatten(state)
+    assert values == {"state": {0: {"both": {"n": 1}, "empty": {}, "step": 3}}}
+    back = unflatten(tensors, values)
+    assert same(back, state)
+    assert list(back["state"][0]) == ["both", "empty", "step", "x"]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_state_in_the_form_of_version_0_2_is_read(make: Callable[[Any], optim.Optimizer]) -> None:
+    training = Training(make)
+    training.train()
+    for state in (training.optimizer.state_dict(), training.scheduler.state_dict()):
+        assert same(unflatten(*former(state)), plainly(state))
+
+
+def former(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return a state as version 0.2 wrote it: the values refer to every tensor."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def flat(value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = "/".join(map(str, ("optimizer", *path)))
+            tensors[name] = value
+            return {"p2pavg/tensor": name}
+        if isinstance(value, Counter):
+            return {"p2pavg/counter": dict(value)}
+        if isinstance(value, dict):
+            return {key: flat(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(flat(item, (*path, index)) for index, item in enumerate(value))
+        return plainly(value)
+
+    return tensors, flat(state, ())
+
+
+class Kind(IntEnum):
+    FIRST = 1
+
+
+class Name(str, Enum):  # noqa: UP042 - as programs write it
+    FIRST = "first"
+
+
+Pair = namedtuple("Pair", ["low", "high"])
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.array(0.1), 0.1),
+        (np.array(3), 3),
+        (np.array(True), True),
+        (np.float32(0.5), 0.5),
+        (np.bool_(False), False),
+        (Kind.FIRST, 1),
+        (Name.FIRST, "first"),
+        (Pair(0.9, 0.99), (0.9, 0.99)),
+        (torch.bfloat16, torch.bfloat16),
+        ([torch.float32, {"x": torch.int64}], [torch.float32, {"x": torch.int64}]),
+    ],
+    ids=str,
+)
+def test_numbers_of_any_library_and_dtypes_are_values(value: Any, plain: Any) -> None:
+    back = by_snapshot({"param_groups": [{"x": value}]})["param_groups"][0]["x"]
+    assert type(back) is type(plain)
+    assert back == plain
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"state": [{"p2pavg/tensor": "optimizer/t"}] * 2},
+        {"state": {"a": {"p2pavg/tensor": "optimizer/t"}, "b": {"p2pavg/tensor": "optimizer/t"}}},
+        {"state": {number: {"x": {"p2pavg/tensor": "optimizer/t"}} for number in range(1000)}},
+    ],
+)
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_tensor_has_one_place(places: dict[str, Any], copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clone(_self: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a tensor is copied before the state is accepted")
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    with pytest.raises(StateError, match="refers twice to the tensor 'optimizer/t'"):
+        unflatten({"optimizer/t": torch.ones(1)}, places, copy=copy)
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "pattern"),
+    [
+        (["optimizer"], {}, "has no place"),
+        (["optimizer/" + "x/" * 32 + "x"], {}, "has no place"),
+        (["optimizer/a", "optimizer/a/b"], {}, "has no place"),
+        (["optimizer/a/b", "optimizer/a"], {}, "has no place"),
+        (["optimizer/a"], {"a": 1}, "a tensor and another value"),
+        (["optimizer/a/b"], {"a": 1}, "within a value"),
+        (["optimizer/a/0"], {"a": [1]}, "within a value"),
+        (["optimizer/a/b"], {"a": {"p2pavg/counter": {"x": 1}}}, "within a value"),
+        ([f"optimizer/state/{2 * number}" for number in range(MAX_SCATTERED + 1)], {}, "integer keys"),
+    ],
+)
+def test_strangers_names_of_places_are_checked(names: list[str], values: Any, pattern: str) -> None:
+    with pytest.raises(StateError, match=pattern):
+        unflatten({name: torch.ones(1) for name in names}, values)
+
+
+def test_keys_that_tensors_add_to_those_of_the_values_are_counted_together() -> None:
+    values = {"state": {number: {"n": 1} for number in range(100)}}
+    more = {f"optimizer/state/{number}/x": torch.ones(1) for number in range(100, MAX_SCATTERED + 100)}
+    assert len(unflatten(more, values)["state"]) == MAX_SCATTERED + 100
+    del more["optimizer/state/150/x"]
+    with pytest.raises(StateError, match="integer keys"):
+        unflatten(more, values)
 
 
 def test_nesting_is_bounded() -> None:

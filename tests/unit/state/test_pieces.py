@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from p2pavg.state.joiner.donors import (
     AMONG_OTHERS,
-    FIRST_PAUSE_SECONDS,
-    MAX_PAUSE_SECONDS,
-    PIECE_SECONDS,
-    SILENT_SECONDS,
+    DONOR_PIECE_SECONDS,
+    FIRST_DONOR_PAUSE_SECONDS,
+    MAX_DONOR_PAUSE_SECONDS,
+    SILENT_DONOR_SECONDS,
     STALLED_SECONDS,
     TRUSTED_FAILURES,
     Meter,
@@ -23,11 +23,11 @@ from p2pavg.state.joiner.donors import (
 from p2pavg.state.joiner.pieces import (
     HEDGE_SECONDS,
     MAX_RANGES,
-    PATIENCE_SECONDS,
+    PIECE_PATIENCE_SECONDS,
     FetchManifest,
     FetchRange,
     Pieces,
-    Wait,
+    WaitUntil,
 )
 from p2pavg.state.messages import MAX_RANGE
 
@@ -70,14 +70,14 @@ class TestManifest:
             plan.add(donor)
             plan.opened(donor, 0, 0.0)
         assert isinstance(plan.next("a", 0.0), FetchManifest)
-        assert isinstance(plan.next("a", 0.1), Wait)
+        assert isinstance(plan.next("a", 0.1), WaitUntil)
         waiting = plan.next("b", 0.1)
-        assert isinstance(waiting, Wait)
+        assert isinstance(waiting, WaitUntil)
         assert waiting.until == HEDGE_SECONDS
         assert isinstance(plan.next("b", HEDGE_SECONDS), FetchManifest)
         plan.manifest_came("b", 4.0)
         assert not plan.donors["a"].is_busy
-        assert isinstance(plan.next("a", 4.0), Wait), "until earlier pieces are verified"
+        assert isinstance(plan.next("a", 4.0), WaitUntil), "until earlier pieces are verified"
         plan.begin([1, 1])
         assert isinstance(plan.next("a", 4.0), FetchRange)
 
@@ -95,7 +95,7 @@ class TestRanges:
     def test_the_first_ranges_have_one_piece_each(self) -> None:
         plan = plan_of(100, "a", "b")
         assert [take(plan, "a").left for _ in range(MAX_RANGES)] == [[0], [1]]
-        assert isinstance(plan.next("a", 0.0), Wait)
+        assert isinstance(plan.next("a", 0.0), WaitUntil)
         assert take(plan, "b").left == [2]
 
     def test_a_range_is_what_a_donor_sends_in_a_second_or_two(self) -> None:
@@ -120,7 +120,7 @@ class TestRanges:
     def test_nothing_is_asked_when_all_is_here(self) -> None:
         plan = plan_of(3, "a", have=[0, 1, 2])
         assert plan.complete
-        assert isinstance(plan.next("a", 0.0), Wait)
+        assert isinstance(plan.next("a", 0.0), WaitUntil)
 
 
 class TestEndGame:
@@ -141,18 +141,18 @@ class TestEndGame:
     def test_a_donor_that_is_about_as_fast_is_not(self) -> None:
         plan = self.slow_and_fast()
         with_rate(plan, "fast", 3 * MIB)
-        assert isinstance(plan.next("fast", 0.1), Wait)
+        assert isinstance(plan.next("fast", 0.1), WaitUntil)
 
     def test_a_donor_that_finishes_within_half_a_second_is_not(self) -> None:
         plan = self.slow_and_fast()
         with_rate(plan, "slow", 8 * MIB)
         with_rate(plan, "fast", 1000 * MIB)
-        assert isinstance(plan.next("fast", 0.1), Wait)
+        assert isinstance(plan.next("fast", 0.1), WaitUntil)
 
     def test_a_donor_that_stalls_is_taken_over_even_by_a_slow_one(self) -> None:
         plan = self.slow_and_fast()
         with_rate(plan, "fast", 0.001 * MIB)
-        assert isinstance(plan.next("fast", STALLED_SECONDS), Wait)
+        assert isinstance(plan.next("fast", STALLED_SECONDS), WaitUntil)
         assert take(plan, "fast", STALLED_SECONDS + 0.1).left == [2]
 
     def test_a_piece_is_asked_of_two_donors_at_most_while_they_send(self) -> None:
@@ -163,7 +163,7 @@ class TestEndGame:
         with_rate(plan, "a", 0.001 * MIB)
         take(plan, "b", 1.0)
         with_rate(plan, "b", 0.001 * MIB)
-        assert isinstance(plan.next("c", 1.0), Wait)
+        assert isinstance(plan.next("c", 1.0), WaitUntil)
 
     def test_what_came_from_another_donor_is_cancelled(self) -> None:
         plan = self.slow_and_fast()
@@ -191,36 +191,36 @@ class TestFailures:
     def test_a_pause_grows_and_is_longer_while_others_are_there(self) -> None:
         plan = plan_of(10, "a", "b")
         plan.failed("a", 100.0, "it is gone")
-        assert plan.may_use_at("a") == 100.0 + FIRST_PAUSE_SECONDS * AMONG_OTHERS
+        assert plan.may_use_at("a") == 100.0 + FIRST_DONOR_PAUSE_SECONDS * AMONG_OTHERS
         plan.failed("b", 100.0, "it is gone")
         pauses = []
         for _ in range(10):
             pauses.append(plan.may_use_at("a") - 100.0)
             plan.failed("a", 100.0, "it is gone")
         assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
-        assert pauses[-1] == MAX_PAUSE_SECONDS
+        assert pauses[-1] == MAX_DONOR_PAUSE_SECONDS
 
     def test_silence_is_a_failure_only_if_something_was_asked(self) -> None:
         plan = plan_of(10, "a")
         assert plan.too_slow(100.0) == []
         take(plan, "a", 100.0)
-        assert plan.too_slow(100.0 + SILENT_SECONDS - 0.1) == []
-        assert [peer_id for peer_id, _ in plan.too_slow(100.0 + SILENT_SECONDS)] == ["a"]
+        assert plan.too_slow(100.0 + SILENT_DONOR_SECONDS - 0.1) == []
+        assert [peer_id for peer_id, _ in plan.too_slow(100.0 + SILENT_DONOR_SECONDS)] == ["a"]
 
     def test_bytes_without_a_piece_are_a_failure(self) -> None:
         plan = plan_of(10, "a")
         take(plan, "a")
-        for second in range(int(PIECE_SECONDS)):
+        for second in range(int(DONOR_PIECE_SECONDS)):
             plan.observe("a", second + 1, float(second))
             assert plan.too_slow(float(second)) == []
-        assert plan.too_slow(PIECE_SECONDS) == [("a", "it completed no piece within 120 s")]
+        assert plan.too_slow(DONOR_PIECE_SECONDS) == [("a", "it completed no piece within 120 s")]
 
     def test_a_lonely_excluded_donor_is_never_tried_again(self) -> None:
         plan = plan_of(10, "a")
         plan.exclude("a", 1.0, "sent piece 3 with another digest")
         assert plan.may_use_at("a") == math.inf
         assert plan.hopeless(1.0) is None
-        why = plan.hopeless(1.0 + PATIENCE_SECONDS)
+        why = plan.hopeless(1.0 + PIECE_PATIENCE_SECONDS)
         assert why == "no donor is left: a: sent piece 3 with another digest"
 
     def test_a_donor_that_only_fails_does_not_keep_a_joiner_waiting(self) -> None:
@@ -232,7 +232,7 @@ class TestFailures:
             now += 1.0
             plan.opened("a", 0, now)
         assert plan.hopeless(now) is None
-        assert plan.hopeless(now + PATIENCE_SECONDS) is not None
+        assert plan.hopeless(now + PIECE_PATIENCE_SECONDS) is not None
 
 
 NAMES = ["a", "b", "c", "d"]

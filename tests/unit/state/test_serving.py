@@ -11,7 +11,7 @@ import trio
 
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.state.blobs import BlobKind
-from p2pavg.state.donor.serving import Offered, Session
+from p2pavg.state.donor.serving import DonorSession, Offered
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.messages import AskPieces
 from p2pavg.state.news import SnapshotOffer
@@ -32,7 +32,7 @@ def test_a_session_that_sends_a_piece_keeps_no_snapshot_in_memory() -> None:
     offered = Offered(shelf, RateLimit(None), lambda: False)
 
     async def serve() -> None:
-        session = Session(cast(Any, None), cast(Any, None), lambda: (offered,), b"", refusal=lambda: "")
+        session = DonorSession(cast(Any, None), cast(Any, None), lambda: (offered,), b"", refusal=lambda: "")
         request = AskPieces(number=1, kind=BlobKind.SNAPSHOT, blob_id=offer.root, first=0, count=CHUNKS)
         session._pending[1] = request
         frames = session._frames(request)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from p2pavg.base.errors import StateError
 from p2pavg.state.layout import MAX_NAME_BYTES, MAX_TENSORS
-from p2pavg.state.snapshot import VALUES_KEY, Content, copy_of, read, values_text
+from p2pavg.state.snapshot import FORMER_VALUES_KEY, VALUES_KEY, Content, copy_of, read, values_text
 from tests.unit.state import contents
 from tests.unit.state.contents import of_every_dtype, same_content, same_tensor
 
@@ -34,7 +34,7 @@ SMALL = Content(
     },
     {"lineage": b"\x01\x02", "epoch": 12, "schedule": {"last": (1, 2.5, None), 0: [True]}},
 )
-GOLDEN = "34d4675f0012955fbde7dd56a88505ef9c518ef131054a50967d080fc58c3c64"
+GOLDEN = "f56c593b2012a7ee8b8a23777365eda3307526a15700df742224d4ec45b31e1d"
 
 
 def file_of(header: Any, data: bytes = b"") -> bytes:
@@ -79,6 +79,10 @@ class TestCanonical:
         back = read(bytes(written))
         assert same_content(back, content)
         assert copy_of(back) == written
+
+    def test_a_snapshot_of_version_0_2_is_read(self) -> None:
+        written = bytes(copy_of(SMALL)).replace(VALUES_KEY.encode(), FORMER_VALUES_KEY.encode(), 1)
+        assert same_content(read(written), SMALL)
 
     def test_every_dtype_comes_back(self) -> None:
         content = Content(of_every_dtype())

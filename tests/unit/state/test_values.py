@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import tracemalloc
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgpack
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from p2pavg.base.errors import StateError
 from p2pavg.state import values as module
-from p2pavg.state.values import MAX_DEPTH, MAX_VALUES_BYTES, pack_values, unpack_values
+from p2pavg.state.values import MAX_DEPTH, MAX_SCATTERED, MAX_VALUES_BYTES, pack_values, unpack_values
 from tests.unit.state import contents
 from tests.unit.state.contents import same
 
@@ -110,7 +112,14 @@ def test_nesting_is_bounded() -> None:
         (msgpack.packb([2, "a", []]), "no list, tuple or dict"),
         (msgpack.packb([2, "a", [7]]), "no list, tuple or dict"),
         (msgpack.packb([2, "a"]), "no list, tuple or dict"),
-        (msgpack.packb([2, [0], 1]), "cannot be decoded"),
+        (msgpack.packb([2, [0], 1]), "keys are no text or integers"),
+        (msgpack.packb([2, "a", [2, [1, 5], 1]]), "keys are no text or integers"),
+        (msgpack.packb([2, "a", [2, 1.5, 1]]), "keys are no text or integers"),
+        (msgpack.packb([2, "a", [2, True, 1]]), "keys are no text or integers"),
+        (msgpack.packb([2, "a", [2, None, 1]]), "keys are no text or integers"),
+        (msgpack.packb([2, "a", [2, b"a", 1]]), "keys are no text or integers"),
+        (msgpack.packb([2, "a", [2, "b", 1, 0, 1]]), "canonical order"),
+        (msgpack.packb([2, "a", [2, 1, 1, 1, 1]]), "twice"),
         (msgpack.packb([2, 1, 1]), "no mapping of names"),
         (msgpack.packb([0]), "no mapping of names"),
         (msgpack.packb(7), "no mapping of names"),
@@ -156,3 +165,104 @@ def test_values_at_the_limit_are_read_back() -> None:
         )
     ) == {"x": bytes(room)}
     assert math.isnan(unpack_values(pack_values({"x": math.nan}))["x"])
+
+
+# ---------------------------------------------------------------------- a stranger's keys
+
+
+def one_by_one(key: Callable[[int], Any], count: int) -> bytes:
+    """Return the bytes of a dict with these keys, as a stranger writes them."""
+    packer = msgpack.Packer()
+    items = b"".join(packer.pack(key(index)) + b"\xc0" for index in range(count))
+    return b"\x93\x02\xa1a\xdd" + (2 * count + 1).to_bytes(4, "big") + b"\x02" + items
+
+
+class Hashed:
+    """Counts the keys that are hashed, in place of the dict that the decoder makes."""
+
+    def __init__(self) -> None:
+        self.keys = 0
+
+    def __call__(self, pairs: Any) -> dict[Any, Any]:
+        made = dict(pairs)
+        self.keys += len(made)
+        return made
+
+
+@contextmanager
+def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hashed]:
+    counted = Hashed()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "dict", counted, raising=False)
+        yield counted
+
+
+COLLIDING: dict[str, Callable[[int], Any]] = {
+    # The hashes of tuples and of integers are no secret, so a stranger can choose any number that collide.
+    "tuples": lambda index: [1, index, -index],
+    "tuples within tuples": lambda index: [1, [1, index]],
+    "floats": lambda index: float(index) * (sys.hash_info.modulus + 1),
+    "the same hash": lambda index: (index % 8) * sys.hash_info.modulus + index // 8,
+    "steps of a power of two": lambda index: index << 40,
+    "integers in each other's way": lambda index: index * 5 + 1,
+    "negative integers": lambda index: index - 2**40,
+    "two runs": lambda index: index if index < MAX_SCATTERED else index + 7,
+}
+
+
+@pytest.mark.parametrize("kind", COLLIDING)
+def test_keys_that_a_stranger_may_have_chosen_to_collide_are_not_hashed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dict takes quadratic time if its keys collide, in one call that nothing interrupts."""
+    count = 2 * MAX_SCATTERED
+    keys = sorted(COLLIDING[kind](index) for index in range(count))
+    packed = one_by_one(keys.__getitem__, count)
+    assert len(packed) <= MAX_VALUES_BYTES
+    with hashed(monkeypatch) as counted, pytest.raises(StateError, match=r"no text or integers|integer keys"):
+        unpack_values(packed)
+    assert counted.keys == 0
+
+
+def test_all_dicts_of_a_state_share_the_room_for_integer_keys_that_may_collide() -> None:
+    def state(count: int) -> dict[str, Any]:
+        return {str(name): {2 * key: 0 for key in range(count)} for name in range(16)}
+
+    fits = state(MAX_SCATTERED // 16)
+    assert same(unpack_values(pack_values(fits)), fits)
+    for refuse in (
+        lambda: pack_values(state(MAX_SCATTERED // 16 + 1)),
+        lambda: unpack_values(packed_of(state(MAX_SCATTERED // 16 + 1))),
+    ):
+        with pytest.raises(StateError, match=f"{MAX_SCATTERED}.*integer keys"):
+            refuse()
+
+
+def packed_of(state: dict[str, Any]) -> bytes:
+    """Return the canonical bytes of dicts of dicts, also of those that are refused."""
+    items: list[Any] = [2]
+    for name in sorted(state):
+        items += (name, [2, *(part for pair in state[name].items() for part in pair)])
+    return bytes(msgpack.packb(items))
+
+
+def test_any_number_of_keys_that_count_up_one_by_one_is_read() -> None:
+    values = {"state": dict.fromkeys(range(100000)), "later": dict.fromkeys(range(7, 50000), 1)}
+    assert same(unpack_values(pack_values(values)), values)
+
+
+def test_no_path_is_made_for_a_value_without_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text with all keys that lead to an item, for each item, takes quadratic time."""
+
+    def shown(_path: Any) -> str:
+        raise AssertionError("a path is made")
+
+    monkeypatch.setattr(module, "shown_path", shown)
+    values = {"a": {"b": [0] * 1000, 7: (1, "x", b"y", None, 0.5)}}
+    assert same(unpack_values(pack_values(values)), values)
+
+
+def test_the_path_in_an_error_has_a_bounded_length() -> None:
+    with pytest.raises(StateError, match="which cannot be saved") as caught:
+        pack_values({"k" * 10**6: [print]})
+    assert len(str(caught.value)) < 400

@@ -47,11 +47,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     ),
     Federated(rule="gossip", sync_every=4, topology=Gossip(degree=3)),
     DataParallel(target_batch_size=64, cells=Cells(count=4, every=10, delay=2, timeout=5.0, robust="median")),
-    PopulationBased(
-        space={"lr": LogUniform(1e-4, 1.0)},
-        interval=10,
-        training=DataParallel(target_batch_size=64, aggregation="median"),
-    ),
 )
 
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from p2pavg import AveragingConfig, Star
 from p2pavg.base.errors import ConfigError
 from p2pavg.optim import AveragedOptimizer, LocalUpdates
-from p2pavg.strategies import DataParallel, Federated, ModelParallel, PopulationBased
+from p2pavg.strategies import DataParallel, Federated, ModelParallel
 from tests.unit.strategies.test_optimizers import made_by
 
 LARGE = DataParallel(target_batch_size=64, aggregation="median", topology=Star())
@@ -122,8 +122,6 @@ def test_an_averager_of_another_strategy_is_refused_by_the_field() -> None:
         strategy.optimizer(torch.nn.Linear(2, 1), other_thing, cast(Any, None), place=strategy.place())
 
 
-def test_training_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="training must be DataParallel or Federated, got ABCMeta"):
-        ModelParallel(training=cast(Any, PopulationBased))
+def test_the_ranks_of_a_peer_are_counted() -> None:
     federated = Federated(rule="fedavg", sync_every="30s", fragments=1)
     assert ModelParallel(training=federated, shards=2).ranks == 2

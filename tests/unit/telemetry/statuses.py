@@ -69,6 +69,20 @@ FULL = PeerStatus(
     total_samples=99.0,
 )
 
+HOSTILE_TEXTS = (
+    "[/b] no",
+    "[link=file:///x]no",
+    ":skull:",
+    "<script>alert(1)</script>",
+    '"} 1',
+    '{run="x"} 1',
+    "\\n",
+    "# HELP x y",
+    "%s {0}",
+    "../epoch",
+)
+"""Texts that a peer may send: they are printable, and words of a language that some place speaks which shows them."""
+
 printable = st.characters(codec="utf-8", exclude_categories=("C", "Z"), include_characters=" ")
 keys = st.binary(min_size=8, max_size=8)
 amounts = st.floats(0, 1e9)

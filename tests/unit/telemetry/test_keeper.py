@@ -20,7 +20,7 @@ from p2pavg.telemetry.events import (
     StateMoved,
     UpdateTaken,
 )
-from p2pavg.telemetry.history import History
+from p2pavg.telemetry.history import SeriesHistory
 from p2pavg.telemetry.keeper import TRANSFER_SECONDS, StatusKeeper
 from p2pavg.telemetry.status import Activity, PeerStatus, encode_status, read_status
 from p2pavg.telemetry.text import key_of
@@ -162,7 +162,7 @@ def test_version_grows_with_what_changes_the_status_only() -> None:
 
 @given(st.integers(1, 2000), st.integers(1, 7))
 def test_history_spans_the_whole_run_in_few_points(updates: int, step: int) -> None:
-    history = History(32)
+    history = SeriesHistory(32)
     for at in range(1, updates + 1, step):
         history.add(at, float(at))
     points = history.points
@@ -176,7 +176,7 @@ def test_history_spans_the_whole_run_in_few_points(updates: int, step: int) -> N
 
 
 def test_history_goes_back_with_the_run() -> None:
-    history = History(32)
+    history = SeriesHistory(32)
     for at in (1, 2, 3, 4, 2):
         history.add(at, float(at))
     assert [at for at, _ in history.points] == [1, 2]

@@ -17,23 +17,23 @@ from p2pavg.allreduce.messages import (
     part_frame,
     receive_index,
 )
-from p2pavg.allreduce.movers.reuse import Mark
+from p2pavg.allreduce.movers.reuse import ResumeMark
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.matchmaking.messages import (
     MAX_REASON_CHARS,
     Accept,
-    Ask,
-    Commit,
     Declined,
     Disband,
+    GroupCommit,
+    GroupProposal,
     Joined,
+    JoinRequest,
+    LeaderStatus,
     Message,
     Nudge,
-    Propose,
     Refuse,
-    Status,
     decode,
     encode,
 )
@@ -45,17 +45,17 @@ ME, OTHER = candidate(0), candidate(1)
 IDS = tuple(signer.peer_id for signer in SIGNERS[:3])
 
 MESSAGES: dict[str, Message] = {
-    "ask": Ask(ME),
+    "ask": JoinRequest(ME),
     "nudge": Nudge(ME),
     "joined": Joined(OTHER),
     "declined": Declined("full"),
     "declined with a leader": Declined("I follow", OTHER, IDS, over=True),
-    "status": Status(3, decided=False),
-    "propose": Propose(roster([ME, OTHER], [1000, 24], proposal=2)),
-    "propose with a observer": Propose(roster([ME, OTHER], [1000, 24], proposal=2, observers=[OTHER])),
+    "status": LeaderStatus(3, decided=False),
+    "propose": GroupProposal(roster([ME, OTHER], [1000, 24], proposal=2)),
+    "propose with a observer": GroupProposal(roster([ME, OTHER], [1000, 24], proposal=2, observers=[OTHER])),
     "accept": Accept(b"\x07" * 32),
     "refuse": Refuse(b"\x07" * 32, "another group"),
-    "commit": Commit(b"\x07" * 32),
+    "commit": GroupCommit(b"\x07" * 32),
     "disband": Disband("somebody earlier leads", ME),
     "disband for nobody": Disband("the end"),
 }
@@ -88,11 +88,11 @@ def test_a_forged_record_is_refused(name: str) -> None:
     record = ME.record
     forged = dataclasses.replace(ME, record=dataclasses.replace(record, value=record.value[:-1] + b"9"))
     messages: dict[str, Message] = {
-        "ask": Ask(forged),
+        "ask": JoinRequest(forged),
         "nudge": Nudge(forged),
         "joined": Joined(forged),
         "declined with a leader": Declined("I follow", forged),
-        "propose": Propose(roster([forged, OTHER])),
+        "propose": GroupProposal(roster([forged, OTHER])),
         "disband": Disband("somebody earlier leads", forged),
     }
     with pytest.raises(RemoteProtocolError, match="forged"):
@@ -102,7 +102,7 @@ def test_a_forged_record_is_refused(name: str) -> None:
 def test_a_record_under_another_name_is_refused() -> None:
     stolen = dataclasses.replace(ME.record, publisher=OTHER.peer_id)
     with pytest.raises(RemoteProtocolError, match="forged"):
-        decode(encode(Ask(dataclasses.replace(ME, record=stolen))))
+        decode(encode(JoinRequest(dataclasses.replace(ME, record=stolen))))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,11 @@ def test_control_characters_of_strangers_are_escaped() -> None:
         (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c4000000"),
         (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c4000000"),
         (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16 + "0000"),
-        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, begin=Mark(3, 200)), "050900c40003ccc8"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, begin=ResumeMark(3, 200)), "050900c40003ccc8"),
         (
-            LaneHeader(b"\x07" * 32, Lane.PARTS, MAX_BALLOT, 255, b"\x08" * 16, Mark(2**31 - 1, 2**31 - 1)),
+            LaneHeader(
+                b"\x07" * 32, Lane.PARTS, MAX_BALLOT, 255, b"\x08" * 16, ResumeMark(2**31 - 1, 2**31 - 1)
+            ),
             "05ce80000000ccffc410" + "08" * 16 + "ce7fffffff" * 2,
         ),
         (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c4000000"),

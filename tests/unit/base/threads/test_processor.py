@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2pavg.base.threads import processor
-from p2pavg.base.threads.processor import Waits, never_waits, wait_of_this_thread
+from p2pavg.base.threads.processor import ThreadWaits, never_waits, wait_of_this_thread
 
 ENDLESS = "while True: pass"
 
@@ -62,7 +62,7 @@ def test_nanoseconds_on_a_run_queue_are_counted(file: Path) -> None:
 def test_a_wait_is_not_longer_than_the_time_that_has_passed() -> None:
     """The system's number may jump: if no file can be opened, the last one is returned again."""
     told = iter([5.0, 5.5, 100.0, 90.0, 90.1])
-    waits = Waits(lambda: next(told), now=10.0)
+    waits = ThreadWaits(lambda: next(told), now=10.0)
     assert waits.since_last_look(11.0) == 0.5
     assert waits.since_last_look(12.0) == 1.0
     assert waits.since_last_look(13.0) == 0.0

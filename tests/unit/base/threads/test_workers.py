@@ -129,15 +129,51 @@ async def test_a_cancelled_caller_does_not_wait_for_its_turn() -> None:
     assert ran == []
 
 
-async def test_no_function_begins_for_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_function_begins_for_a_cancelled_caller() -> None:
     workers = Workers()
-    begun: list[object] = []
-    monkeypatch.setattr(workers._pool, "submit", lambda *call: begun.append(call))
+    begun: list[bool] = []
     with trio.CancelScope() as scope:
         scope.cancel()
-        await workers.run(int)
+        await workers.run(begun.append, True)
     assert scope.cancelled_caught
+    await workers.run(int)  # the functions before it have run
     assert begun == []
+
+
+async def test_a_closed_worker_refuses_functions() -> None:
+    workers = Workers()
+    assert await workers.run(int) == 0
+    workers.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await workers.run(int)
+
+
+AFTER_THE_MAIN_THREAD = """
+import concurrent.futures.thread, threading, trio
+from p2pavg.base.threads.workers import Workers
+
+def work():
+    workers = Workers()
+    print(trio.run(workers.run, divmod, 7, 2))
+    threading.main_thread().join()
+    print(trio.run(workers.run, divmod, 9, 2))
+    print(trio.run(Workers().run, divmod, 11, 2))
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_worker_of_another_thread_goes_on_when_the_main_thread_has_ended() -> None:
+    """The pools of concurrent.futures would refuse it: cannot schedule new futures after interpreter shutdown."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", AFTER_THE_MAIN_THREAD],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["(3,", "1)", "(4,", "1)", "(5,", "1)"]
 
 
 async def test_closing_ends_the_thread() -> None:

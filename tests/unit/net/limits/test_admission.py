@@ -2,7 +2,13 @@
 
 import pytest
 
-from p2pavg.net.limits.admission import Acquaintances, Admission, Arrival, ConnectionLimits, Standing
+from p2pavg.net.limits.admission import (
+    Acquaintances,
+    Admission,
+    ConnectionArrival,
+    ConnectionLimits,
+    TrustClass,
+)
 from p2pavg.net.limits.sources import prefix_of
 
 SMALL = ConnectionLimits(
@@ -23,26 +29,26 @@ class House:
     def __init__(self, limits: ConnectionLimits = SMALL) -> None:
         self.known = Acquaintances()
         self.admission = Admission(limits, self.known.standing_of, self.known.standing_at)
-        self.dropped: list[Arrival] = []
+        self.dropped: list[ConnectionArrival] = []
 
-    def arrive(self, host: str) -> Arrival:
+    def arrive(self, host: str) -> ConnectionArrival:
         arrival, victims = self.admission.arrive(host)
         self.dropped += victims
         return arrival
 
-    def connect(self, host: str, peer_id: str) -> Arrival | None:
+    def connect(self, host: str, peer_id: str) -> ConnectionArrival | None:
         arrival = self.arrive(host)
         self.admission.speaks(arrival)
         victims = self.admission.connect(arrival, peer_id)
         self.dropped += victims or []
         return None if victims is None else arrival
 
-    def connected(self, host: str, peer_id: str) -> Arrival:
+    def connected(self, host: str, peer_id: str) -> ConnectionArrival:
         arrival = self.connect(host, peer_id)
         assert arrival is not None
         return arrival
 
-    def dial(self, host: str, peer_id: str) -> Arrival:
+    def dial(self, host: str, peer_id: str) -> ConnectionArrival:
         arrival, victims = self.admission.dialled(host, peer_id)
         self.dropped += victims
         return arrival
@@ -95,7 +101,7 @@ class TestUnfinished:
     def test_a_host_at_which_a_known_peer_was_met_gives_way_last(self) -> None:
         house = House()
         house.known.met("friend", "198.51.100.1")
-        house.known.remember("friend", Standing.ANSWERED)
+        house.known.remember("friend", TrustClass.ANSWERED)
         friends = [house.arrive("198.51.100.1") for _ in range(3)]
         for number in range(100):
             house.arrive(f"203.0.{number}.1")
@@ -139,7 +145,7 @@ class TestConnected:
 
     def test_a_peer_that_has_answered_stays_when_its_neighbours_connect(self) -> None:
         house = House()
-        house.known.remember("neighbour", Standing.ANSWERED)
+        house.known.remember("neighbour", TrustClass.ANSWERED)
         house.connected("203.0.113.7", "neighbour")
         for number in range(100):
             house.connected("203.0.113.7", f"attacker {number}")
@@ -148,7 +154,7 @@ class TestConnected:
     def test_companions_are_not_counted_against_their_address(self) -> None:
         house = House(ConnectionLimits(per_host=4, per_prefix=6))
         for number in range(20):
-            house.known.remember(f"friend {number}", Standing.COMPANION)
+            house.known.remember(f"friend {number}", TrustClass.COMPANION)
             house.connected("203.0.113.7", f"friend {number}")
         assert house.dropped == []
 
@@ -157,14 +163,14 @@ class TestConnected:
         for number in range(8):
             house.connected(f"203.0.{number}.1", f"stranger {number}")
         assert house.connect("198.51.100.1", "one more stranger") is None
-        house.known.remember("friend", Standing.COMPANION)
+        house.known.remember("friend", TrustClass.COMPANION)
         house.connected("198.51.100.1", "friend")
         assert house.names == ["stranger 0"]
 
     def test_strangers_never_displace_companions(self) -> None:
         house = House()
         for number in range(8):
-            house.known.remember(f"friend {number}", Standing.COMPANION)
+            house.known.remember(f"friend {number}", TrustClass.COMPANION)
             house.connected(f"203.0.{number}.1", f"friend {number}")
         assert house.connect("198.51.100.1", "stranger") is None
         assert house.dropped == []
@@ -186,7 +192,7 @@ class TestConnected:
     def test_outbound_connections_are_never_refused(self) -> None:
         house = House()
         for number in range(8):
-            house.known.remember(f"friend {number}", Standing.COMPANION)
+            house.known.remember(f"friend {number}", TrustClass.COMPANION)
             house.connected(f"203.0.{number}.1", f"friend {number}")
         for number in range(20):
             house.dial(f"198.51.{number}.1", f"dialled {number}")
@@ -210,13 +216,13 @@ def test_scaled_limits_stay_positive() -> None:
 def test_acquaintances_are_bounded() -> None:
     known = Acquaintances(most=3, most_hosts=2)
     for number in range(10):
-        known.remember(f"peer {number}", Standing.ANSWERED)
+        known.remember(f"peer {number}", TrustClass.ANSWERED)
         known.met(f"peer {number}", f"203.0.113.{number}")
     for number in range(5):
         known.met("peer 9", f"198.51.100.{number}")
     assert [known.standing_of(f"peer {number}") for number in (6, 7, 9)] == [0, 1, 1]
-    assert known.standing_at("203.0.113.6") is Standing.STRANGER
-    assert known.standing_at("198.51.100.4") is Standing.ANSWERED
+    assert known.standing_at("203.0.113.6") is TrustClass.STRANGER
+    assert known.standing_at("198.51.100.4") is TrustClass.ANSWERED
     assert [known.has_met("peer 9", f"198.51.100.{number}") for number in range(5)] == [False] * 3 + [
         True
     ] * 2

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from p2pavg.base.errors import StateError
 from p2pavg.optim import JoinedOptimizer
 from p2pavg.optim.base.recipe import hyperparameters
-from p2pavg.optim.state_check import checked_optimizer, checked_schedule
+from p2pavg.optim.catching_up.state_check import checked_optimizer, checked_schedule
 from tests.unit.optim.fakes import Alone, Make, both, large_batch, local, parameter
 from tests.unit.optim.loops import batch, plain
 

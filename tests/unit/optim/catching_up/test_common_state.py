@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -28,12 +29,14 @@ from torch.optim.lr_scheduler import (
 )
 
 from p2pavg.base.errors import StateError
-from p2pavg.optim.catching_up.common_state import MAX_UPDATES, CommonState, Extra
+from p2pavg.optim.catching_up.common_state import MAX_UPDATES, CommonState
+from p2pavg.optim.catching_up.state_check import checked_optimizer
 from p2pavg.optim.local.outer import FedYogi
-from p2pavg.state.nested import flatten
+from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of, read
+from p2pavg.state.values import pack_values
 from tests.unit.optim.fakes import Alone, large_batch
-from tests.unit.optim.loops import batch, small
+from tests.unit.optim.loops import batch, plain, small
 from tests.unit.state.contents import same
 
 Inner = Callable[[list[nn.Parameter]], Optimizer]
@@ -71,15 +74,11 @@ SCHEDULES: dict[str, Schedule] = {
 class Peer:
     """One peer's model, optimizer and common state."""
 
-    def __init__(
-        self, inner: str, schedule: str = "none", *, steps: int = 0, extra: Extra | None = None
-    ) -> None:
+    def __init__(self, inner: str, schedule: str = "none", *, steps: int = 0) -> None:
         self.model = small()
         made = OPTIMIZERS[inner](list(self.model.parameters()))
         scheduler = SCHEDULES[schedule](made)
         self.optimizer = large_batch(Alone(), made, scheduler=scheduler, model=self.model)
-        for _ in range(steps):
-            batch(self.model, self.optimizer)
         self.common = CommonState(
             "parameter/",
             self.optimizer._parameters,
@@ -87,8 +86,9 @@ class Peer:
             made,
             scheduler,
             self.optimizer._training,
-            extra,
         )
+        for _ in range(steps):
+            batch(self.model, self.optimizer)
 
     def everything(self) -> list[Any]:
         """Return all that a state may change, copied."""
@@ -109,6 +109,24 @@ class Peer:
 
 def takes(peer: Peer, content: Content) -> None:
     peer.common.prepare(content)()
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_snapshots_do_not_depend_on_whether_the_model_is_known(knows: bool) -> None:
+    """Both peers offer the same bytes, and each takes the other's; a checkpoint has the model's names."""
+
+    def common(model: nn.Module, *, known: bool) -> CommonState:
+        inner = SGD(model.parameters(), 0.1, momentum=0.9)
+        optimizer = large_batch(Alone(), inner, model=model if known else None)
+        batch(model, optimizer)
+        training = optimizer._training
+        return CommonState("parameter/", optimizer._parameters, optimizer._parts, inner, None, training)
+
+    donor, joiner = common(plain(), known=knows), common(plain(seed=9), known=not knows)
+    assert bytes(copy_of(donor.content())) == bytes(copy_of(common(plain(), known=not knows).content()))
+    joiner.prepare(read(copy_of(donor.content())))()
+    assert same(joiner.content().tensors, donor.content().tensors)
+    assert ("parameter/0.weight" in donor.content(named=True).tensors) == knows
 
 
 every_pair = pytest.mark.parametrize(
@@ -134,43 +152,6 @@ def test_a_peer_that_takes_a_state_goes_on_like_its_donor(
             batch(peer.model, peer.optimizer)
     assert same(joiner.common.content().tensors, donor.common.content().tensors)
     assert joiner.optimizer.lineage == donor.optimizer.lineage
-
-
-class Count:
-    """Further values of a state: a number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def kept(self) -> Any:
-        return self.number
-
-    def prepare(self, value: object) -> Callable[[], None]:
-        if type(value) is not int:
-            raise StateError("it is no number")
-
-        def take() -> None:
-            self.number = value
-
-        return take
-
-
-def test_further_values_go_with_a_state() -> None:
-    donor, joiner = Peer("Adam", steps=2, extra=Count(7)), Peer("Adam", extra=(count := Count(0)))
-    content = donor.sent()
-    take = joiner.common.prepare(content)
-    assert count.number == 0, "nothing changes before the whole state is checked"
-    take()
-    assert count.number == 7
-    with pytest.raises(StateError, match="it is no number"):
-        joiner.common.prepare(replace(content, values={**content.values, "extra": "7"}))
-
-
-def test_only_peers_that_both_have_further_values_take_each_others_states() -> None:
-    one, other = Peer("Adam", steps=2, extra=Count(7)), Peer("Adam", steps=2)
-    for giver, taker in ((one, other), (other, one)):
-        with pytest.raises(StateError, match="of a team of a population"):
-            taker.common.prepare(giver.sent())
 
 
 def test_nothing_of_a_state_refers_to_the_bytes_that_it_came_as() -> None:
@@ -244,13 +225,36 @@ REFUSED: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
     "a state of no parameter": lambda told, _: told["optimizer"]["state"].update({77: {}}),
     "a state of a parameter with a name": lambda told, _: told["optimizer"]["state"].update(zero={}),
     "a state of text": lambda told, _: told["optimizer"]["state"].update({0: "exp_avg"}),
-    "a state without its step": lambda told, _: told["optimizer"]["state"][0].pop("step"),
-    "a state without an average": lambda told, _: told["optimizer"]["state"][0].pop("exp_avg"),
-    "an average of text": lambda told, _: told["optimizer"]["state"][0].update(exp_avg="0"),
-    "the state of another optimizer": lambda told, _: told["optimizer"]["state"].update(
-        {0: {"m": told["optimizer"]["state"][0]["exp_avg"]}}
+    "a state without its step": lambda _, tensors: tensors.pop("optimizer/state/0/step"),
+    "a state without an average": lambda _, tensors: tensors.pop("optimizer/state/0/exp_avg"),
+    "an average of text": lambda told, tensors: (
+        told["optimizer"]["state"].update({0: {"exp_avg": "0"}}) or tensors.pop("optimizer/state/0/exp_avg")
     ),
-    "a state with a numbered entry": lambda told, _: told["optimizer"]["state"][0].update({1: 2}),
+    "an average and a text in one place": lambda told, _: told["optimizer"]["state"].update(
+        {0: {"exp_avg": "0"}}
+    ),
+    "an average within a number": lambda told, _: told["optimizer"]["state"].update({0: 1}),
+    "a reference to a tensor that the state lacks": lambda told, _: told["optimizer"]["state"].update(
+        {0: {"more": {"p2pavg/tensor": "optimizer/state/0/less"}}}
+    ),
+    "two references to one tensor": lambda told, _: told["optimizer"]["state"].update(
+        {
+            0: {name: {"p2pavg/tensor": "optimizer/state/0/exp_avg"} for name in ("exp_avg", "more")},
+        }
+    ),
+    "the state of another optimizer": lambda _, tensors: tensors.update(
+        {"optimizer/state/0/m": tensors.pop("optimizer/state/0/exp_avg")}
+    ),
+    "a state with a numbered entry": lambda told, _: told["optimizer"]["state"].update({0: {1: 2}}),
+    "a tensor with a numbered place": lambda _, tensors: tensors.update(
+        {"optimizer/state/0/1": torch.ones(1)}
+    ),
+    "a tensor beside the parts": lambda _, tensors: tensors.update({"optimizer/more": torch.ones(1)}),
+    "a tensor in a list": lambda _, tensors: tensors.update({"optimizer/param_groups/0": torch.ones(1)}),
+    "a tensor of no depth": lambda _, tensors: tensors.update({"optimizer/" + "x/" * 40: torch.ones(1)}),
+    "a tensor within a tensor": lambda _, tensors: tensors.update(
+        {"optimizer/state/0/exp_avg/more": torch.ones(1)}
+    ),
     "an average of another shape": lambda _, tensors: tensors.update(
         {"optimizer/state/0/exp_avg": torch.zeros(7)}
     ),
@@ -303,7 +307,7 @@ REFUSED: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
     "a digest of other parameters": lambda told, _: told.update(parameters="00" * 32),
     "another kind": lambda told, _: told.update(kind="anchor/"),
     "another parameter": lambda _, tensors: tensors.update({"parameter/x": torch.zeros(1)}),
-    "a parameter less": lambda _, tensors: tensors.pop("parameter/0.bias"),
+    "a parameter less": lambda _, tensors: tensors.pop("parameter/parameter 1"),
 }
 
 
@@ -429,6 +433,309 @@ def test_an_optimizer_that_cannot_be_tried_takes_states_of_its_own_kind() -> Non
             takes(joiner, content_of(donor, lambda told, _: group(told).update(lr="fast")))
     finally:
         del OPTIMIZERS["Untriable"]
+
+
+# ---------------------------------------------------------------------- settings and counts
+
+
+@pytest.mark.parametrize(
+    ("inner", "option", "value"),
+    [
+        ("Adam", "maximize", True),
+        ("Adam", "amsgrad", True),
+        ("Adam", "decoupled_weight_decay", True),
+        ("Adam", "maximize", None),
+        ("SGD with momentum", "nesterov", True),
+        ("SGD with momentum", "maximize", True),
+        ("FedYogi", "maximize", True),
+    ],
+)
+def test_a_setting_that_is_no_number_is_this_peers_own(inner: str, option: str, value: Any) -> None:
+    donor, joiner = Peer(inner, steps=1), Peer(inner, steps=1)
+    before = joiner.everything()
+    with pytest.raises(StateError, match=f"'{option}'"):
+        takes(joiner, content_of(donor, lambda told, _: group(told).update({option: value})))
+    assert same(joiner.everything(), before)
+
+
+def test_numbers_change_in_the_course_of_a_run_and_are_taken() -> None:
+    donor, joiner = Peer("Adam", steps=1), Peer("Adam")
+    changed = {"lr": 0.03, "betas": (0.5, 0.6), "weight_decay": 0.25}
+    donor.optimizer.inner.param_groups[0].update(changed)
+    takes(joiner, donor.sent())
+    group_ = joiner.optimizer.inner.param_groups[0]
+    assert {name: group_[name] for name in changed} == changed
+
+
+def test_a_schedules_copy_of_the_first_rate_is_not_taken() -> None:
+    donor, joiner = Peer("Adam", "StepLR", steps=1), Peer("Adam", "StepLR")
+    takes(joiner, content_of(donor, lambda told, _: group(told).update(initial_lr=7.0)))
+    assert joiner.optimizer.inner.param_groups[0]["initial_lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("schedule", "entry", "value"),
+    [
+        ("StepLR", "gamma", 1000.0),
+        ("StepLR", "step_size", 3),
+        ("MultiStepLR", "gamma", 3.0),
+        ("MultiStepLR", "milestones", {"p2pavg/counter": {1: 1}}),
+        ("CosineAnnealingLR", "T_max", 11),
+        ("CosineAnnealingLR", "eta_min", 5.0),
+        ("SequentialLR", "_milestones", [3]),
+    ],
+)
+def test_a_constant_of_a_schedule_is_this_peers_own(schedule: str, entry: str, value: Any) -> None:
+    donor, joiner = Peer("Adam", schedule, steps=1), Peer("Adam", schedule)
+    with pytest.raises(StateError, match=f"'{entry}'"):
+        takes(joiner, content_of(donor, lambda told, _: told["scheduler"].update({entry: value})))
+    takes(joiner, donor.sent())
+
+
+def test_a_constant_of_a_schedule_within_another_is_this_peers_own() -> None:
+    donor, joiner = Peer("Adam", "SequentialLR", steps=1), Peer("Adam", "SequentialLR")
+    with pytest.raises(StateError, match="'gamma'"):
+        takes(
+            joiner, content_of(donor, lambda told, _: told["scheduler"]["_schedulers"][1].update(gamma=9.0))
+        )
+
+
+class Counting(Optimizer):
+    """An optimizer that counts in its groups, from the first step on, as apex's FusedAdam does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "scale": scale, "seen": 0})
+        for group_ in self.param_groups:
+            group_["compute_dtype"] = torch.float32
+
+    def step(self, closure: Any = None) -> Any:
+        for group_ in self.param_groups:
+            group_["step"] = group_.get("step", 0) + 1
+            group_["seen"] += 1
+            group_["moment_dtype"] = torch.bfloat16
+            for parameter in group_["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("momentum", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(state["momentum"], alpha=group_["lr"] / group_["step"] * group_["scale"])
+
+
+class Looking(Counting):
+    """The same, which needs the values of its parameters to step: it cannot be tried without them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group_ in self.param_groups:
+            assert all(math.isfinite(parameter.sum().item()) for parameter in group_["params"])
+        return super().step(closure)
+
+
+@pytest.fixture(params=[Counting, Looking])
+def counting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(OPTIMIZERS, "counting", lambda parameters: request.param(parameters, 0.1))
+    return "counting"
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("own_steps", [0, 2])
+def test_counts_that_appear_with_the_first_step_are_taken(counting: str, steps: int, own_steps: int) -> None:
+    donor, joiner = Peer(counting, steps=steps), Peer(counting, steps=own_steps)
+    takes(joiner, donor.sent())
+    assert same(joiner.everything()[1], donor.everything()[1])
+    assert joiner.optimizer.inner.param_groups[0].get("step") == (steps or None)
+    for _ in range(2):
+        for peer in (donor, joiner):
+            batch(peer.model, peer.optimizer)
+    assert same(joiner.common.content().tensors, donor.common.content().tensors)
+    assert joiner.optimizer.lineage == donor.optimizer.lineage
+    assert joiner.optimizer.inner.param_groups[0]["moment_dtype"] is torch.bfloat16
+
+
+@pytest.mark.parametrize("own_steps", [0, 2])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("step", math.nan),
+        ("step", 2**60),
+        ("seen", "3"),
+        ("seen", math.inf),
+        ("scale", "large"),
+        ("compute_dtype", {"p2pavg/dtype": "float64"}),
+        ("compute_dtype", {"p2pavg/dtype": "float65"}),
+        ("compute_dtype", "float32"),
+    ],
+)
+def test_counts_out_of_range_are_refused(counting: str, option: str, value: Any, own_steps: int) -> None:
+    donor, joiner = Peer(counting, steps=2), Peer(counting, steps=own_steps)
+    before = joiner.everything()
+    with pytest.raises(StateError):
+        takes(joiner, content_of(donor, lambda told, _: group(told).update({option: value})))
+    assert same(joiner.everything(), before)
+
+
+def test_a_count_of_a_parameter_of_this_peers_class_is_not_left_out(counting: str) -> None:
+    donor, joiner = Peer(counting, steps=2), Peer(counting, steps=1)
+    with pytest.raises(StateError, match="lacks the option of group 0 'seen'"):
+        takes(joiner, content_of(donor, lambda told, _: group(told).pop("seen")))
+
+
+@pytest.mark.parametrize("rate", [np.array(0.05), np.float32(0.05), torch.tensor(0.05), torch.tensor([0.05])])
+@pytest.mark.parametrize("donors", [True, False], ids=["the donor's", "this peer's"])
+def test_a_rate_may_be_a_number_of_any_library(rate: Any, donors: bool) -> None:
+    donor, joiner = Peer("SGD", steps=1), Peer("SGD")
+    (donor if donors else joiner).optimizer.inner.param_groups[0]["lr"] = rate
+    takes(joiner, donor.sent())
+    taken = joiner.optimizer.inner.param_groups[0]["lr"]
+    assert float(taken) == pytest.approx(0.05 if donors else 0.1)
+    batch(joiner.model, joiner.optimizer)
+    batch(donor.model, donor.optimizer)
+    assert joiner.optimizer.lineage == donor.optimizer.lineage
+
+
+class Growing(LRScheduler):
+    """A schedule of a program, whose state changes in all the ways that are usual."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.factor = 1.0
+        self.history: list[float] = []
+        self.pairs: list[tuple[int, float]] = []
+        self.best: float | None = None
+        self.lowest = math.inf
+        self.changed: int | None = None
+        self.seen: dict[str, int] = {}
+        self.kept: torch.Tensor | None = None
+        super().__init__(optimizer)
+
+    later: float | None = None
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.factor *= 0.9
+        self.history.append(self.factor)
+        self.pairs.append((self.last_epoch, self.factor))
+        self.seen[f"update {self.last_epoch}"] = self.last_epoch
+        if self.last_epoch:
+            self.best = self.later = self.lowest = self.factor
+            self.changed = self.last_epoch
+            self.kept = torch.tensor([self.factor])
+        return [rate * self.factor for rate in self.base_lrs]
+
+
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(SCHEDULES, "growing", Growing)
+    return "growing"
+
+
+@pytest.mark.parametrize("own_steps", [0, 3])
+def test_a_schedule_whose_state_grows_is_taken(growing: str, own_steps: int) -> None:
+    donor, joiner = Peer("Adam", growing, steps=4), Peer("Adam", growing, steps=own_steps)
+    takes(joiner, donor.sent())
+    assert same(joiner.everything()[2], donor.everything()[2])
+    for peer in (donor, joiner):
+        batch(peer.model, peer.optimizer)
+    assert same(joiner.everything()[2], donor.everything()[2])
+    assert joiner.optimizer.lineage == donor.optimizer.lineage
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("history", 3),
+        ("history", ["x"]),
+        ("history", [2**60]),
+        ("pairs", [[1, 2**60]]),
+        ("seen", [1]),
+        ("seen", {"x": 2**60}),
+        ("best", 2**60),
+        ("factor", None),
+        ("factor", "1"),
+        ("factor", math.nan),
+        ("get_lr", 1),
+        ("step", None),
+        ("optimizer", {}),
+        ("base_lrs", [0.1, 0.1]),
+        ("last_epoch", 2**60),
+        ("last_epoch", None),
+    ],
+)
+def test_a_schedule_that_has_not_grown_is_refused(growing: str, entry: str, value: Any, steps: int) -> None:
+    donor, joiner = Peer("Adam", growing, steps=3), Peer("Adam", growing, steps=steps)
+    before = joiner.everything()
+    with pytest.raises(StateError):
+        takes(joiner, content_of(donor, lambda told, _: told["scheduler"].update({entry: value})))
+    assert same(joiner.everything(), before)
+
+
+# ---------------------------------------------------------------------- what cannot be saved
+
+
+def test_an_option_that_cannot_be_saved_is_refused_when_the_optimizer_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_a_function(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(parameters, 0.1)
+        optimizer.param_groups[0]["filter"] = print
+        return optimizer
+
+    monkeypatch.setitem(OPTIMIZERS, "function", with_a_function)
+    with pytest.raises(StateError, match=r"'param_groups/0/filter' is .*no other peer can join.*make it"):
+        Peer("function")
+
+
+def test_an_option_that_cannot_be_saved_is_found_when_it_is_set() -> None:
+    peer = Peer("SGD", steps=1)
+    peer.common.check_saves()
+    peer.optimizer.inner.param_groups[0]["lr"] = np.array([0.1, 0.2])
+    with pytest.raises(StateError, match=r"'param_groups/0/lr' is an? ndarray"):
+        peer.common.check_saves()
+
+
+def many(count: int) -> CommonState:
+    """Return the common state of an optimizer of many small tensors."""
+    tensors = [torch.zeros(1, requires_grad=True) for _ in range(count)]
+    names = [f"p{index}" for index in range(count)]
+    parts = type("Parts", (), {"labels": names, "numbers": names, "common": {}})()
+    return CommonState("parameter/", tensors, parts, Adam(tensors), None, Peer("SGD").optimizer._training)
+
+
+def test_the_plain_values_of_a_state_do_not_grow_with_the_number_of_tensors() -> None:
+    """With 6,500 or 10,000 tensors, references to them took more room than values have."""
+    common = many(10_000)
+    tensors = common._optimizer.param_groups[0]["params"]
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    common._optimizer.step()
+    content = common.content()
+    assert len(content.tensors) == 40_000
+    assert len(pack_values(content.values)) < 50_000
+    joiner = many(10_000)
+    taken = checked_optimizer(joiner._optimizer, unflatten(content.tensors, content.values["optimizer"]))
+    assert len(taken["state"]) == 10_000
+
+
+def test_an_optimizer_with_too_many_tensors_is_refused_when_it_is_made() -> None:
+    with pytest.raises(
+        StateError, match=r"an optimizer of 40000 tensors .* 160000 tensors, 131072 is the most"
+    ):
+        many(40_000)
+
+
+def test_nothing_is_copied_before_a_state_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor, joiner = Peer("Adam", "StepLR", steps=2), Peer("Adam", "StepLR")
+    sent = donor.sent()
+    copies: list[int] = []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        copies.append(tensor.numel())
+        return clone(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    take = joiner.common.prepare(sent)
+    assert max(copies, default=0) <= 1, "only counts of steps are copied for the trial"
+    assert len(copies) <= len(sent.tensors)
+    take()
+    assert max(copies) > 1
 
 
 def test_the_largest_snapshot_has_room_for_an_optimizer_and_not_for_more() -> None:

@@ -14,10 +14,14 @@ from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up import following
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import LOST_SECONDS, Follower, Following
-from p2pavg.optim.catching_up.following_news import MAX_RETRY_SECONDS, RETRY_SECONDS, Pace
+from p2pavg.optim.catching_up.following_news import (
+    FOLLOWING_RETRY_SECONDS,
+    MAX_FOLLOWING_RETRY_SECONDS,
+    UpdatePace,
+)
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import ProvenAverage
-from p2pavg.state.choice import MAX_DONORS, SETTLE_SECONDS
+from p2pavg.state.choice import MAX_DONORS, SETTLE_OFFERS_SECONDS
 from p2pavg.state.joiner.transfers import replayed_success
 from p2pavg.state.news import SnapshotOffer, StateNews
 from p2pavg.state.progress import StateProgress
@@ -85,11 +89,13 @@ class Proven:
 
     sizes = (4,)
     certificate = b""
+    robust = False
 
     def __init__(self, epoch: int, state: bytes) -> None:
         self.group_id, self.state = group_at(epoch), state
         self.roster = cast(Any, type("Roster", (), {"contributors": (), "holders": (), "members": ()}))()
-        self.roster.total_weight, self.roster.metrics, self.roster.observers = 1.0, {}, ()
+        self.roster.total_weight, self.roster.observers = 1.0, ()
+        self.roster.metrics_by = lambda **_: {}
 
 
 class Transfer:
@@ -369,7 +375,7 @@ def test_the_run_no_longer_offers_the_log(world: World) -> None:
     assert world.advance().failed
     world.run_is_at(50)
     assert "the next attempt is in" in world.advance().reason
-    assert "none offers one yet" in world.advance(RETRY_SECONDS).reason
+    assert "none offers one yet" in world.advance(FOLLOWING_RETRY_SECONDS).reason
 
 
 WRONG = {
@@ -389,10 +395,32 @@ def test_a_wrong_snapshot_keeps_the_old_state_and_is_not_taken_again(world: Worl
     found = world.advance()
     assert found.failed
     assert (world.common.value, world.common.lineage.epoch, world.owner.adoptions) == (6.0, 3, 0)
-    assert "none offers one yet" in world.advance(MAX_RETRY_SECONDS).reason
+    assert "none offers one yet" in world.advance(MAX_FOLLOWING_RETRY_SECONDS).reason
     assert len(world.sharing.snapshots) == 1
     world.run_is_at(100, snapshot=offer_of(98, root=2))  # of the same update, with other bytes
     world.advance()
+    world.snapshot_comes(snapshot_of(98, 4851.0))
+    assert world.advance().progressed
+
+
+def test_a_disk_that_fails_keeps_the_old_state_and_the_same_one_is_fetched_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Transfer) -> None:
+        raise StateError("the disk is full")
+
+    world.run_is_at(100, snapshot=offer_of(98))
+    world.advance()
+    world.advance()
+    world.snapshot_comes(snapshot_of(98, 4851.0))
+    monkeypatch.setattr(Transfer, "data", fail)
+    found = world.advance()
+    assert found.failed
+    assert "the disk is full" in found.reason
+    assert (world.common.value, world.owner.adoptions) == (6.0, 0)
+    monkeypatch.undo()
+    world.advance(MAX_FOLLOWING_RETRY_SECONDS)
+    assert len(world.sharing.snapshots) == 2
     world.snapshot_comes(snapshot_of(98, 4851.0))
     assert world.advance().progressed
 
@@ -533,7 +561,7 @@ def test_small_averages_are_fetched_ahead(world: World) -> None:
 
 
 def test_the_pace_of_the_run_is_measured_from_its_updates() -> None:
-    pace = Pace()
+    pace = UpdatePace()
     assert pace.update_seconds == 0.0
     for update in range(20):
         pace.note(update, 3.0 * update)
@@ -549,7 +577,7 @@ def test_minority_offers_are_taken_only_after_a_while(world: World) -> None:
         wants=False, epoch=100, snapshot=offer_of(99), log=world.sharing.others["a"].log
     )
     world.advance()
-    assert "more may follow" in world.advance(SETTLE_SECONDS).reason
+    assert "more may follow" in world.advance(SETTLE_OFFERS_SECONDS).reason
     assert not world.sharing.snapshots
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.optim.catching_up.pausing import PAUSE_SECONDS, Pausing
+from p2pavg.optim.catching_up.pausing import LONGEST_PAUSE_SECONDS, Pausing
 
 
 def test_a_peer_pauses_while_it_is_wanted() -> None:
@@ -17,8 +17,8 @@ def test_a_pause_ends() -> None:
     """A stranger that asks for ever must not stop this peer."""
     pausing = Pausing()
     assert pausing.is_due(True, 0.0)
-    assert pausing.is_due(True, PAUSE_SECONDS - 1.0)
-    assert not pausing.is_due(True, PAUSE_SECONDS)
+    assert pausing.is_due(True, LONGEST_PAUSE_SECONDS - 1.0)
+    assert not pausing.is_due(True, LONGEST_PAUSE_SECONDS)
 
 
 def test_pauses_take_a_tenth_of_the_time_at_most() -> None:

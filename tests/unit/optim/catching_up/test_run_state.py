@@ -62,9 +62,23 @@ def test_a_model_stands_for_its_run_state() -> None:
     assert found.model is model
     assert found.directory is None
     assert run_state_of(found) is found
-    assert run_state_of(None) is None
-    with pytest.raises(TypeError, match="state must be a RunState or the model, got str"):
+    with pytest.raises(TypeError, match="or False to share no states, got str"):
         run_state_of(cast(RunState, "run-state"))
+
+
+def test_states_are_shared_unless_the_caller_says_false() -> None:
+    found = run_state_of(None)
+    assert isinstance(found, RunState)
+    assert found.model is None
+    assert run_state_of(False) is None
+    model = small()
+    assert model_of(model, found) is model
+    assert model_of(None, found) is None
+
+
+def test_a_directory_needs_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="directory needs the model"):
+        RunState(directory=tmp_path)
 
 
 def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from p2pavg.base.errors import StateError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import RunState
@@ -19,14 +20,16 @@ from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up import states
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.states import (
+    IN_USE_SECONDS,
     LATER_FAILURES,
-    LATER_SECONDS,
-    LOOK_SECONDS,
+    LATER_STATE_SECONDS,
     REST,
+    STATE_LOOK_SECONDS,
     UNWANTED_SECONDS,
     States,
 )
-from p2pavg.optim.coordination.together import Together
+from p2pavg.optim.coordination.together import RoundCoordinator
+from p2pavg.optim.coordination.waiting import WARN_WAITING_SECONDS
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.news import SnapshotOffer, StateNews
@@ -52,9 +55,16 @@ class Common:
     def __init__(self) -> None:
         self.lineage = Lineage(10, b"s" * 32)
         self.copies = 0
+        self.wrong: Exception | None = None
 
-    def content(self) -> Content:
+    def check_saves(self) -> None:
+        if self.wrong is not None:
+            raise self.wrong
+
+    def content(self, *, named: bool = False) -> Content:
         self.copies += 1
+        if self.wrong is not None:
+            raise self.wrong
         lineage = {"epoch": self.lineage.epoch, "state": self.lineage.state.hex()}
         return Content({"value": torch.zeros(SIZE // 4)}, {"lineage": lineage})
 
@@ -79,7 +89,6 @@ class Sharing:
         self.is_working = False
         self.works: list[Callable[[], None]] = []
         self.at_once = True
-        self.gives_snapshots = True
 
     def news(self) -> dict[str, StateNews]:
         return self.others
@@ -125,6 +134,9 @@ class Run:
     def is_behind(self) -> bool:
         return self.behind
 
+    def are_asleep(self, peers: Collection[str]) -> bool:
+        return False
+
     def follow(self, follows: bool) -> None:
         self.followed.append(follows)
 
@@ -156,17 +168,26 @@ class World:
         self.run_state = RunState(small(), directory, **settings)
         sharing = self.sharing
         averager = type("Averager", (), {"share_states": lambda _self, _settings: sharing})()
-        together = type("Together", (), {"run": self.run})()
+        together = type(
+            "RoundCoordinator",
+            (),
+            {
+                "run": self.run,
+                "run_end": staticmethod(lambda: None),
+                "waits": lambda *_: None,
+                "waits_no_more": lambda *_: None,
+            },
+        )()
         self.states = States(
             self.run_state,
             cast(Averager, averager),
             cast(CommonState, self.common),
             cast(Any, self.owner),
-            cast(Together, together),
+            cast(RoundCoordinator, together),
             Ranks(None),
         )
 
-    def look(self, seconds: float = LOOK_SECONDS) -> None:
+    def look(self, seconds: float = STATE_LOOK_SECONDS) -> None:
         self.clock.now += seconds
         self.states.look()
 
@@ -175,7 +196,9 @@ class World:
 
     def took(self, epoch: int) -> None:
         self.common.lineage = Lineage(epoch, epoch.to_bytes(32, "big"))
-        success = type("Success", (), {"group_id": "00" * 32, "peers_count": 2, "certificate": b"signed"})()
+        success = type(
+            "Success", (), {"group_id": "00" * 32, "peers": ("a", "b"), "certificate": b"signed"}
+        )()
         self.states.took(cast(Success, success))
 
     @property
@@ -251,6 +274,27 @@ class TestDonors:
         assert sum(copies) <= 1 + (world.clock.now - began) / (1.0 + REST)
         assert sum(copies) > 10
 
+    @pytest.mark.parametrize("wrong", [StateError("the value 'x' is a set"), MemoryError()], ids=repr)
+    def test_a_peer_that_asks_for_a_state_never_ends_a_donor(
+        self, world: World, wrong: Exception, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world.wants("joiner")
+        world.common.wrong = wrong
+        for _ in range(300):
+            world.look()
+        assert (world.held, len(caplog.records)) == (None, 1)
+        assert "cannot offer its state" in caplog.text
+        assert world.common.copies <= 1 + 300 * STATE_LOOK_SECONDS / IN_USE_SECONDS
+        world.common.wrong = None
+        world.look(IN_USE_SECONDS)
+        assert world.held == 10
+
+    def test_a_value_that_cannot_be_saved_ends_the_step_of_the_peer_that_has_it(self, world: World) -> None:
+        world.took(11)
+        world.common.wrong = StateError("the value 'x' is a set")
+        with pytest.raises(StateError, match="is a set"):
+            world.took(12)
+
     def test_a_peer_that_follows_offers_nothing_and_says_so(self, world: World) -> None:
         world.wants("joiner")
         world.states.follower.begin()
@@ -291,13 +335,13 @@ class TestStart:
     def test_one_liar_keeps_a_run_from_starting_for_a_limited_time_only(self, world: World) -> None:
         self.others_are_at(world, 10, 10, 2**53)
         assert self.follows(world)
-        world.clock.now += LATER_SECONDS
+        world.clock.now += LATER_STATE_SECONDS
         assert not self.follows(world)
 
     def test_peers_that_give_no_state_hold_up_a_start_for_a_limited_time(self, world: World) -> None:
         self.others_are_at(world, 2**53)
         assert self.follows(world)
-        world.clock.now += LATER_SECONDS - 1.0
+        world.clock.now += LATER_STATE_SECONDS - 1.0
         assert self.follows(world)
         world.clock.now += 1.0
         assert not self.follows(world)
@@ -316,7 +360,7 @@ class TestStart:
         assert self.follows(world)
         following = world.states.catch_up(began + 1e6)
         assert following.over
-        assert world.clock.now - began <= LATER_SECONDS + 2.0
+        assert world.clock.now - began <= LATER_STATE_SECONDS + 2.0
         assert not self.follows(world)
 
     def test_transfers_that_fail_hold_up_a_start_a_few_times(self, world: World) -> None:
@@ -333,7 +377,7 @@ class TestStart:
         monkeypatch.setattr(type(world.states.follower), "is_fetching", True)
         for _ in range(5):
             assert self.follows(world)
-            world.clock.now += LATER_SECONDS - 1.0
+            world.clock.now += LATER_STATE_SECONDS - 1.0
 
     def test_a_run_that_goes_on_has_no_start(self, world: World) -> None:
         self.others_are_at(world, 11)
@@ -345,7 +389,50 @@ class TestStart:
     def test_a_peer_that_is_behind_follows_without_a_limit(self, world: World) -> None:
         for _ in range(5):
             assert world.states.must_follow("it is behind", outnumbered=False)
-            world.clock.now += LATER_SECONDS
+            world.clock.now += LATER_STATE_SECONDS
+
+
+class TestUseless:
+    """The last update of this peer was interrupted, and no other peer offers a state."""
+
+    @pytest.fixture
+    def alone(self, world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+        def wait(version: int, timeout: float) -> None:
+            world.clock.now += timeout
+
+        monkeypatch.setattr(world.sharing, "wait", wait)
+        world.states.fetch_state()
+        assert world.states.must_follow(None, outnumbered=False)
+        return world
+
+    def test_it_goes_on_after_a_while(self, alone: World) -> None:
+        began = alone.clock.now
+        assert alone.states.catch_up(began + 1e6).over
+        assert alone.clock.now - began <= WARN_WAITING_SECONDS + 2.0
+        assert not alone.states.must_follow(None, outnumbered=False)
+        alone.look()
+        assert alone.sharing.said[-1] == (False, 10), "peers that join may have its state"
+
+    def test_it_goes_on_although_each_call_is_short(self, alone: World) -> None:
+        calls = 0
+        while alone.states.must_follow(None, outnumbered=False):
+            alone.states.catch_up(alone.clock.now)
+            alone.clock.now += 1.0
+            calls += 1
+            assert calls < 30
+        assert calls > 5
+
+    def test_it_waits_for_peers_that_have_a_state(self, alone: World) -> None:
+        alone.sharing.others = {"other": StateNews(wants=False, epoch=11)}
+        for _ in range(30):
+            alone.states.catch_up(alone.clock.now)
+            alone.clock.now += 1.0
+        assert alone.states.must_follow(None, outnumbered=False)
+
+    def test_its_state_is_not_mended_by_a_log_later(self, alone: World) -> None:
+        alone.states.catch_up(alone.clock.now + 1e6)
+        assert alone.states.must_follow("it is behind", outnumbered=False)
+        assert not alone.states.follower.is_on_the_log
 
 
 def test_a_peer_that_is_outnumbered_fetches_the_others_state_more_and_more_rarely(world: World) -> None:
@@ -437,3 +524,29 @@ def test_the_log_has_twice_the_size_of_a_snapshot_by_default(monkeypatch: pytest
     world.took(11)
     world.took(12)
     assert asked == [2 * SIZE]
+
+
+# ---------------------------------------------------------------------- a peer that cannot join its run
+
+
+@pytest.mark.parametrize(
+    ("members_only", "ahead", "ends"),
+    [(False, "named", True), (False, "stranger", False), (True, "stranger", True)],
+)
+def test_only_members_and_peers_that_were_named_end_a_program(
+    monkeypatch: pytest.MonkeyPatch, members_only: bool, ahead: str, ends: bool
+) -> None:
+    """The record of a stranger in an open run may say anything."""
+    world = World(monkeypatch)
+    world.common.lineage = Lineage(0, b"s" * 32)
+    states, sharing, run = world.states, cast(Any, world.sharing), cast(Any, world.run)
+    sharing.members_only, sharing.bootstrap = members_only, frozenset({"named"})
+    run.peers_ahead = lambda: (ahead,)
+    states._keeps_apart = lambda peers: (
+        f"{', '.join(sorted(peers))} trains another architecture" if peers else ""
+    )
+    if not ends:
+        states.check_company()
+        return
+    with pytest.raises(StateError, match=f"cannot join its run: {ahead} trains another architecture"):
+        states.check_company()

@@ -284,7 +284,7 @@ def make(config: dict[str, Any] | None = None, **options: Any) -> None:
         ({"max_norm": 3.0}, {}, "a config with max_norm cannot be used with cells"),
         ({"participation": p2pavg.RandomFraction(0.5)}, {}, "a config with participation cannot be used"),
         ({"match_timeout": 15.0}, {}, "timeout is 15 s, and must be below the config's match_timeout"),
-        ({}, {"state": None}, "state must be the model or a RunState"),
+        ({}, {"state": False}, "state must not be False: a peer fetches its cell's state"),
         ({}, {"peers_to_start": 0}, "peers_to_start must be a whole number above 0"),
     ],
 )
@@ -327,6 +327,9 @@ class Member:
 
     def leave(self) -> None: ...
 
+    def finish(self) -> None:
+        self.finished = True
+
     def close(self) -> None: ...
 
     def load_state_dict(self, state: Any) -> None:
@@ -341,6 +344,16 @@ def joined(averager: Opening, folder: Path, **options: Any) -> tuple[CellOptimiz
     inner = SGD(model.parameters(), lr=0.1)
     given: dict[str, Any] = {"cells": CELLS, "target_batch_size": 4, "state": state}
     return CellOptimizer(inner, cast(Averager, averager), **(given | options)), state
+
+
+def test_a_peer_that_finishes_is_in_no_cell_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_optimizer, "CellMember", Member)
+    monkeypatch.setattr(Member, "made", [])
+    averager = Opening()
+    optimizer, _ = joined(averager, tmp_path)
+    optimizer.finish()
+    assert Member.made[-1].finished
+    assert averager.boards["cells"].withdrawn
 
 
 def test_a_cell_that_cannot_be_joined_is_left(tmp_path: Path) -> None:

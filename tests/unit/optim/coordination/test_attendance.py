@@ -10,22 +10,22 @@ import pytest
 from p2pavg.optim.coordination import attendance
 from p2pavg.optim.coordination.attendance import (
     CLAIM_MARGIN,
+    FIRST_BATCH_SECONDS,
     FIRST_BATCHES,
     FOLLOW_SECONDS,
     KNOWN_UPDATES,
+    MAX_ABSENT_RETRY_SECONDS,
     MAX_REMEMBERED,
-    MAX_RETRY_SECONDS,
     MAX_SETTLE_SECONDS,
     MAX_UPDATES_PER_SECOND,
+    MIN_ABSENCE_SECONDS,
     NEWCOMER_SECONDS,
     NEWCOMERS,
     PAUSE_BATCHES,
-    PAUSE_SECONDS,
     REPLAY_SECONDS,
-    START_SECONDS,
-    Attendance,
+    PeerTrust,
 )
-from p2pavg.optim.coordination.progress import MAX_BATCH_SECONDS, Progress, Survey, survey
+from p2pavg.optim.coordination.progress import MAX_BATCH_SECONDS, PeerProgress, Survey, survey
 
 SETTLE_SECONDS = 5.0
 BATCH_SECONDS = 2.0
@@ -42,19 +42,19 @@ ELSEWHERE = b"x" * 32
 class World:
     """One peer, the words of others, and a clock that the test controls."""
 
-    def __init__(self, *, pause_seconds: float = PAUSE_SECONDS) -> None:
+    def __init__(self, *, pause_seconds: float = MIN_ABSENCE_SECONDS) -> None:
         self.now = 100.0
         self.epoch = 0
         self.samples = 8.0
         self.waiting = False
-        self.words: dict[str, Progress] = {}
-        self.attendance = Attendance(self.now, pause_seconds=pause_seconds)
+        self.words: dict[str, PeerProgress] = {}
+        self.attendance = PeerTrust(self.now, pause_seconds=pause_seconds)
 
     @property
-    def mine(self) -> Progress:
+    def mine(self) -> PeerProgress:
         return self.word(waiting=self.waiting, samples=self.samples, started=self.attendance.started)
 
-    def word(self, **changes: Any) -> Progress:
+    def word(self, **changes: Any) -> PeerProgress:
         fields: dict[str, Any] = {
             "epoch": self.epoch,
             "state": state_at(self.epoch),
@@ -63,7 +63,7 @@ class World:
             "waiting": False,
             "batch_seconds": BATCH_SECONDS,
         }
-        return Progress(**(fields | changes))
+        return PeerProgress(**(fields | changes))
 
     def says(self, *peers: str, **changes: Any) -> None:
         self.words |= dict.fromkeys(peers, self.word(**changes))
@@ -83,7 +83,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(attendance, "SETTLE_SECONDS", SETTLE_SECONDS)
+    monkeypatch.setattr(attendance, "SETTLE_START_SECONDS", SETTLE_SECONDS)
     return World()
 
 
@@ -131,7 +131,7 @@ class TestStart:
         world.says("a")
         world.says("stuck", samples=0.0, batch_seconds=0.0)
         assert world.seen().peers == 3
-        world.now += START_SECONDS
+        world.now += FIRST_BATCH_SECONDS
         world.says("a", samples=9.0)
         assert world.seen().peers == 2
 
@@ -161,7 +161,7 @@ class TestPauses:
     def test_a_peer_that_computes_nothing_is_not_waited_for(self, running: World) -> None:
         running.says("a", "b", samples=8.0, started=True)
         assert running.seen().peers == 3
-        running.now += PAUSE_SECONDS - 0.1
+        running.now += MIN_ABSENCE_SECONDS - 0.1
         running.says("a", samples=16.0, started=True)
         assert running.seen().peers == 3
         running.now += 0.1
@@ -249,7 +249,7 @@ class TestMissedRounds:
             if running.seen().peers == 2:
                 rounds += 1
                 running.attendance.came_to_nothing(running.mine, running.words, running.now)
-        assert rounds <= 3600 / MAX_RETRY_SECONDS + 8
+        assert rounds <= 3600 / MAX_ABSENT_RETRY_SECONDS + 8
 
     def test_number_of_remembered_absent_peers_is_limited(self, running: World) -> None:
         for number in range(2 * MAX_REMEMBERED):

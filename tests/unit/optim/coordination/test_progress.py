@@ -18,13 +18,13 @@ from p2pavg.optim.coordination.progress import (
     MAX_EPOCH,
     MAX_SAMPLES,
     Average,
-    Behind,
     Compute,
     Decision,
-    Progress,
-    Seen,
+    LeftBehind,
+    PeerProgress,
+    SeenPeer,
     Survey,
-    Wait,
+    WaitForPeers,
     decide,
     encode_progress,
     following,
@@ -34,7 +34,7 @@ from p2pavg.optim.coordination.progress import (
 from p2pavg.optim.coordination.progress import survey as survey_of
 
 HERE, THERE, ELSEWHERE = (bytes([number]) * 32 for number in range(3))
-PROGRESS = Progress(
+PROGRESS = PeerProgress(
     epoch=300,
     state=bytes(range(32)),
     samples=96.0,
@@ -51,7 +51,7 @@ ENCODED = bytes.fromhex(
 
 amounts = st.floats(0.0, MAX_SAMPLES)
 anything = st.builds(
-    Progress,
+    PeerProgress,
     epoch=st.integers(0, MAX_EPOCH),
     state=st.binary(min_size=32, max_size=32),
     samples=amounts,
@@ -60,10 +60,11 @@ anything = st.builds(
     batch_seconds=st.floats(0.0, MAX_BATCH_SECONDS),
     started=st.booleans(),
     follows=st.booleans(),
+    left=st.booleans(),
 )
 # Few states and few numbers, so that peers meet.
 peers = st.builds(
-    Progress,
+    PeerProgress,
     epoch=st.integers(0, 2),
     state=st.sampled_from([HERE, THERE, ELSEWHERE]),
     samples=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
@@ -75,13 +76,13 @@ targets = st.sampled_from([0.2, 3.0, 10.0, math.inf])
 
 def at(
     state: bytes = HERE, epoch: int = 3, samples: float = 1.0, *, speed: float = 2.0, waiting: bool = False
-) -> Progress:
-    return Progress(epoch=epoch, state=state, samples=samples, samples_per_second=speed, waiting=waiting)
+) -> PeerProgress:
+    return PeerProgress(epoch=epoch, state=state, samples=samples, samples_per_second=speed, waiting=waiting)
 
 
-def survey(mine: Progress, others: Iterable[Progress]) -> Survey:
+def survey(mine: PeerProgress, others: Iterable[PeerProgress]) -> Survey:
     """Return the survey of a peer that believes every word."""
-    seen = [Seen(peer_id="peer", progress=other, samples=other.samples) for other in others]
+    seen = [SeenPeer(peer_id="peer", progress=other, samples=other.samples) for other in others]
     return survey_of(mine, seen)
 
 
@@ -91,7 +92,7 @@ class TestWords:
         assert read_progress(ENCODED) == PROGRESS
 
     @given(anything)
-    def test_words_survive_encoding(self, progress: Progress) -> None:
+    def test_words_survive_encoding(self, progress: PeerProgress) -> None:
         assert read_progress(encode_progress(progress)) == progress
 
     def test_whole_numbers_are_encoded_as_floats(self) -> None:
@@ -99,13 +100,13 @@ class TestWords:
         assert read_progress(said) == replace(PROGRESS, samples_per_second=0.0)
 
     @given(anything)
-    def test_a_word_is_short(self, progress: Progress) -> None:
+    def test_a_word_is_short(self, progress: PeerProgress) -> None:
         assert len(encode_progress(progress)) < 100
 
     @pytest.mark.parametrize(
         ("position", "value"),
         [
-            *[(0, version) for version in (0, 1, 2, 4, -1, True, 3.0, None)],
+            *[(0, version) for version in (0, 1, 2, 5, -1, True, 3.0, None)],
             *[(1, epoch) for epoch in (-1, MAX_EPOCH + 1, 2**64 - 1, True, 3.0, "3", None)],
             *[(2, state) for state in (b"", bytes(31), bytes(33), "a" * 32, 32, None)],
             *[
@@ -139,8 +140,14 @@ class TestWords:
             read_progress(pack(*fields))
 
     def test_another_version_is_named(self) -> None:
-        with pytest.raises(RemoteProtocolError, match=r"^progress of version 4"):
-            read_progress(b"\x99\x04" + ENCODED[2:])
+        with pytest.raises(RemoteProtocolError, match=r"^progress of version 5"):
+            read_progress(b"\x99\x05" + ENCODED[2:])
+
+    def test_the_word_of_a_peer_that_has_left_differs_in_its_version_alone(self) -> None:
+        """Programs of version 0.2 leave it out, and wait for that peer no longer."""
+        left = replace(PROGRESS, left=True)
+        assert encode_progress(left) == b"\x99\x04" + ENCODED[2:]
+        assert read_progress(encode_progress(left)) == left
 
     @given(st.binary(max_size=120))
     @example(b"")
@@ -184,7 +191,7 @@ class TestWords:
             replace(PROGRESS, **wrong)
 
     def test_malformed_words_are_left_out(self) -> None:
-        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x99\x04" + ENCODED[2:]}
+        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x99\x05" + ENCODED[2:]}
         assert read_all(said) == {"a": PROGRESS}
         assert read_all({}) == {}
 
@@ -245,14 +252,14 @@ class TestSurvey:
 
     @given(peers, st.lists(peers, max_size=8), st.randoms(use_true_random=False))
     def test_order_of_words_does_not_matter(
-        self, mine: Progress, others: list[Progress], random: Any
+        self, mine: PeerProgress, others: list[PeerProgress], random: Any
     ) -> None:
         seen = survey(mine, others)
         random.shuffle(others)
         assert survey(mine, others) == seen
 
     @given(peers, st.lists(peers, max_size=8))
-    def test_every_peer_is_counted_once(self, mine: Progress, others: list[Progress]) -> None:
+    def test_every_peer_is_counted_once(self, mine: PeerProgress, others: list[PeerProgress]) -> None:
         seen = survey(mine, others)
         assert seen.peers + seen.others == len(others) + 1
         assert seen.peers >= 1
@@ -284,34 +291,34 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
         False,
         AHEAD,
         100.0,
-        Behind(5, "4 peers are at epoch 5; 3 with this one at epoch 3"),
+        LeftBehind(5, "4 peers are at epoch 5; 3 with this one at epoch 3"),
     ),
     (
         1.0,
         False,
         {"ahead": (3, 4), "others": 4},
         100.0,
-        Behind(3, "4 peers are at epoch 3 too, from other updates; 3 with this one at epoch 3"),
+        LeftBehind(3, "4 peers are at epoch 3 too, from other updates; 3 with this one at epoch 3"),
     ),
-    (0.0, True, AHEAD | ENOUGH, 100.0, Behind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
-    (0.0, True, AHEAD | ALL, math.inf, Behind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
-    (1.0, True, AHEAD | FEW, 100.0, Behind(5, "4 peers are at epoch 5; 2 with this one at epoch 3")),
+    (0.0, True, AHEAD | ENOUGH, 100.0, LeftBehind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
+    (0.0, True, AHEAD | ALL, math.inf, LeftBehind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
+    (1.0, True, AHEAD | FEW, 100.0, LeftBehind(5, "4 peers are at epoch 5; 2 with this one at epoch 3")),
     (0.0, False, {}, 100.0, Compute("nothing is accumulated")),
     (0.0, True, ENOUGH, 100.0, Compute("nothing is accumulated")),
     (0.0, True, FEW, 100.0, Compute("nothing is accumulated")),
     (0.0, True, ALL, math.inf, Compute("nothing is accumulated")),
     (1.0, False, FEW, 100.0, Compute("2 of 3 peers are there to start")),
-    (1.0, True, FEW, 100.0, Wait("2 of 3 peers are there to start")),
-    (1.0, False, FEW | ENOUGH, 100.0, Wait("2 of 3 peers are there to start")),
-    (1.0, True, FEW | ENOUGH, 100.0, Wait("2 of 3 peers are there to start")),
-    (1.0, True, FEW | ALL, 100.0, Wait("2 of 3 peers are there to start")),
-    (1.0, True, FEW | ALL, math.inf, Wait("2 of 3 peers are there to start")),
+    (1.0, True, FEW, 100.0, WaitForPeers("2 of 3 peers are there to start")),
+    (1.0, False, FEW | ENOUGH, 100.0, WaitForPeers("2 of 3 peers are there to start")),
+    (1.0, True, FEW | ENOUGH, 100.0, WaitForPeers("2 of 3 peers are there to start")),
+    (1.0, True, FEW | ALL, 100.0, WaitForPeers("2 of 3 peers are there to start")),
+    (1.0, True, FEW | ALL, math.inf, WaitForPeers("2 of 3 peers are there to start")),
     (
         1.0,
         True,
         FEW | APART,
         100.0,
-        Wait("2 of 3 peers are there to start; 2 peers are at other first parameters"),
+        WaitForPeers("2 of 3 peers are there to start; 2 peers are at other first parameters"),
     ),
     (1.0, False, ENOUGH, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
     (1.0, True, ENOUGH | ALL, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
@@ -328,9 +335,9 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
     (1.0, False, {"claimed": 100.0}, 100.0, Compute("3 peers have 10 of 100 samples together")),
     (1.0, False, OTHERS_WAIT, math.inf, Compute("3 peers have 10 of inf samples together")),
     (1.0, True, ALL, 100.0, Compute("3 peers have 10 of 100 samples together, and all wait")),
-    (1.0, True, {}, 100.0, Wait("3 peers have 10 of 100 samples together")),
+    (1.0, True, {}, 100.0, WaitForPeers("3 peers have 10 of 100 samples together")),
     (1.0, False, {}, 100.0, Compute("3 peers have 10 of 100 samples together")),
-    (1.0, True, {}, math.inf, Wait("3 peers have 10 of inf samples together")),
+    (1.0, True, {}, math.inf, WaitForPeers("3 peers have 10 of inf samples together")),
     (1.0, False, {}, math.inf, Compute("3 peers have 10 of inf samples together")),
 ]
 
@@ -357,7 +364,7 @@ class TestDecide:
 
     def test_reason_for_one_peer_is_singular(self) -> None:
         behind = decide(at(), seen_as(peers=1, ahead=(5, 1)), target=100.0)
-        assert behind == Behind(5, "1 peer is at epoch 5; 1 with this one at epoch 3")
+        assert behind == LeftBehind(5, "1 peer is at epoch 5; 1 with this one at epoch 3")
 
     def test_one_peer_may_start_by_default(self) -> None:
         seen = seen_as(peers=1, samples=100.0)
@@ -366,23 +373,25 @@ class TestDecide:
     def test_equal_group_elsewhere_is_not_ahead_at_the_start(self) -> None:
         mine, other = sorted([at(), at(THERE, at().epoch)], key=lambda peer: peer.state)
         seen = survey(mine, [other])
-        assert not isinstance(decide(mine, seen, target=1e9, peers_to_start=2), Behind)
-        assert isinstance(decide(mine, seen, target=1e9), Behind)
+        assert not isinstance(decide(mine, seen, target=1e9, peers_to_start=2), LeftBehind)
+        assert isinstance(decide(mine, seen, target=1e9), LeftBehind)
         further = survey(mine, [replace(other, epoch=mine.epoch + 1)])
-        assert isinstance(decide(mine, further, target=1e9, peers_to_start=2), Behind)
-        assert isinstance(decide(mine, survey(mine, [other, other]), target=1e9, peers_to_start=2), Behind)
+        assert isinstance(decide(mine, further, target=1e9, peers_to_start=2), LeftBehind)
+        assert isinstance(
+            decide(mine, survey(mine, [other, other]), target=1e9, peers_to_start=2), LeftBehind
+        )
 
     @given(peers, st.lists(peers, max_size=8), targets, st.integers(1, 4))
     def test_no_average_without_samples(
-        self, mine: Progress, others: list[Progress], target: float, start: int
+        self, mine: PeerProgress, others: list[PeerProgress], target: float, start: int
     ) -> None:
         mine = replace(mine, samples=0.0)
         decision = decide(mine, survey(mine, others), target=target, peers_to_start=start)
-        assert isinstance(decision, Compute | Behind)
+        assert isinstance(decision, Compute | LeftBehind)
 
     @given(peers, st.lists(peers, max_size=8), targets, st.integers(1, 4))
     def test_peer_is_behind_a_larger_or_later_group(
-        self, mine: Progress, others: list[Progress], target: float, start: int
+        self, mine: PeerProgress, others: list[PeerProgress], target: float, start: int
     ) -> None:
         together = 1 + sum(other.state == mine.state for other in others)
         larger = [
@@ -405,13 +414,13 @@ class TestDecide:
                 if other.epoch > mine.epoch
                 or sum((o.state, o.epoch) == (other.state, other.epoch) for o in others) > together
             ]
-        assert isinstance(decision, Behind) == bool(larger)
-        if isinstance(decision, Behind):
+        assert isinstance(decision, LeftBehind) == bool(larger)
+        if isinstance(decision, LeftBehind):
             assert decision.epoch in {other.epoch for other in larger}
 
     @given(st.lists(peers, min_size=1, max_size=8), targets, st.integers(1, 4))
     def test_peers_of_one_state_agree_when_to_average(
-        self, peers: list[Progress], target: float, start: int
+        self, peers: list[PeerProgress], target: float, start: int
     ) -> None:
         peers = [replace(peer, state=HERE, epoch=3) for peer in peers if peer.samples > 0]
         decisions = [
@@ -422,18 +431,18 @@ class TestDecide:
         assert len({decision for decision in decisions if isinstance(decision, Average)}) <= 1
 
     @given(st.lists(anything, min_size=2, max_size=6))
-    def test_sum_of_samples_is_the_same_on_all_peers(self, peers: list[Progress]) -> None:
+    def test_sum_of_samples_is_the_same_on_all_peers(self, peers: list[PeerProgress]) -> None:
         peers = [replace(peer, state=HERE) for peer in peers]
         samples = {survey(mine, peers[:i] + peers[i + 1 :]).samples for i, mine in enumerate(peers)}
         assert len(samples) == 1
 
     @given(st.lists(peers, min_size=1, max_size=8), targets)
-    def test_peers_of_one_state_never_all_wait(self, peers: list[Progress], target: float) -> None:
+    def test_peers_of_one_state_never_all_wait(self, peers: list[PeerProgress], target: float) -> None:
         decisions = [
             decide(mine, survey(mine, peers[:i] + peers[i + 1 :]), target=target)
             for i, mine in enumerate(peers)
         ]
-        assert not all(isinstance(decision, Wait) for decision in decisions)
+        assert not all(isinstance(decision, WaitForPeers) for decision in decisions)
 
 
 class TestRoundsInTheBackground:
@@ -443,7 +452,7 @@ class TestRoundsInTheBackground:
 
     def test_a_peer_that_is_due_does_not_wait_for_the_others(self) -> None:
         seen = survey(self.WAITS, [self.COMPUTES, self.COMPUTES])
-        assert isinstance(decide(self.WAITS, seen, target=math.inf), Wait)
+        assert isinstance(decide(self.WAITS, seen, target=math.inf), WaitForPeers)
         found = decide(self.WAITS, seen, target=math.inf, at_once=True)
         assert isinstance(found, Average)
         assert found.peers == 3, "the others are expected in the group"
@@ -460,9 +469,9 @@ class TestRoundsInTheBackground:
 
     def test_fewer_peers_than_the_quorum_wait_on(self) -> None:
         seen = survey(self.WAITS, [self.WAITS, self.COMPUTES])
-        assert isinstance(decide(self.WAITS, seen, target=math.inf, least=3, hurries=True), Wait)
+        assert isinstance(decide(self.WAITS, seen, target=math.inf, least=3, hurries=True), WaitForPeers)
         alone = survey(self.WAITS, [self.COMPUTES])
-        assert isinstance(decide(self.WAITS, alone, target=math.inf, least=1, hurries=True), Wait)
+        assert isinstance(decide(self.WAITS, alone, target=math.inf, least=1, hurries=True), WaitForPeers)
 
 
 class TestFollowing:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import p2pavg
-from p2pavg.base.result import EXCHANGES, Failed, InProgress, RoundResult, Success
+from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.attendance import FOLLOW_SECONDS
-from p2pavg.optim.coordination.progress import Compute, Progress, Wait, encode_progress
-from p2pavg.optim.coordination.together import LOOK_SECONDS, OBSERVER_LOOK_SECONDS, Together
+from p2pavg.optim.coordination.attendance import FOLLOW_SECONDS, MIN_ABSENCE_SECONDS
+from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers, encode_progress
+from p2pavg.optim.coordination.together import OBSERVER_LOOK_SECONDS, PEER_LOOK_SECONDS, RoundCoordinator
 from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.events import AnyEvent, Waits
 from p2pavg.telemetry.hub import Events
@@ -67,10 +67,6 @@ class Rounds:
     def expect(self, peers: object) -> None:
         """Need no hint."""
 
-    def certifies(self, peers: object) -> bool:
-        """Return true, as the averager of a peer does."""
-        return True
-
     def step(self, *, wait: float, **_: Any) -> RoundResult:
         self.calls += 1
         self.waits.append(wait)
@@ -85,18 +81,22 @@ class Rounds:
 class Company:
     """One peer's coordination with others."""
 
-    def __init__(self, round_state: bytes | None = None) -> None:
+    def __init__(self, round_state: bytes | None = None, *, peers_to_start: int = 1) -> None:
         self.rounds = Rounds()
         self.rounds.round_state = round_state
-        self.together = Together(
-            cast(Averager, self.rounds), PARAMETERS, target=float("inf"), peers_to_start=1, sync_timeout=5.0
+        self.together = RoundCoordinator(
+            cast(Averager, self.rounds),
+            PARAMETERS,
+            target=float("inf"),
+            peers_to_start=peers_to_start,
+            sync_timeout=5.0,
         )
         self._sequence = 0
 
     def says(self, peer: str, *, state: bytes | None = None, epoch: int = 0, waiting: bool = True) -> None:
         self._sequence += 1
         lineage = self.together.run.lineage
-        progress = Progress(
+        progress = PeerProgress(
             epoch=lineage.epoch if state is None else epoch,
             state=lineage.state if state is None else state,
             samples=1.0,
@@ -136,6 +136,68 @@ def company() -> Company:
     return Company()
 
 
+class TestWanted:
+    """An optimizer of whose run a step is wanted, while its loop is in the step of another run's."""
+
+    def test_the_update_that_waits_for_this_peer_wants_a_step(self, company: Company) -> None:
+        company.together.computed(1.0)
+        company.together.run.say(1.0, waiting=False)
+        assert not company.together.wants_step(time.monotonic()), "no other peer is there"
+        company.says("a", waiting=False)
+        assert not company.together.wants_step(time.monotonic()), "it still computes"
+        company.says("a", waiting=True)
+        assert company.together.wants_step(time.monotonic())
+
+    def test_a_due_update_wants_no_step_after_a_round_that_failed(self, company: Company) -> None:
+        """Else a run whose rounds fail would keep the loop from its other runs."""
+        company.says("a")
+        company.took("a")
+        company.together.run.say(1.0, waiting=True)
+        company.says("a")
+        assert company.together.wants_step(time.monotonic())
+        company.rounds.results = [Failed(reason="a member was lost", contribution_used=False)]
+        company.together.average(2)
+        assert not company.together.wants_step(time.monotonic())
+        company.together.computed(1.0)
+        assert company.together.wants_step(time.monotonic()), "the next step may do better"
+
+    def test_a_due_update_to_which_no_peer_came_wants_a_step_as_soon_as_one_says_something_new(
+        self, company: Company
+    ) -> None:
+        """Two peers that have waited in vain, each in another run's round, would swap their places for ever."""
+        company.says("a")
+        company.took("a")
+        company.together.run.say(1.0, waiting=True)
+        company.says("a", waiting=False)
+        company.rounds.results = [NoPeers(reason="no other peer was ready by the deadline")]
+        company.together.average(2)
+        assert not company.together.wants_step(time.monotonic())
+        company.says("a", waiting=True)
+        assert company.together.wants_step(time.monotonic())
+
+    def test_an_optimizer_that_has_waited_in_vain_to_start_wants_a_step_when_one_more_peer_has_come(
+        self,
+    ) -> None:
+        company = Company(peers_to_start=3)
+        company.together.computed(1.0)
+        company.together.run.say(1.0, waiting=True)
+        company.says("a")
+        assert company.together.wants_step(time.monotonic())
+        company.together.patience = 0.0
+        assert isinstance(company.together.decide_when_all_are_ready(), WaitForPeers)
+        assert not company.together.wants_step(time.monotonic())
+        company.says("b")
+        assert company.together.wants_step(time.monotonic())
+
+    def test_an_optimizer_that_the_loop_no_longer_steps_wants_none(self, company: Company) -> None:
+        company.together.computed(1.0)
+        company.says("a")
+        assert company.together.wants_step(time.monotonic())
+        assert not company.together.wants_step(time.monotonic() + MIN_ABSENCE_SECONDS)
+        company.together.run.end()  # its averager is closed
+        assert not company.together.wants_step(time.monotonic())
+
+
 def test_absent_peer_is_expected_after_a_new_word(company: Company) -> None:
     company.says("a")
     company.says("b")
@@ -168,9 +230,11 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     company.says("a")
     before = company.together.run.lineage
     company.took("a")
-    assert isinstance(company.together.run.decide(), Wait), "it has yet to say that it took the update too"
+    assert isinstance(company.together.run.decide(), WaitForPeers), (
+        "it has yet to say that it took the update too"
+    )
     company.says("a", state=before.state, epoch=before.epoch)
-    assert isinstance(company.together.run.decide(), Wait)
+    assert isinstance(company.together.run.decide(), WaitForPeers)
     later = time.monotonic() + FOLLOW_SECONDS + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert isinstance(company.together.run.decide(), Compute), "it is gone, and no other peer is present"
@@ -205,10 +269,10 @@ def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
 
 @pytest.mark.parametrize("is_looking", [True, False])
 def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool) -> None:
-    """No other peer will join the search; a round that has a group goes on."""
-    runs = InProgress(ready_peers=1, target_size=2, reason="it runs")
-    stopped = p2pavg.NoPeers(reason="stopped")
-    company.rounds.results = [runs, runs, stopped] if is_looking else [runs, runs]
+    """No other peer will join the search. A round that has a group goes on, and may yet be the update of the others."""
+    runs = InProgress(ready_peers=1, target_size=2, reason="it looks for peers" if is_looking else EXCHANGES)
+    ends = p2pavg.NoPeers(reason="stopped") if is_looking else success("a")
+    company.rounds.results = [runs, runs, ends]
     company.rounds.is_looking = is_looking
 
     def go_on(calls: int) -> None:
@@ -216,9 +280,38 @@ def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool
             company.says("a", state=b"x" * 32, epoch=9)
 
     company.rounds.on_step = go_on
-    assert company.together.average(2) == (stopped if is_looking else runs)
+    assert company.together.average(2) == ends
     assert company.rounds.results == []
     assert company.rounds.stopped == ["1 peer is at epoch 9; 1 with this one at epoch 0"]
+
+
+def test_a_round_that_runs_is_waited_for_with_the_peers_with_which_it_began(company: Company) -> None:
+    """It was looked at as one of two peers: with a third one, matchmaking that was fine was cancelled."""
+    for peer in ("a", "b"):
+        company.says(peer)
+    company.rounds.results = [
+        InProgress(reason="looking", ready_peers=2, target_size=3),
+        InProgress(reason="looking", ready_peers=2, target_size=3),
+        success("a", "b"),
+    ]
+    company.together.begin_round(3)
+    assert isinstance(company.together.average(), Success)
+    assert company.rounds.stopped == []
+
+
+def test_a_running_search_ends_when_a_peer_is_gone(company: Company) -> None:
+    for peer in ("a", "b"):
+        company.says(peer)
+    company.rounds.is_looking = True
+    company.rounds.results = [
+        InProgress(reason="looking", ready_peers=2, target_size=3),
+        InProgress(reason="looking", ready_peers=2, target_size=3),
+        success("a"),
+    ]
+    company.together.begin_round(3)
+    del company.rounds.word.entries["b"]
+    company.together.average()
+    assert company.rounds.stopped == ["a peer is no longer waited for"]
 
 
 def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: Company) -> None:
@@ -234,7 +327,7 @@ def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: 
     rounds.waits.clear()
     rounds.results = [forming, success("a")]
     assert isinstance(company.together.average(2), Success)
-    assert rounds.waits == [LOOK_SECONDS] * 2
+    assert rounds.waits == [PEER_LOOK_SECONDS] * 2
     assert rounds.word.looks == 2
 
 

@@ -11,13 +11,13 @@ import torch
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.digest import short_digests, tensor_digest
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.watch import Watch
-from p2pavg.optim.coordination.word import TOPIC, Word, encode_word
+from p2pavg.optim.coordination.watch import DriftMonitor
+from p2pavg.optim.coordination.word import TOPIC, RecipeRecord, encode_word
 from tests.unit.optim.fakes import Alone
 from tests.unit.optim.loops import Talk
 
 LINEAGE = Lineage(10, b"s" * 32)
-WORD = Word(recipe=b"r" * 32, origin=b"o" * 32, tensors=1, elements=3, fields=())
+WORD = RecipeRecord(recipe=b"r" * 32, origin=b"o" * 32, tensors=1, elements=3, fields=())
 TOLD = replace(WORD, epoch=LINEAGE.epoch, state=LINEAGE.state, digests=bytes(8))
 
 
@@ -27,7 +27,7 @@ TOLD = replace(WORD, epoch=LINEAGE.epoch, state=LINEAGE.state, digests=bytes(8))
 def test_only_companions_outnumber_a_peer(companions: tuple[str, ...], expected: bool) -> None:
     averager, talk = Alone(), Talk()
     averager.boards[TOPIC] = talk
-    watch = Watch(cast(Averager, averager), every=10, labels=["weight"], companions=lambda: companions)
+    watch = DriftMonitor(cast(Averager, averager), every=10, labels=["weight"], companions=lambda: companions)
     watch.begins(WORD, LINEAGE)
     watch.updated(LINEAGE, (), lambda: [tensor_digest(torch.zeros(3))])
     mine = encode_word(replace(TOLD, digests=_digest(0.0)))

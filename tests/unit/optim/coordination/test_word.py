@@ -17,14 +17,14 @@ from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.optim.coordination.word import (
     MAX_RATES,
     MAX_WORD_BYTES,
-    Word,
+    RecipeRecord,
     differences,
     encode_word,
     read_word,
     read_words,
 )
 
-WORD = Word(
+WORD = RecipeRecord(
     recipe=b"r" * 32,
     origin=b"o" * 32,
     tensors=97,
@@ -38,7 +38,7 @@ WORD = Word(
 )
 
 
-def with_field(name: str, text: str) -> Word:
+def with_field(name: str, text: str) -> RecipeRecord:
     fields = tuple((n, text if n == name else t) for n, t in WORD.fields)
     return replace(WORD, recipe=b"x" * 32, fields=fields)
 
@@ -103,7 +103,7 @@ class TestReading:
         except (OverflowError, ValueError):
             return
         found = read_words({"a": packed})
-        assert not found or isinstance(found["a"], Word)
+        assert not found or isinstance(found["a"], RecipeRecord)
 
     def test_longest_word_is_cut_to_fit_a_record(self) -> None:
         fields = tuple((f"{index:032}", "\U0001f40e" * MAX_FIELD_CHARS) for index in range(MAX_FIELDS))

@@ -210,6 +210,18 @@ class TestMissedUpdates:
         assert weights.item() == pytest.approx(1.0 - self.AVERAGE - 3 * LR)
         assert optimizer.state_dict()["samples"] == 3.0
 
+    def test_steps_after_a_round_without_a_known_end_are_kept(self) -> None:
+        """Without a delay, too: the round has failed before the first of these steps."""
+        unknown = Failed(reason="x", code=FailedCode.OTHER, contribution_used=None)
+        averager, weights = Failing(unknown, compression=None), parameter(1.0)
+        averager.runs_for = 1
+        optimizer = local(averager, SGD([weights], lr=LR), sync_every=6)
+        reports = run(optimizer, weights, 9)
+        assert reports[5].result is unknown
+        optimizer.replay([torch.tensor([self.AVERAGE])], replayed("me", "b"))
+        assert weights.item() == pytest.approx(1.0 - self.AVERAGE - 3 * LR)
+        assert optimizer.state_dict()["samples"] == 3.0
+
     def test_a_contribution_of_an_earlier_process_does_not_count_again(self) -> None:
         averager, weights = Alone(compression=None), parameter(1.0)
         optimizer = local(averager, SGD([weights], lr=LR), sync_every=4)

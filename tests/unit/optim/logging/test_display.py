@@ -87,6 +87,25 @@ def test_a_peer_that_is_behind_is_told_so() -> None:
     assert "behind: 2 peers are at epoch 9" in drawn(report(behind="2 peers are at epoch 9"), target=10)
 
 
+HOSTILE = ("[/b] no", "[bold]no", "[link=file:///etc/passwd]no", ":skull:", "{0} %s")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_words_of_other_peers_are_shown_as_they_are(text: str) -> None:
+    """A leader declines with "[/b] no", and the reason is in the report: a MarkupError would end the training."""
+    assert f"behind: {text}" in drawn(report(behind=text), target=10)
+    assert f"epoch 7  {text} 0.25" in drawn(report(result=success(), metrics={text: 0.25}), metric=text)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_reason_of_a_wait_is_shown_as_it_is(text: str) -> None:
+    screen, averager = Screen(), FakeAverager()
+    with RunProgress(console=screen, averager=averager) as progress:
+        averager.events.emit(Waits(time=1.0, run_id="lab", reason=text, seconds=12.0))
+        progress._progress.refresh()
+        assert f"waits 12 s: {text}" in screen.text
+
+
 @pytest.mark.parametrize("target", [0, -1, float("inf"), float("nan")])
 def test_a_target_out_of_range_is_named(target: float) -> None:
     with pytest.raises(ValueError, match="target must be"):

@@ -19,6 +19,7 @@ from p2pavg.optim.logging.loggers import FiguresLog, TensorBoardLog, WandbLog
 from p2pavg.telemetry.events import PeerGone, RoundKind
 from tests.unit.metrics.fakes import PEERS, ended, updated
 from tests.unit.optim.logging.test_display import needs_tensorboard, report, success
+from tests.unit.telemetry.statuses import HOSTILE_TEXTS
 
 
 class Notes(FiguresLog):
@@ -120,6 +121,24 @@ def test_updates_are_written_for_tensorboard(tmp_path: Path) -> None:
     }
 
 
+@needs_tensorboard
+def test_a_metrics_name_of_a_peer_takes_no_other_curve_of_tensorboard(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tensorboard's own imports
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        metrics = {**dict.fromkeys(HOSTILE_TEXTS, 9.0), "loss": 0.5}
+        with TensorBoardLog(tmp_path / "peer") as log:
+            log(report(epoch=1, result=success(), grad_norm=2.0, metrics=metrics))
+        events = EventAccumulator(str(tmp_path / "peer"))
+        events.Reload()
+    written = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert (written["grad_norm"], written["metrics/loss"]) == ([2.0], [0.5])
+    assert sum(values == [9.0] for values in written.values()) == len(HOSTILE_TEXTS)
+    assert all(name.startswith("metrics/") for name, values in written.items() if values == [9.0])
+    assert [path.name for path in tmp_path.iterdir()] == ["peer"]
+
+
 @dataclass
 class FakeRun:
     """A run with the signatures of wandb's."""
@@ -158,6 +177,15 @@ class TestWandb:
         assert made.logged[1] == {"held_out/loss": 2.1, "epoch": 7}
         assert made.defined["epoch"] is None
         assert made.defined["metrics/*"] == made.defined["held_out/*"] == "epoch"
+
+    @pytest.mark.parametrize("name", [*HOSTILE_TEXTS, "epoch", "grad_norm"])
+    def test_a_metrics_name_of_a_peer_takes_no_other_curve(self, name: str) -> None:
+        run = FakeRun()
+        with WandbLog(run) as log:
+            log(updated(metrics={name: 9.0}))
+        [logged] = run.logged
+        assert (logged["epoch"], logged["grad_norm"]) == (7, 1.5)
+        assert [each for each, value in logged.items() if value == 9.0] == [f"metrics/{name}"]
 
     def test_a_run_of_the_caller_goes_on(self) -> None:
         run = FakeRun()

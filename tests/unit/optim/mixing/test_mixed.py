@@ -14,7 +14,7 @@ import p2pavg
 from p2pavg.base.codes import FailedCode
 from p2pavg.blocking import Averager
 from p2pavg.optim import MixedUpdates, StepReport, gossip, noloco
-from p2pavg.optim.coordination.progress import Progress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
 from p2pavg.optim.ddp import _speaker_of
 from p2pavg.optim.mixing.mixed_steps import SKETCH
 from p2pavg.optim.mixing.mixing import ROUND
@@ -161,7 +161,7 @@ class TestRounds:
         averager, weight = Partner(), parameter(1.0)
         optimizer = optimizer_of(averager, weight, max_lag=8)
         averager.progress_board.other = encode_progress(
-            Progress(
+            PeerProgress(
                 epoch=9,
                 state=optimizer.lineage.state,
                 samples=1.0,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from p2pavg.group.places.gossip import next_round, rounds_of_others
 from p2pavg.optim.mixing.mixed_steps import SKETCH, sketch_of
 from p2pavg.optim.mixing.mixing import (
+    ROUND,
     MixingOptions,
     check_rates,
     checked_mixing,
@@ -21,6 +22,7 @@ from p2pavg.optim.mixing.mixing import (
     lag_behind,
 )
 from scripts.benchmarks.mixing import Mixing, measured
+from tests.unit.group.samples import candidate, roster
 
 ids = st.text(st.characters(codec="ascii"), min_size=1, max_size=60)
 rounds = st.integers(0, 2**53)
@@ -32,13 +34,20 @@ def options(**changes: Any) -> MixingOptions:
 
 
 class TestRoundNumbers:
-    @given(st.integers(0, 10**9), st.integers(0, 10**9), st.floats(0.1, 1e6), st.floats(0.1, 1e6))
-    def test_the_number_of_a_partner_follows_from_the_mean(
-        self, own: int, other: int, mine: float, its: float
+    @given(st.integers(0, 10**9), st.integers(0, 10**9))
+    def test_the_number_of_a_partner_follows_from_the_median(self, own: int, other: int) -> None:
+        assert rounds_of_others(own, (own + other) / 2, ("me", "other"), "me") == other
+
+    @given(st.integers(3, 8), st.integers(0, 1000), st.sampled_from([1e9, -1e9, 2.0**53]))
+    def test_fewer_than_half_of_a_group_make_it_throw_no_average_away(
+        self, size: int, own: int, claim: float
     ) -> None:
-        mean = (own * mine + other * its) / (mine + its)
-        found = rounds_of_others(own, mean, {"me": mine, "other": its}, "me")
-        assert found == pytest.approx(other, rel=1e-3, abs=1e-3 * max(own, 1) * (1 + mine / its))
+        liars = (size - 1) // 2
+        said = [claim if index < liars else own + index % 3 for index in range(size)]
+        group = roster([candidate(index, metrics={ROUND: float(one)}) for index, one in enumerate(said)])
+        ids = [member.peer_id for member in group.members]
+        others = rounds_of_others(own, group.metrics[ROUND], ids, ids[-1])
+        assert not is_too_far(own, others, 8)
 
     @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 100))
     def test_two_peers_continue_from_the_larger_number(self, own: int, other: int, lag: int) -> None:

@@ -55,6 +55,23 @@ def test_it_is_an_optimizer_with_the_groups_of_inner() -> None:
         optimizer.add_param_group({})
 
 
+@pytest.mark.parametrize("how", ["leave", "finish"])
+def test_it_ends_as_its_optimizer_does(how: str) -> None:
+    network, averager = nn.Linear(3, 1), Alone()
+    optimizer = ReplicatedOptimizer.of(
+        SGD(network.parameters(), lr=0.5),
+        network,
+        cast(Averager, averager),
+        target_batch_size=4,
+        batch_size=2,
+    )
+    backward(network)
+    optimizer.step()
+    assert not averager.progress_board.withdrawn
+    getattr(optimizer, how)()
+    assert averager.progress_board.withdrawn
+
+
 def test_a_closure_returns_its_loss() -> None:
     network = nn.Linear(3, 1)
     optimizer = made(network)
@@ -75,6 +92,17 @@ def test_gradients_stay_between_accumulated_passes() -> None:
     assert optimizer.step().updated
     optimizer.zero_grad()
     assert network.weight.grad is None
+
+
+def test_gradients_stay_after_an_error_between_accumulated_passes() -> None:
+    network = nn.Linear(3, 1)
+    optimizer = made(network, accumulate=2)
+    backward(network)
+    assert not optimizer.step().updated
+    with pytest.raises(ValueError, match="samples"):
+        optimizer.step(samples=-1.0)
+    optimizer.zero_grad()
+    assert network.weight.grad is not None, "the next pass adds to those of the first"
 
 
 def test_a_batch_that_overflows_is_left_out() -> None:

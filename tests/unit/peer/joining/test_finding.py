@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import stat
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from p2pavg.base.errors import ConfigError, InvitationError
-from p2pavg.peer.joining import finding as joining
-from p2pavg.peer.joining.finding import Joined, join
-from p2pavg.records.identity import load_seed
+from p2pavg.peer.joining import finding
+from p2pavg.peer.joining.finding import join
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import Certificate, Role, issue
 from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.peer_files import PeerFiles
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.membership.tokens import Link
+from p2pavg.runs.membership.tokens import InvitationLink, parse_link
+from p2pavg.runs.records.identity import load_seed
 from p2pavg.tools.cli.authority import create, open_authority
 from p2pavg_dht import Ed25519Signer
 
 DAY = 86400.0
-LINK = Link(f"/ip4/203.0.113.7/tcp/4001/p2p/{Ed25519Signer(b'd' * 32).peer_id}", b"t" * 100).text
+LINK = InvitationLink(f"/ip4/203.0.113.7/tcp/4001/p2p/{Ed25519Signer(b'd' * 32).peer_id}", b"t" * 100).text
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Lab:
             serial=bytes(16),
         )
 
-    async def redeem(self, link: Link, seed: bytes) -> tuple[RunFile, Certificate]:
+    async def redeem(self, link: InvitationLink, seed: bytes) -> tuple[RunFile, Certificate]:
         if self.refuses:
             raise InvitationError(self.refuses)
         peer_id = Ed25519Signer(seed).peer_id
@@ -64,7 +65,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     folder.mkdir()
     create("lab", folder, [], {})
     made = Lab(folder)
-    monkeypatch.setattr(joining, "redeem_link", made.redeem)
+    monkeypatch.setattr(finding, "redeem_link", made.redeem)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return made
 
@@ -76,7 +77,7 @@ def start(
     home: Path | None = None,
     certificate: Path | None = None,
     identity: Path | None = None,
-) -> Joined:
+) -> PeerFiles:
     return join(str(what), link=link, home=home, certificate=certificate, identity=identity)
 
 
@@ -95,7 +96,7 @@ class TestRunFile:
         assert str(home / "lab.cert") in error.value.remedy
         (home / "lab.cert").write_text(certificate_text(lab.certificate(peer_id)))
         found = start(lab.run_file)
-        assert found == Joined(found.home, lab.run_file, home / "lab.cert", home / "identity.key")
+        assert found == PeerFiles(found.folder, lab.run_file, home / "lab.cert", home / "identity.key")
 
     @pytest.mark.parametrize("name", ["lab.cert", "{peer_id}.cert"])
     def test_a_certificate_beside_the_run_file_is_found(self, lab: Lab, tmp_path: Path, name: str) -> None:
@@ -121,7 +122,7 @@ class TestRunFile:
         assert lab.redeemed == [own], "a link is used only if it is needed"
 
     def test_a_folder_with_another_run_of_the_same_name_is_refused(self, lab: Lab, tmp_path: Path) -> None:
-        home = start(lab.run_file, home=tmp_path / "home", link=LINK).home.folder
+        home = start(lab.run_file, home=tmp_path / "home", link=LINK).folder
         other = tmp_path / "other"
         other.mkdir()
         create("lab", other, [], {})
@@ -140,8 +141,10 @@ class TestRunFile:
 class TestLink:
     def test_a_link_is_enough_and_works_at_every_start(self, lab: Lab, tmp_path: Path) -> None:
         first = start(LINK)
-        assert first.home.folder == tmp_path / "data" / "p2pavg" / "lab"
-        assert first.run_file.read_text() == lab.run_file.read_text()
+        assert first.folder == tmp_path / "data" / "p2pavg" / "lab"
+        address = parse_link(LINK).address
+        brought = replace(read_run_file(lab.run_file), bootstrap=(address,))
+        assert read_run_file(first.run_file) == brought, "others join by the peer that made the link"
         assert stat.S_IMODE(first.run_file.stat().st_mode) == 0o600
         again = start(LINK)
         assert (again.run_file, again.certificate, again.identity) == (
@@ -168,8 +171,26 @@ class TestLink:
 
     def test_a_second_run_of_the_same_name_needs_a_folder(self, lab: Lab, tmp_path: Path) -> None:
         (tmp_path / "data" / "p2pavg" / "lab").mkdir(parents=True)
-        with pytest.raises(ConfigError, match="name another folder with --home"):
+        with pytest.raises(ConfigError, match="start the new one with --home") as error:
             start(LINK)
+        (place,) = (tmp_path / "data" / "p2pavg").glob("joining-*")
+        assert f"--home {place}," in str(error.value)
+        assert start(LINK, home=place).certificate == place / "lab.cert"
+        assert len(lab.redeemed) == 1, "a link is good for one peer"
+
+    def test_a_start_that_was_cut_off_behind_the_answer_does_not_lose_the_link(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def cut_off(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", cut_off)
+            with pytest.raises(KeyboardInterrupt):
+                start(LINK)
+        found = start(LINK)
+        assert len(lab.redeemed) == 1
+        assert lab.redeemed == [peer_of(found.identity)]
 
     def test_two_links_at_once(self, lab: Lab) -> None:
         with pytest.raises(ConfigError, match="give the invitation link once"):

@@ -27,7 +27,7 @@ LIST = revoke(
     RUN.sign,
     authority=RUN.public,
     number=2**53,
-    serials=[number.to_bytes(16, "big") for number in range(MAX_REVOKED)],
+    identifiers=[number.to_bytes(16, "big") for number in range(MAX_REVOKED)],
 )
 
 
@@ -41,7 +41,7 @@ def test_a_certificate_is_a_comment_and_a_line() -> None:
 
 def test_the_longest_list_is_read_back() -> None:
     text = revocations_text(LIST)
-    assert text.startswith("# p2pavg list of revoked certificates, number 9007199254740992, serials: 200\n")
+    assert text.startswith("# p2pavg list of revoked certificates, number 9007199254740992, entries: 200\n")
     assert parse_revocations(text, RUN.public) == LIST
 
 

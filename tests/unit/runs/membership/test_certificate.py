@@ -39,8 +39,13 @@ def delegation(**changed: Any) -> Certificate:
 
 
 def delegated(by: Certificate, **changed: Any) -> Certificate:
-    fields: dict[str, Any] = {"sign": DELEGATE.sign, "issuer": by, "max_weight": 10.0}
-    return RUN.certify(ALICE.peer_id, **(fields | changed))
+    fields: dict[str, Any] = {
+        "peer_id": ALICE.peer_id,
+        "sign": DELEGATE.sign,
+        "issuer": by,
+        "max_weight": 10.0,
+    }
+    return RUN.certify(**(fields | changed))
 
 
 def test_a_genuine_certificate_is_read_back_and_admits_its_peer() -> None:
@@ -97,7 +102,7 @@ def test_a_certificate_that_has_just_begun_counts_despite_the_clocks() -> None:
 
 def test_a_revoked_certificate_is_refused() -> None:
     certificate = RUN.certify(ALICE.peer_id)
-    assert refused(certificate, revoked={certificate.serial}) == "its certificate was revoked"
+    assert refused(certificate, revoked={certificate.identifier}) == "its certificate was revoked"
     assert refused(certificate, revoked={bytes(16)}) is None
 
 
@@ -107,7 +112,7 @@ class TestDelegates:
 
     def test_the_revocation_of_a_delegate_revokes_what_it_signed(self) -> None:
         by = delegation()
-        assert refused(delegated(by), revoked={by.serial}) == "its delegate's certificate was revoked"
+        assert refused(delegated(by), revoked={by.identifier}) == "its delegate's certificate was revoked"
 
     @pytest.mark.parametrize(
         ("by", "grants", "reason"),
@@ -237,3 +242,44 @@ def test_issue_names_the_serial_that_is_too_short() -> None:
             expires=NOW + 1.0,
             serial=b"",
         )
+
+
+class TestSerialsThatAnIssuerChose:
+    """A delegate chooses the serials of the certificates that it signs, also those of other certificates."""
+
+    def test_revoking_an_accomplice_shuts_out_no_peer_that_the_authority_admitted(self) -> None:
+        honest = RUN.certify(BOB.peer_id)
+        accomplice = delegated(delegation(), serial=honest.serial)
+        assert refused(accomplice, revoked={accomplice.identifier}) == "its certificate was revoked"
+        assert refused(honest, peer_id=BOB.peer_id, revoked={accomplice.identifier}) is None
+
+    def test_revoking_an_accomplice_shuts_out_no_peer_of_the_same_delegate(self) -> None:
+        by = delegation()
+        honest = delegated(by, peer_id=BOB.peer_id)
+        accomplice = delegated(by, serial=honest.serial)
+        assert refused(honest, peer_id=BOB.peer_id, revoked={accomplice.identifier}) is None
+
+    def test_the_serial_of_another_delegate_does_not_shut_out_the_peers_that_it_admitted(self) -> None:
+        good = RUN.certify(signer(4).peer_id, roles=[Role.CONTRIBUTOR, Role.DELEGATE], max_weight=50.0)
+        admitted = delegated(good, sign=signer(4).sign, peer_id=BOB.peer_id)
+        accomplice = delegated(delegation(), serial=good.serial)
+        assert refused(admitted, peer_id=BOB.peer_id, revoked={accomplice.identifier}) is None
+
+    def test_no_serial_gives_one_peer_the_identifier_of_another(self) -> None:
+        by = delegation()
+        issuers: list[dict[str, Any]] = [{}, {"issuer": by, "sign": DELEGATE.sign}]
+        found = {
+            RUN.certify(peer.peer_id, max_weight=10.0, serial=bytes(16), **issuer).identifier
+            for peer in (ALICE, BOB)
+            for issuer in issuers
+        }
+        assert len(found) == 4
+
+    def test_a_link_that_is_used_again_gives_no_way_around_a_revocation(self) -> None:
+        """The delegate's own certificate was renewed meanwhile: the same token gives another certificate."""
+        before, after = delegation(), delegation(expires=NOW + 7200.0)
+        serial = b"t" * 16
+        revoked = delegated(before, serial=serial)
+        again = delegated(after, serial=serial, expires=NOW + 5000.0)
+        assert again.data != revoked.data
+        assert refused(again, revoked={revoked.identifier}) == "its certificate was revoked"

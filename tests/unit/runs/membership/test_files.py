@@ -124,7 +124,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, run_file: Path) -> None:
 
 
 def test_a_list_of_revoked_certificates_is_read(tmp_path: Path) -> None:
-    revocations = revoke(RUN.sign, authority=RUN.public, number=1, serials=[bytes(16)])
+    revocations = revoke(RUN.sign, authority=RUN.public, number=1, identifiers=[bytes(16)])
     file = written(tmp_path / "lab.revoked", revocations_text(revocations))
     assert read_revocations_file(file, RUN.public) == revocations
     with pytest.raises(ConfigError, match=r"lab\.revoked: it is no list of this run's revoked certificates"):

@@ -82,11 +82,11 @@ def test_only_a_source_contributes_where_parameters_are_given_to_all() -> None:
 def test_a_revocation_counts_from_the_moment_it_is_learned() -> None:
     members, certificate = membership(), RUN.certify(BOB.peer_id)
     assert members.refuses(candidate(certificate.data), NOW) is None
-    newer = revoke(RUN.sign, authority=RUN.public, number=2, serials=[certificate.serial])
-    assert members.learn(newer)
+    newer = revoke(RUN.sign, authority=RUN.public, number=2, identifiers=[certificate.identifier])
+    assert members.known.learn(newer)
     assert "revoked" in (members.refuses(candidate(certificate.data), NOW) or "")
-    older = revoke(RUN.sign, authority=RUN.public, number=1, serials=[])
-    assert not members.learn(older), "an old list does not bring a revoked peer back"
+    older = revoke(RUN.sign, authority=RUN.public, number=1, identifiers=[])
+    assert not members.known.learn(older), "an old list does not bring a revoked peer back"
     assert "revoked" in (members.refuses(candidate(certificate.data), NOW) or "")
 
 

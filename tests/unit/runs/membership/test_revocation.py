@@ -6,48 +6,57 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.runs.membership.revocation import MAX_REVOKED, no_revocations, read_revocations, revoke
 from p2pavg_dht import MAX_VALUE_BYTES
 from tests.unit.runs.membership.runs import Authority
 
 RUN = Authority()
-SERIALS = [number.to_bytes(16, "big") for number in range(MAX_REVOKED + 1)]
+IDENTIFIERS = [number.to_bytes(16, "big") for number in range(MAX_REVOKED + 1)]
 
 
 def test_a_list_is_read_back() -> None:
-    revocations = revoke(RUN.sign, authority=RUN.public, number=3, serials=SERIALS[:2])
+    revocations = revoke(RUN.sign, authority=RUN.public, number=3, identifiers=IDENTIFIERS[:2])
     assert read_revocations(revocations.data, RUN.public) == revocations
 
 
 def test_the_longest_list_fits_into_a_record_with_its_envelope() -> None:
-    revocations = revoke(RUN.sign, authority=RUN.public, number=2**53, serials=SERIALS[:MAX_REVOKED])
+    revocations = revoke(RUN.sign, authority=RUN.public, number=2**53, identifiers=IDENTIFIERS[:MAX_REVOKED])
     assert len(revocations.data) <= MAX_VALUE_BYTES - 768
     assert read_revocations(revocations.data, RUN.public) == revocations
+
+
+def test_a_list_of_serials_is_refused_as_one_of_another_version() -> None:
+    """Lists of version 1 held serials, which delegates choose."""
+    revocations = revoke(RUN.sign, authority=RUN.public, number=3, identifiers=IDENTIFIERS[:2])
+    _, body, signature = unpack(revocations.data, int, bytes, bytes)
+    with pytest.raises(RemoteProtocolError, match="another version"):
+        read_revocations(pack(1, body, signature), RUN.public)
 
 
 def test_no_list_can_have_the_number_of_none() -> None:
     assert no_revocations(RUN.public).number == 0
     with pytest.raises(ValueError, match="number must be from 1"):
-        revoke(RUN.sign, authority=RUN.public, number=0, serials=[])
+        revoke(RUN.sign, authority=RUN.public, number=0, identifiers=[])
 
 
 def test_a_list_that_is_too_long_is_not_signed() -> None:
-    with pytest.raises(ValueError, match="at most 200 serials, not 201"):
-        revoke(RUN.sign, authority=RUN.public, number=1, serials=SERIALS)
+    with pytest.raises(ValueError, match="at most 200 identifiers, not 201"):
+        revoke(RUN.sign, authority=RUN.public, number=1, identifiers=IDENTIFIERS)
 
 
 def test_a_list_of_another_run_or_signer_is_refused() -> None:
     other = Authority(b"b" * 32)
-    theirs = revoke(other.sign, authority=other.public, number=1, serials=SERIALS[:1])
+    theirs = revoke(other.sign, authority=other.public, number=1, identifiers=IDENTIFIERS[:1])
     with pytest.raises(RemoteProtocolError, match="another run"):
         read_revocations(theirs.data, RUN.public)
-    forged = revoke(other.sign, authority=RUN.public, number=1, serials=SERIALS[:1])
+    forged = revoke(other.sign, authority=RUN.public, number=1, identifiers=IDENTIFIERS[:1])
     with pytest.raises(RemoteProtocolError, match="has not signed"):
         read_revocations(forged.data, RUN.public)
 
 
-GENUINE = revoke(RUN.sign, authority=RUN.public, number=7, serials=SERIALS[:3]).data
+GENUINE = revoke(RUN.sign, authority=RUN.public, number=7, identifiers=IDENTIFIERS[:3]).data
 
 
 @given(st.integers(0, len(GENUINE) - 1), st.integers(1, 255))

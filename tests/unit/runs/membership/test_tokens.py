@@ -20,7 +20,7 @@ from p2pavg.runs.membership.tokens import (
     MAC_BYTES,
     MAX_LINK_CHARS,
     MAX_TOKEN_BYTES,
-    Link,
+    InvitationLink,
     Token,
     certify,
     make_token,
@@ -128,7 +128,7 @@ class TestCertify:
 
 
 def test_a_link_is_read_back() -> None:
-    link = Link(ADDRESS, make_token(KEY, token()))
+    link = InvitationLink(ADDRESS, make_token(KEY, token()))
     assert parse_link(link.text) == link
     assert link.delegate == DELEGATE.peer_id
     assert not set(link.text[7:]) & set("+/= ")
@@ -136,7 +136,7 @@ def test_a_link_is_read_back() -> None:
 
 def test_the_longest_link_is_within_the_limit() -> None:
     end = f"/tcp/1/p2p/{DELEGATE.peer_id}"
-    longest = Link(f"/dns4/{'a' * (256 - 6 - len(end))}{end}", bytes(MAX_TOKEN_BYTES))
+    longest = InvitationLink(f"/dns4/{'a' * (256 - 6 - len(end))}{end}", bytes(MAX_TOKEN_BYTES))
     assert len(longest.address) == 256
     assert len(longest.text) <= MAX_LINK_CHARS
     assert parse_link(longest.text) == longest
@@ -155,7 +155,7 @@ def as_link(*fields: Any) -> str:
         ("p2pavg:", "the link is damaged"),
         ("p2pavg:ä", "the link is damaged"),
         ("p2pavg:A", "the link is damaged"),
-        (Link(ADDRESS, b"t").text[:-4], "the link is damaged"),
+        (InvitationLink(ADDRESS, b"t").text[:-4], "the link is damaged"),
         (as_link(2, ADDRESS, b""), "the link has version 2"),
         (as_link(1, "/ip4/203.0.113.7/tcp/4001", b""), "the link is damaged"),
         (as_link(1, "/a" * 128 + ADDRESS, b""), "the link is damaged"),
@@ -176,5 +176,5 @@ def test_no_text_raises_another_error(text: str) -> None:
 
 
 def test_a_token_is_in_no_repr_of_a_link() -> None:
-    assert "token" not in repr(Link(ADDRESS, b"secret"))
-    assert replace(Link(ADDRESS, b"secret"), token=b"") != Link(ADDRESS, b"secret")
+    assert "token" not in repr(InvitationLink(ADDRESS, b"secret"))
+    assert replace(InvitationLink(ADDRESS, b"secret"), token=b"") != InvitationLink(ADDRESS, b"secret")

@@ -16,10 +16,10 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 import p2pavg.runs.records.board as board_module
 from p2pavg.base.errors import ClosedError
 from p2pavg.runs.records.board import (
-    LOOK_SECONDS,
+    BOARD_LOOK_SECONDS,
     MAX_CALLS,
     SAID_TTL_SECONDS,
-    SAY_SECONDS,
+    SAY_ENTRY_SECONDS,
     Board,
     Entry,
     board_key,
@@ -72,7 +72,7 @@ class TestSaying:
                 board.publish(word)
             await trio.sleep(5.0)
         assert records.words == [b"c"]
-        assert records.moments == pytest.approx([SAY_SECONDS])
+        assert records.moments == pytest.approx([SAY_ENTRY_SECONDS])
 
     async def test_entry_after_a_pause_is_published_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
@@ -89,10 +89,10 @@ class TestSaying:
             for count in range(100):
                 board.publish(b"%d" % count)
                 await trio.sleep(0.03)
-            await trio.sleep(SAY_SECONDS)
+            await trio.sleep(SAY_ENTRY_SECONDS)
         gaps = [later - before for before, later in itertools.pairwise(records.moments)]
-        assert min(gaps) >= SAY_SECONDS - 1e-9
-        assert max(gaps) <= SAY_SECONDS + 0.03 + 1e-9
+        assert min(gaps) >= SAY_ENTRY_SECONDS - 1e-9
+        assert max(gaps) <= SAY_ENTRY_SECONDS + 0.03 + 1e-9
         assert records.words[-1] == b"99"
 
     @pytest.mark.parametrize("urgent", [(True, False), (False, True), (True, True)])
@@ -122,7 +122,7 @@ class TestSaying:
             thread = threading.Thread(target=board.publish, args=(b"a",))
             thread.start()
             thread.join(WATCHDOG)
-            await trio.sleep(2 * SAY_SECONDS)
+            await trio.sleep(2 * SAY_ENTRY_SECONDS)
             assert records.words == [b"a"]
 
 
@@ -131,11 +131,11 @@ class TestLooking:
         records = Records()
         async with open_board(records) as board:
             records.there = (record(),)
-            await trio.sleep_until(0.99 * LOOK_SECONDS)
+            await trio.sleep_until(0.99 * BOARD_LOOK_SECONDS)
             assert heard(board) == {}
-            await trio.sleep_until(3.5 * LOOK_SECONDS)
+            await trio.sleep_until(3.5 * BOARD_LOOK_SECONDS)
             assert heard(board) == {ALICE.peer_id: b"a"}
-        assert records.found == pytest.approx([LOOK_SECONDS * count for count in range(4)])
+        assert records.found == pytest.approx([BOARD_LOOK_SECONDS * count for count in range(4)])
         assert records.keys == {KEY}
 
     async def test_existing_entries_are_read_at_once(self, autojump_clock: MockClock) -> None:
@@ -156,8 +156,8 @@ class TestLooking:
             board.publish(b"mine", now=True)
             await wait_all_tasks_blocked()
             assert heard(board) == {ALICE.peer_id: b"a"}
-            await trio.sleep(1.5 * LOOK_SECONDS)
-        assert records.found == pytest.approx([0.0, 0.4 + LOOK_SECONDS])
+            await trio.sleep(1.5 * BOARD_LOOK_SECONDS)
+        assert records.found == pytest.approx([0.0, 0.4 + BOARD_LOOK_SECONDS])
 
     async def test_look_reads_entries_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
@@ -293,7 +293,7 @@ class TestWhatIsHeard:
             assert board.version == version
             await trio.sleep_until(4.5)
             assert heard(board) == {BOB.peer_id: b"b"}
-            await trio.sleep_until(4.5 + LOOK_SECONDS)
+            await trio.sleep_until(4.5 + BOARD_LOOK_SECONDS)
             assert board.version > version
 
     async def test_the_number_of_publishers_is_bounded_and_known_ones_keep_their_places(
@@ -309,7 +309,7 @@ class TestWhatIsHeard:
             records.store(record(value=b"new", sequence=2, until=60.0), record(BOB, b"b", until=60.0))
             assert heard(board)[ALICE.peer_id] == b"new"
             assert BOB.peer_id not in heard(board)
-            await trio.sleep_until(16.0 + LOOK_SECONDS)
+            await trio.sleep_until(16.0 + BOARD_LOOK_SECONDS)
             records.store(record(BOB, b"b", until=60.0))
             assert heard(board) == {ALICE.peer_id: b"new", BOB.peer_id: b"b"}
 
@@ -329,7 +329,7 @@ class TestWhatIsHeard:
             records.store(record())
             version = board.version
             records.store(record())
-            await trio.sleep(3 * LOOK_SECONDS)
+            await trio.sleep(3 * BOARD_LOOK_SECONDS)
             assert board.version == version
             records.store(record(sequence=2))
             assert board.version > version

@@ -13,8 +13,8 @@ from p2pavg.runs.records.hello import (
     MAX_RUNS,
     PROTOCOL,
     QUESTION,
-    Heard,
-    Hello,
+    HelloAnswer,
+    PeerHello,
     compare,
     encode_hello,
     no_peer_of_the_run,
@@ -26,12 +26,12 @@ from p2pavg.runs.records.hello import (
 NOW = 1_800_000_000.0
 
 
-def hello(clock: float = NOW, *protocols: str, runs: int = 0) -> Hello:
-    return Hello(clock=clock, protocols=protocols, runs=runs)
+def hello(clock: float = NOW, *protocols: str, runs: int = 0) -> PeerHello:
+    return PeerHello(clock=clock, protocols=protocols, runs=runs)
 
 
-def ahead(*seconds: float) -> list[Heard]:
-    return [Heard(hello(), each) for each in seconds]
+def ahead(*seconds: float) -> list[HelloAnswer]:
+    return [HelloAnswer(hello(), each) for each in seconds]
 
 
 def test_the_protocol_never_changes() -> None:
@@ -98,12 +98,12 @@ def test_the_median_of_the_clocks_counts(seconds: list[float], sentence: str) ->
 
 def test_another_version_is_named() -> None:
     mine = ("/p2pavg/match/1.0.0", "/p2pavg/exchange/1.0.0")
-    new = Heard(hello(NOW, "/p2pavg/match/2.0.0", "/p2pavg/exchange/1.0.0"), 0.0)
-    old = Heard(hello(NOW, *mine), 0.0)
+    new = HelloAnswer(hello(NOW, "/p2pavg/match/2.0.0", "/p2pavg/exchange/1.0.0"), 0.0)
+    old = HelloAnswer(hello(NOW, *mine), 0.0)
     assert other_versions(mine, [old, new]) == "1 peer speaks match/2.0.0, this one match/1.0.0"
     assert other_versions(mine, [new, new]) == "2 peers speak match/2.0.0, this one match/1.0.0"
     assert other_versions(mine, [old]) == ""
-    newest = Heard(hello(NOW, "/p2pavg/match/9.0.0", "/p2pavg/match/10.0.0"), 0.0)
+    newest = HelloAnswer(hello(NOW, "/p2pavg/match/9.0.0", "/p2pavg/match/10.0.0"), 0.0)
     assert other_versions(mine, [newest]) == "1 peer speaks match/10.0.0, this one match/1.0.0"
 
 
@@ -111,11 +111,11 @@ def test_another_version_is_named() -> None:
     "protocol", ["/p2pavg/match/\x1b[2J", "/p2pavg/match/", "/other/match/2", "", "/p2pavg//2"]
 )
 def test_malformed_version_is_not_repeated(protocol: str) -> None:
-    assert other_versions(("/p2pavg/match/1.0.0",), [Heard(hello(NOW, protocol), 0.0)]) == ""
+    assert other_versions(("/p2pavg/match/1.0.0",), [HelloAnswer(hello(NOW, protocol), 0.0)]) == ""
 
 
 def test_network_without_the_run_is_described() -> None:
-    heard = [Heard(hello(runs=runs), 0.0) for runs in (1, 2, 0, 1)]
+    heard = [HelloAnswer(hello(runs=runs), 0.0) for runs in (1, 2, 0, 1)]
     assert (
         no_peer_of_the_run("x", known=4, heard=heard, addresses=())
         == "4 other peers are in this network; none of them takes part in run 'x'; 3 of 4 asked take part in other runs"

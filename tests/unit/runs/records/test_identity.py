@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2pavg.base.errors import IdentityError
-from p2pavg.records.identity import SEED_BYTES, load_or_make_seed
+from p2pavg.runs.records.identity import SEED_BYTES, load_or_make_seed
 from p2pavg_dht import Ed25519Signer
 
 not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
@@ -95,10 +96,44 @@ def test_a_directory_is_no_key(tmp_path: Path) -> None:
         load_or_make_seed(tmp_path)
 
 
-def test_no_directory_is_made(tmp_path: Path) -> None:
-    with pytest.raises(IdentityError, match=r"cannot make the identity .*: No such file or directory"):
-        load_or_make_seed(tmp_path / "missing" / "peer.key")
-    assert os.listdir(tmp_path) == []
+def test_the_folder_is_made_for_its_owner_only(tmp_path: Path) -> None:
+    """The first line of an operator's day is `p2pavg identity hub/identity.key`."""
+    file = tmp_path / "missing" / "peer.key"
+    assert load_or_make_seed(file) == load_or_make_seed(file)
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EROFS, "mounted read-only"),
+        (errno.ENOSPC, "make room on the file system"),
+        (errno.EACCES, "as the user that owns"),
+        (errno.ENOMEM, "or name another path"),
+    ],
+)
+def test_a_remedy_fits_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    """It never says "make the key file with `p2pavg identity FILE`": that is the command that failed."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(IdentityError) as caught:
+        load_or_make_seed(tmp_path / "peer.key")
+    assert remedy in caught.value.remedy
+    assert str(tmp_path / "peer.key") in caught.value.remedy
+    assert "p2pavg identity" not in caught.value.remedy
+
+
+def test_the_remedy_for_a_file_that_is_no_key_is_no_new_key(tmp_path: Path) -> None:
+    (tmp_path / "peer.key").write_bytes(b"short")
+    (tmp_path / "peer.key").chmod(0o600)
+    with pytest.raises(IdentityError) as caught:
+        load_or_make_seed(tmp_path / "peer.key")
+    assert "restore it from a copy" in caught.value.remedy
 
 
 def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from p2pavg_dht import Contact, Ed25519Signer, Record, RecordNode, sign_record
-from p2pavg_dht.messages import Find, Locate, Located, Store, decode_answer, decode_request, encode
+from p2pavg_dht.messages import Find, Locate, LocateAnswer, Store, decode_answer, decode_request, encode
 
 NOW = 1_700_000_000.0
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -24,7 +24,7 @@ class NoPeers:
     async def call(self, contact: Contact, request: bytes) -> bytes:
         self.asked.append(decode_request(request))
         await trio.lowlevel.checkpoint()
-        return encode(Located(()))
+        return encode(LocateAnswer(()))
 
 
 class Watched:

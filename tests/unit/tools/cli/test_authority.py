@@ -8,17 +8,21 @@ import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from p2pavg.records.identity import load_seed
+from p2pavg.base.files import locked
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import Role, refusal
 from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
+from p2pavg.runs.records.identity import load_seed, make_seed
 from p2pavg.strategies import DataParallel, Federated, strategy_of
 from p2pavg.tools.cli import authority as commands
+from p2pavg.tools.cli import new_run
+from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
 from p2pavg_dht.identity import peer_id_of
 from tests.unit.runs.membership.runs import Authority, signer
@@ -33,7 +37,7 @@ TERMS = ("--max-weight", "100", "--days", "30")
 @pytest.fixture
 def lab(p2pavg: Commands) -> Commands:
     """Return the command line in a folder in which the run ``lab`` was made."""
-    p2pavg.succeeds("run", "create", "lab")
+    p2pavg.succeeds("run", "create", "lab", "--output", ".")
     return p2pavg
 
 
@@ -48,12 +52,13 @@ def travel(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
 class TestCreate:
     def test_a_key_and_a_run_file_are_made_for_their_owner_alone(self, p2pavg: Commands) -> None:
         out = p2pavg.succeeds("run", "create", "lab")
-        assert sorted(os.listdir()) == ["lab.key", "lab.run"]
-        assert mode("lab.key") == mode("lab.run") == 0o600
-        assert "run invite lab.run PEER_ID" in out
-        run = read_run_file("lab.run")
+        assert os.listdir() == ["lab"]
+        assert mode("lab") == 0o700
+        for name in ("lab.key", "lab.run", "identity.key"):
+            assert mode(f"lab/{name}") == 0o600
+        run = read_run_file("lab/lab.run")
         public_key = Ed25519PublicKey.from_public_bytes(run.authority)
-        assert Ed25519Signer(load_seed("lab.key")).peer_id == peer_id_of(public_key)
+        assert Ed25519Signer(load_seed("lab/lab.key")).peer_id == peer_id_of(public_key)
         assert run.secret.hex() not in out
 
     def test_settings_are_written(self, p2pavg: Commands) -> None:
@@ -82,11 +87,11 @@ class TestCreate:
 
     def test_gossip_says_the_size_of_groups(self, p2pavg: Commands) -> None:
         p2pavg.succeeds("run", "create", "lab", "--topology", "gossip:3", "--bootstrap", ADDRESS)
-        run = read_run_file("lab.run")
+        run = read_run_file("lab/lab.run")
         assert (run.topology, run.group_size) == ("gossip:3", 4)
         assert AveragingConfig(**run.settings).topology == "gossip:3"
         p2pavg.succeeds("run", "create", "pairs", "--topology", "gossip", "--min-group-size", "2")
-        shown = p2pavg.succeeds("run", "show", "pairs.run")
+        shown = p2pavg.succeeds("run", "show", "pairs/pairs.run")
         assert "groups       2 members; 2 are enough after 30 s\n" in shown
         assert "topology     gossip\n" in shown
 
@@ -97,7 +102,7 @@ class TestCreate:
         assert "topology is 'gossip:3', and the strategy's is 'gossip:2:grid': leave --topology out" in told
         for name, options in (("one", ["--topology", "gossip:2"]), ("two", [])):
             p2pavg.succeeds("run", "create", name, "--strategy", "strategy.toml", *options)
-            run = read_run_file(f"{name}.run")
+            run = read_run_file(f"{name}/{name}.run")
             assert (strategy_of(run), run.topology, run.group_size) == (strategy, "gossip:2:grid", 3)
 
     def test_a_strategy_is_written_with_its_rule(self, p2pavg: Commands) -> None:
@@ -106,9 +111,9 @@ class TestCreate:
         Path("strategy.json").write_text(strategy.json)
         for name in ("toml", "json"):
             p2pavg.succeeds("run", "create", name, "--strategy", f"strategy.{name}")
-            run = read_run_file(f"{name}.run")
+            run = read_run_file(f"{name}/{name}.run")
             assert (strategy_of(run), run.robust) == (strategy, "median")
-            assert "strategy     data_parallel\n" in p2pavg.succeeds("run", "show", f"{name}.run")
+            assert "strategy     data_parallel\n" in p2pavg.succeeds("run", "show", f"{name}/{name}.run")
         Path("strategy.json").write_text('{"version": 1, "kind": "local", "lr": 1}')
         told = p2pavg.fails("run", "create", "lab", "--strategy", "strategy.json")
         assert "strategy.json: strategy.lr is unknown" in told
@@ -116,21 +121,39 @@ class TestCreate:
             "run", "create", "lab", "--strategy", "strategy.toml", "--robust", "trimmed_mean:0.1"
         )
         assert "robust is 'trimmed_mean:0.1', and the strategy's is 'median'" in told
-        assert not Path("lab.key").exists()
+        assert not Path("lab").exists()
 
     def test_two_runs_share_no_key(self, p2pavg: Commands) -> None:
         for name in ("one", "two"):
             p2pavg.succeeds("run", "create", name)
-        one, two = read_run_file("one.run"), read_run_file("two.run")
+        one, two = read_run_file("one/one.run"), read_run_file("two/two.run")
         assert one.secret != two.secret
         assert one.authority != two.authority
 
-    @pytest.mark.parametrize("there", ["lab.key", "lab.run"])
-    def test_no_file_is_overwritten(self, p2pavg: Commands, there: str) -> None:
-        Path(there).write_bytes(b"precious")
-        assert there in p2pavg.fails("run", "create", "lab")
-        assert Path(there).read_bytes() == b"precious"
-        assert os.listdir() == [there]
+    @pytest.mark.parametrize(
+        "name", ["lab.key", "lab.run", "lab.cert", "lab.issued", "identity.key", "port", "addresses"]
+    )
+    def test_no_file_is_overwritten(self, p2pavg: Commands, name: str) -> None:
+        Path("lab").mkdir(mode=0o700)
+        there = Path("lab", name)
+        there.write_bytes(b"precious")
+        assert str(there) in p2pavg.fails("run", "create", "lab")
+        assert there.read_bytes() == b"precious"
+        assert os.listdir("lab") == [name]
+
+    def test_of_two_at_once_the_first_keeps_its_files(
+        self, p2pavg: Commands, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def after_another(*arguments: Any, **named: Any) -> bytes:
+            here.undo()
+            p2pavg.succeeds("run", "create", "lab")
+            return make_seed(*arguments, **named)
+
+        with monkeypatch.context() as here:
+            here.setattr(new_run, "make_seed", after_another)
+            assert "lab/identity.key" in p2pavg.fails("run", "create", "lab")
+        assert read_certificate_file("lab/lab.cert").authority == read_run_file("lab/lab.run").authority
+        assert Ed25519Signer(load_seed("lab/identity.key")).peer_id
 
     @pytest.mark.parametrize(
         ("arguments", "pattern"),
@@ -153,7 +176,11 @@ class TestCreate:
             (["lab", "--max-norm", "0.5"], r"max_norm must be a number from 1 to 1e\+06, got 0\.5"),
             (["lab", "--bootstrap", "nonsense"], "'nonsense' is not an address"),
             (["lab", "--bootstrap", f"/ip4/1.2.3.4/udp/1/p2p/{PEER}"], "peer address .* is not of the form"),
-            (["lab", "--output", "missing"], "cannot make the authority's key missing/lab.key: No such file"),
+            (["lab", "--count", "0"], "--count must be from 1 to 1000, got 0"),
+            (["lab", "--days", "0"], "--days must be above 0"),
+            (["lab", "--address", "a b"], "--address must be HOST, HOST:PORT or an address such as"),
+            (["lab", "--address", "/ip4/1.2.3.4/udp/1"], "--address must be HOST, HOST:PORT"),
+            (["lab", "--address", "lab.example:port"], "--address must be HOST, HOST:PORT"),
         ],
         ids=" ".join,
     )
@@ -169,7 +196,7 @@ class TestInvite:
         assert certificate.roles == {Role.CONTRIBUTOR}
         assert certificate.max_weight == 100.0
         assert abs(certificate.expires - time.time() - 30 * 86400.0) < 600.0
-        assert certificate.serial.hex() in out
+        assert certificate.identifier.hex() in out
         run = read_run_file("lab.run")
         data = certificate.data
         assert refusal(data, authority=run.authority, peer_id=PEER, now=time.time()) is None
@@ -202,12 +229,12 @@ class TestInvite:
     )
     def test_mistakes(self, lab: Commands, arguments: list[str], pattern: str) -> None:
         assert re.search(pattern, lab.fails("run", "invite", "lab.run", *arguments))
-        assert not list(Path().glob("*.cert"))
+        assert [file.name for file in Path().glob("*.cert")] == ["lab.cert"]
 
     def test_another_runs_key_is_refused(self, lab: Commands) -> None:
         lab.succeeds("run", "create", "other")
-        error = lab.fails("run", "invite", "lab.run", PEER, *TERMS, "--key", "other.key")
-        assert "other.key is not the key of the authority that lab.run names" in error
+        error = lab.fails("run", "invite", "lab.run", PEER, *TERMS, "--key", "other/other.key")
+        assert "other/other.key is not the key of the authority that lab.run names" in error
 
     def test_a_key_that_others_can_read_is_refused(self, lab: Commands) -> None:
         Path("lab.key").chmod(0o640)
@@ -216,32 +243,41 @@ class TestInvite:
 
 class TestRevoke:
     @pytest.fixture
-    def serials(self, lab: Commands) -> list[str]:
+    def identifiers(self, lab: Commands) -> list[str]:
         for peer_id in (PEER, OTHER):
             lab.succeeds("run", "invite", "lab.run", peer_id, *TERMS)
-        return [read_certificate_file(f"{peer_id}.cert").serial.hex() for peer_id in (PEER, OTHER)]
+        return [read_certificate_file(f"{peer_id}.cert").identifier.hex() for peer_id in (PEER, OTHER)]
 
     @staticmethod
     def revoked() -> tuple[int, set[str]]:
         found = read_revocations_file("lab.revoked", read_run_file("lab.run").authority)
-        return found.number, {serial.hex() for serial in found.serials}
+        return found.number, {each.hex() for each in found.identifiers}
 
-    def test_lists_are_numbered_and_complete(self, lab: Commands, serials: list[str]) -> None:
+    def test_lists_are_numbered_and_complete(self, lab: Commands, identifiers: list[str]) -> None:
         out = lab.succeeds("run", "revoke", "--offline", "lab.run", f"{PEER}.cert")
-        assert self.revoked() == (1, {serials[0]})
-        assert serials[0] in out
+        assert self.revoked() == (1, {identifiers[0]})
+        assert identifiers[0] in out
         assert "Publish the list later: p2pavg run publish lab.run" in out
-        lab.succeeds("run", "revoke", "--offline", "lab.run", serials[1])
-        assert self.revoked() == (2, set(serials))
+        lab.succeeds("run", "revoke", "--offline", "lab.run", identifiers[1])
+        assert self.revoked() == (2, set(identifiers))
 
-    def test_a_peer_id_names_all_its_certificates(self, lab: Commands, serials: list[str]) -> None:
+    def test_of_two_at_once_one_is_refused(self, lab: Commands, identifiers: list[str]) -> None:
+        """Both would read the same list, and the one that is written last would lack what the other has revoked."""
+        with locked(Path("lab.issued")):
+            done = lab("run", "revoke", "--offline", "lab.run", PEER)
+        assert done.code == ExitCode.TRY_AGAIN
+        assert "another process is writing lab.revoked" in done.err
+        lab.succeeds("run", "revoke", "--offline", "lab.run", OTHER)
+        assert self.revoked() == (1, {identifiers[1]})
+
+    def test_a_peer_id_names_all_its_certificates(self, lab: Commands, identifiers: list[str]) -> None:
         lab.succeeds("run", "invite", "lab.run", PEER, *TERMS, "-o", "second.cert")
         Path(f"{PEER}.cert").unlink()
         lab.succeeds("run", "revoke", "--offline", "lab.run", PEER)
-        assert self.revoked() == (1, {serials[0], read_certificate_file("second.cert").serial.hex()})
+        assert self.revoked() == (1, {identifiers[0], read_certificate_file("second.cert").identifier.hex()})
 
     def test_expired_certificates_leave_the_list(
-        self, lab: Commands, serials: list[str], monkeypatch: pytest.MonkeyPatch
+        self, lab: Commands, identifiers: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lab.succeeds("run", "revoke", "--offline", "lab.run", PEER, "ab" * 16)
         travel(monkeypatch, days=31.0)
@@ -258,28 +294,28 @@ class TestRevoke:
         certificate = run.certify(PEER, sign=signer(2).sign, issuer=by, **day)
         Path("peer.cert").write_text(certificate_text(certificate))
         lab.succeeds("run", "revoke", "--offline", "lab.run", "peer.cert")
-        assert self.revoked() == (1, {certificate.serial.hex()})
+        assert self.revoked() == (1, {certificate.identifier.hex()})
         travel(monkeypatch, days=2.0)
         lab.succeeds("run", "revoke", "--offline", "lab.run", "cd" * 16)
         assert self.revoked() == (2, {"cd" * 16})
 
     def test_the_number_can_be_raised_when_the_last_list_was_lost(
-        self, lab: Commands, serials: list[str]
+        self, lab: Commands, identifiers: list[str]
     ) -> None:
         lab.succeeds("run", "revoke", "--offline", "lab.run", PEER, "--number", "7")
-        assert self.revoked() == (7, {serials[0]})
+        assert self.revoked() == (7, {identifiers[0]})
         assert "--number must be above 7" in lab.fails(
             "run", "revoke", "--offline", "lab.run", OTHER, "--number", "7"
         )
 
     def test_mistakes_change_nothing(
-        self, lab: Commands, serials: list[str], monkeypatch: pytest.MonkeyPatch
+        self, lab: Commands, identifiers: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         Path("forged.cert").write_text(certificate_text(Authority(b"b" * 32).certify(PEER)))
         for what, pattern in {
             "forged.cert": "forged.cert: this run's authority has not signed it",
             "lab.run": "lab.run: it has no line of base64",
-            "nonsense": "'nonsense' is no file of a certificate, no serial .* and no peer id",
+            "nonsense": "'nonsense' is no file of a certificate, no identifier .* and no peer id",
             signer(9).peer_id: "lab.issued has no valid certificate of 12D3KooW",
         }.items():
             assert re.search(pattern, lab.fails("run", "revoke", "--offline", "lab.run", PEER, what))
@@ -289,12 +325,12 @@ class TestRevoke:
         )
         assert not Path("lab.revoked").exists()
 
-    def test_a_damaged_file_is_named(self, lab: Commands, serials: list[str]) -> None:
+    def test_a_damaged_file_is_named(self, lab: Commands, identifiers: list[str]) -> None:
         Path("lab.revoked").write_text("QUJD")
         assert "lab.revoked: it is no list" in lab.fails("run", "revoke", "--offline", "lab.run", PEER)
         with Path("lab.issued").open("a") as ledger:
             ledger.write("QUJD\n")
-        assert "lab.issued: line 4: it is no certificate" in lab.fails(
+        assert "lab.issued: line 5: it is no certificate" in lab.fails(
             "run", "revoke", "--offline", "lab.run", PEER
         )
 
@@ -333,7 +369,7 @@ class TestShow:
         assert "robust       no rule: the weighted mean\n" in shown
         assert "max norm     no limit\n" in shown
         lab.succeeds("run", "create", "other", "--robust", "trimmed_mean", "--max-norm", "2.5")
-        shown = lab.succeeds("run", "show", "other.run")
+        shown = lab.succeeds("run", "show", "other/other.run")
         assert "robust       trimmed_mean:0.25\n" in shown
         assert "max norm     2.5 times the median norm of the group\n" in shown
 
@@ -359,7 +395,7 @@ class TestShow:
         lab.succeeds("run", "revoke", "--offline", "lab.run", PEER)
         shown = lab.succeeds("run", "show", "lab.revoked")
         assert "list of revoked certificates, number 1" in shown
-        assert read_certificate_file(f"{PEER}.cert").serial.hex() in shown
+        assert read_certificate_file(f"{PEER}.cert").identifier.hex() in shown
 
     def test_a_forged_certificate_is_a_mistake(self, p2pavg: Commands) -> None:
         run = Authority()

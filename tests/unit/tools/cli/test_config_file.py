@@ -56,8 +56,8 @@ def test_every_option_of_every_configurable_command_is_a_key() -> None:
     assert set(COMMANDS) >= {"peer", "join", "doctor", "monitor"}
     for name, command in commands().items():
         options = {each.name for each in command.params if each.param_type_name == "option"}
-        # A monitor's --listen is of its page, and that of other commands of a peer.
-        others = {"listen"} if name == "monitor" else set()
+        # A monitor's --listen and --name are of its page, and those of other commands of a peer.
+        others = {"listen", "name"} if name == "monitor" else set()
         assert set(COMMANDS[name]) == options - {"config", "help"} - others, name
 
 

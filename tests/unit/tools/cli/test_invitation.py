@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import time
-from pathlib import Path
 
 import pytest
 
-from p2pavg.cli import invitation
-from p2pavg.records.identity import load_seed
-from p2pavg.runs.membership.armour import certificate_text
-from p2pavg.runs.membership.certificate import Certificate, Role
+from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.files import read_certificate_file, read_run_file
-from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.membership.tokens import Link, Token, parse_link, read_token, token_key
-from tests.unit.runs.membership.runs import SECRET, Authority, signer
+from p2pavg.runs.membership.tokens import Token, parse_link, read_token, token_key
+from p2pavg.runs.records.identity import load_seed
+from tests.unit.runs.membership.runs import signer
 from tests.unit.tools.cli.commands import Commands
 
 DAY = 86400.0
@@ -29,7 +23,7 @@ ANYWHERE = ("--listen", "/ip4/127.0.0.1/tcp/0")
 def address(p2pavg: Commands) -> str:
     """Return the address of a delegate of the run ``lab``, whose files are in the folder."""
     peer_id = p2pavg.succeeds("identity", "delegate.key").strip()
-    p2pavg.succeeds("run", "create", "lab")
+    p2pavg.succeeds("run", "create", "lab", "--output", ".")
     terms = ("--max-weight", "100", "--days", "30", "--role", "contributor", "--role", "observer")
     p2pavg.succeeds("run", "delegate", "lab.run", peer_id, *terms, "-o", "delegate.cert")
     return f"/ip4/127.0.0.1/tcp/4001/p2p/{peer_id}"
@@ -97,6 +91,7 @@ class TestPeerOptions:
         [
             (["--certificate", "delegate.cert"], "--certificate needs --run FILE.run"),
             (["--delegate"], "--delegate needs --run FILE.run"),
+            (["--name", "garage"], "--name needs --run FILE.run or --run-id NAME"),
             (["--run", "lab.run"], "--run needs --certificate FILE and --identity FILE"),
             (["--run", "lab.run", *FILES[:2]], "--run needs --certificate FILE and --identity FILE"),
             (["--run", "lab.run", *FILES, "--run-id", "lab"], "--run and --run-id exclude each other"),
@@ -119,73 +114,3 @@ class TestPeerOptions:
         terms = ("--max-weight", "1", "--days", "1")
         p2pavg.succeeds("run", "invite", "lab.run", peer_id, *terms, "-o", "plain.cert")
         assert re.search(pattern, p2pavg.fails("peer", *ANYWHERE, *options))
-
-
-class TestJoin:
-    RUN = Authority()
-    LINK = Link(f"/ip4/127.0.0.1/tcp/1/p2p/{signer(3).peer_id}", b"token").text
-
-    def answer(
-        self, monkeypatch: pytest.MonkeyPatch, run_id: str = "lab", max_weight: float = 100.0
-    ) -> Certificate:
-        """Let every link be redeemed with this run and this certificate."""
-        certificate = self.RUN.certify(signer(4).peer_id, max_weight=max_weight)
-        run = RunFile(run_id=run_id, authority=self.RUN.public, secret=SECRET)
-
-        async def redeemed(link: Link, seed: bytes) -> tuple[RunFile, Certificate]:
-            return run, certificate
-
-        monkeypatch.setattr(invitation, "redeem_link", redeemed)
-        return certificate
-
-    def test_the_files_are_written_and_may_be_there(
-        self, p2pavg: Commands, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        certificate = self.answer(monkeypatch)
-        Path("files").mkdir()
-        for _ in range(2):
-            out = p2pavg.succeeds("run", "join", self.LINK, "--identity", "peer.key", "-o", "files")
-        assert sorted(os.listdir("files")) == ["lab.cert", "lab.run"]
-        assert stat.S_IMODE(Path("files/lab.run").stat().st_mode) == 0o600
-        assert read_certificate_file("files/lab.cert") == certificate
-        assert read_run_file("files/lab.run").secret == SECRET
-        assert "AveragingConfig.from_run('files/lab.run', certificate='files/lab.cert')" in out
-        assert SECRET.hex() not in out
-
-    def test_other_files_are_not_overwritten(self, p2pavg: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-        first = self.answer(monkeypatch)
-        p2pavg.succeeds("run", "join", self.LINK, "--identity", "peer.key")
-        self.answer(monkeypatch, max_weight=5.0)
-        assert "lab.cert exists and is never overwritten" in p2pavg.fails(
-            "run", "join", self.LINK, "--identity", "peer.key"
-        )
-        assert Path("lab.cert").read_text() == certificate_text(first)
-
-    @pytest.mark.parametrize(
-        ("run_id", "name"),
-        [
-            ("../../etc/x", "_.._etc_x"),
-            (".ssh", "ssh"),
-            ("a $(b)", "a___b_"),
-            ("...", "run"),
-            ("é" * 128, "_" * 64),
-        ],
-    )
-    def test_a_delegate_does_not_choose_the_folder(
-        self, p2pavg: Commands, monkeypatch: pytest.MonkeyPatch, run_id: str, name: str
-    ) -> None:
-        self.answer(monkeypatch, run_id)
-        p2pavg.succeeds("run", "join", self.LINK, "--identity", "peer.key")
-        assert sorted(os.listdir()) == sorted([f"{name}.cert", f"{name}.run", "peer.key"])
-
-    @pytest.mark.parametrize(
-        ("arguments", "pattern"),
-        [
-            (["nonsense"], "an invitation link begins with p2pavg:"),
-            (["p2pavg:AAAA"], "the link is damaged; copy all of it"),
-            ([LINK, "-o", "gone"], "gone is no folder; make it first"),
-        ],
-    )
-    def test_mistakes(self, p2pavg: Commands, arguments: list[str], pattern: str) -> None:
-        assert re.search(pattern, p2pavg.fails("run", "join", *arguments, "--identity", "peer.key"))
-        assert os.listdir() == []

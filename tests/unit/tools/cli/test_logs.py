@@ -46,6 +46,7 @@ def run(*arguments: str) -> None:
         (["peer", "--log-format", "json"], (LogFormat.JSON, LogLevel.INFO)),
         (["--log-format", "json", "--log-level", "error", "peer"], (LogFormat.JSON, LogLevel.ERROR)),
         (["--log-level", "error", "peer", "--log-level", "debug"], (LogFormat.TEXT, LogLevel.DEBUG)),
+        (["--log-level", "debug", "monitor", "lab"], (LogFormat.TEXT, LogLevel.DEBUG)),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from p2pavg.tools.control.messages import Status
+from p2pavg.tools.control.messages import DaemonStatus
 
-STATUS = Status(
+STATUS = DaemonStatus(
     version="0.1.0",
     pid=4711,
     peer_id="12D3KooWpeer",
@@ -31,6 +31,6 @@ STATUS = Status(
 )
 
 
-def status(**changes: Any) -> Status:
+def status(**changes: Any) -> DaemonStatus:
     """Return a status with some fields changed."""
     return replace(STATUS, **changes)

@@ -11,10 +11,10 @@ from p2pavg.base.errors import ControlError, RemoteProtocolError
 from p2pavg.tools.control.messages import (
     MAX_TEXTS,
     Answer,
+    DaemonStatus,
     Done,
     Question,
-    Refused,
-    Status,
+    RefusedRequest,
     answer_of,
     encode_answer,
     encode_question,
@@ -29,7 +29,7 @@ def test_questions_come_back(question: Question) -> None:
     assert read_question(encode_question(question)) is question
 
 
-@pytest.mark.parametrize("answer", [STATUS, status(addresses=(), run_id=""), Done(), Refused("no")])
+@pytest.mark.parametrize("answer", [STATUS, status(addresses=(), run_id=""), Done(), RefusedRequest("no")])
 def test_answers_come_back(answer: Answer) -> None:
     assert read_answer(encode_answer(answer)) == answer
 
@@ -37,7 +37,7 @@ def test_answers_come_back(answer: Answer) -> None:
 def test_the_encoding_of_a_question_and_an_answer_is_frozen() -> None:
     assert encode_question(Question.STATUS) == b"\x92\xa6status\x01"
     assert encode_answer(Done()) == b"\x92\xa4done\x01"
-    assert encode_answer(Refused("no")) == b"\x93\xa7refused\x01\xa2no"
+    assert encode_answer(RefusedRequest("no")) == b"\x93\xa7refused\x01\xa2no"
 
 
 def test_another_version_is_named_with_the_remedy() -> None:
@@ -45,7 +45,7 @@ def test_another_version_is_named_with_the_remedy() -> None:
         RemoteProtocolError, match=r"version 2 of the control messages.*start the daemon again"
     ):
         read_question(pack("status", 2))
-    values = [getattr(STATUS, each.name) for each in fields(Status)]
+    values = [getattr(STATUS, each.name) for each in fields(DaemonStatus)]
     with pytest.raises(RemoteProtocolError, match="version 9"):
         read_answer(pack("status", 9, *values))
 
@@ -84,11 +84,11 @@ def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
     ],
 )
 def test_a_status_out_of_range_is_refused(name: str, value: object) -> None:
-    values = [value if each.name == name else getattr(STATUS, each.name) for each in fields(Status)]
+    values = [value if each.name == name else getattr(STATUS, each.name) for each in fields(DaemonStatus)]
     with pytest.raises(RemoteProtocolError):
         read_answer(pack("status", 1, *values))
 
 
 def test_a_refusal_becomes_an_error_with_its_reason() -> None:
     with pytest.raises(ControlError, match="the daemon refused: it is busy"):
-        answer_of(encode_answer(Refused("it is busy")))
+        answer_of(encode_answer(RefusedRequest("it is busy")))

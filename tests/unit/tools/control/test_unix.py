@@ -217,7 +217,7 @@ async def test_a_daemon_that_does_not_answer_is_an_error(path: Path, monkeypatch
             nursery.start_soon(serve_unix, listener, control_handler(never))
             with pytest.raises(ControlError, match="did not answer within"):
                 await ask(path, Question.STATUS, timeout=0.05)
-            monkeypatch.setattr(service, "ANSWER_SECONDS", 0.05)
+            monkeypatch.setattr(service, "CONTROL_ANSWER_SECONDS", 0.05)
             with pytest.raises(ControlError, match="the daemon refused: no answer within"):
                 await ask(path, Question.STATUS)
             nursery.cancel_scope.cancel()

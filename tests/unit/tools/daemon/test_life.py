@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from p2pavg.peer.peer import Peer
-from p2pavg.tools.daemon.life import DaemonProcess, Part
+from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ async def test_the_last_word_decides_whether_it_starts_again(
     words: tuple[bool, ...], restarts: bool, joined: bool
 ) -> None:
     """It counts while the peer still joins too: otherwise SIGHUP would end a daemon that nothing starts again."""
-    life = DaemonProcess(Part(run_id="run", access=None), None)
+    life = DaemonProcess(DaemonPart(run_id="run", access=None), None)
     if joined:
         life._peer = cast(Peer, object())
     for restart in words:

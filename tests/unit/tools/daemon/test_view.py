@@ -13,8 +13,8 @@ from trio.testing import MockClock
 
 from p2pavg.base.formats import bars
 from p2pavg.telemetry.status import Activity, PeerStatus
-from p2pavg.tools.control.messages import Status
-from p2pavg.tools.daemon.progress import RunProgress, in_words, progress_of
+from p2pavg.tools.control.messages import DaemonStatus
+from p2pavg.tools.daemon.progress import TrainingProgress, in_words, progress_of
 from p2pavg.tools.daemon.view import LogLines, showing, view
 from tests.unit.tools.control.statuses import STATUS, status
 
@@ -52,8 +52,8 @@ class TestProgress:
         assert found.samples_per_second == 150.0
 
     def test_a_run_without_a_word(self) -> None:
-        assert progress_of([PeerStatus()]) == RunProgress()
-        assert "no peer that trains" in in_words(RunProgress())
+        assert progress_of([PeerStatus()]) == TrainingProgress()
+        assert "no peer that trains" in in_words(TrainingProgress())
 
     def test_peers_that_are_behind_are_counted(self) -> None:
         found = progress_of([trains(), replace(trains(30), activity=Activity.FOLLOWING)])
@@ -66,7 +66,9 @@ class TestProgress:
         assert len(bars(range(100), 32)) == 32
 
 
-def shown(status: Status, statuses: dict[str, PeerStatus] | None = None, log: tuple[str, ...] = ()) -> str:
+def shown(
+    status: DaemonStatus, statuses: dict[str, PeerStatus] | None = None, log: tuple[str, ...] = ()
+) -> str:
     console = Console(file=io.StringIO(), width=110)
     console.print(view(status, statuses or {}, log))
     assert isinstance(console.file, io.StringIO)

@@ -12,9 +12,9 @@ from p2pavg.runs.membership.certificate import CLOCK_SKEW_SECONDS, Certificate, 
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, Level
 from p2pavg.tools.doctor.rules.files import (
-    SOON_SECONDS,
+    EXPIRES_SOON_SECONDS,
     KeyFile,
-    Shown,
+    NamedCertificate,
     judge_certificate,
     judge_key_file,
     judge_run_file,
@@ -48,7 +48,7 @@ def signed(sign: Any = KEY.sign, **changes: Any) -> Certificate:
 def judged(
     certificate: Certificate, *, key: str | None = PEER, revoked: set[bytes] | None = None, now: float = NOW
 ) -> Finding:
-    shown = Shown(path="peer.cert", certificate=certificate)
+    shown = NamedCertificate(path="peer.cert", certificate=certificate)
     return judge_certificate(shown, RUN, key, now, set() if revoked is None else revoked)[0]
 
 
@@ -90,8 +90,8 @@ class TestCertificate:
         assert judged(signed()).level is Level.OK
 
     def test_one_that_expires_soon(self) -> None:
-        assert judged(signed(expires=NOW + SOON_SECONDS)).level is Level.OK
-        found = judged(signed(expires=NOW + SOON_SECONDS - 1.0))
+        assert judged(signed(expires=NOW + EXPIRES_SOON_SECONDS)).level is Level.OK
+        found = judged(signed(expires=NOW + EXPIRES_SOON_SECONDS - 1.0))
         assert (found.level, found.what) == (Level.WARNING, "it expires in 72 hours")
 
     def test_expired(self) -> None:
@@ -112,7 +112,7 @@ class TestCertificate:
         assert PEER in found.cause
 
     def test_without_a_key_the_peer_is_not_compared(self) -> None:
-        shown = Shown(path="c", certificate=signed(peer_id=STRANGER))
+        shown = NamedCertificate(path="c", certificate=signed(peer_id=STRANGER))
         found = judge_certificate(shown, RUN, None, NOW, None)
         assert [each.level for each in found] == [Level.OK, Level.NOTE, Level.NOTE]
 
@@ -125,19 +125,21 @@ class TestCertificate:
 
     def test_revoked(self) -> None:
         certificate = signed()
-        found = judged(certificate, revoked={certificate.serial})
+        found = judged(certificate, revoked={certificate.identifier})
         assert (found.level, found.what) == (Level.FAULT, "it was revoked")
 
     def test_delegate_revoked(self) -> None:
         issuer = signed(peer_id=DELEGATE.peer_id, roles=[Role.DELEGATE, Role.CONTRIBUTOR])
         certificate = signed(DELEGATE.sign, issuer=issuer)
         assert judged(certificate).level is Level.OK
-        found = judged(certificate, revoked={issuer.serial})
+        found = judged(certificate, revoked={issuer.identifier})
         assert found.what == "the certificate of its delegate was revoked"
 
     def test_none_and_an_unreadable_one(self) -> None:
         assert judge_certificate(None, None, PEER, NOW, None) == []
         (found,) = judge_certificate(None, RUN, PEER, NOW, None)
         assert found.what == "no certificate was named"
-        (found,) = judge_certificate(Shown(path="c", error="it is no base64"), RUN, PEER, NOW, None)
+        (found,) = judge_certificate(
+            NamedCertificate(path="c", error="it is no base64"), RUN, PEER, NOW, None
+        )
         assert (found.level, found.cause) == (Level.FAULT, "it is no base64")

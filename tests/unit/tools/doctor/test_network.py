@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from p2pavg.runs.records.hello import Heard, Hello
+from p2pavg.runs.records.hello import HelloAnswer, PeerHello
 from p2pavg.tools.doctor.findings import Finding, Level
 from p2pavg.tools.doctor.rules.network import (
-    Answer,
     Dialled,
+    DialOutcome,
+    NetworkReach,
     Port,
     PortState,
-    Reach,
     is_outside,
     judge_bootstrap,
     judge_clock,
@@ -29,7 +29,7 @@ OWN_HOSTS = frozenset({"127.0.0.1", "192.168.1.2"})
 OUTER = ("203.0.113.1",)
 
 
-def dialled(answer: Answer, **changes: Any) -> Dialled:
+def dialled(answer: DialOutcome, **changes: Any) -> Dialled:
     facts: dict[str, Any] = {
         "address": "/dns4/peer.example/tcp/4001/p2p/P",
         "host": "peer.example",
@@ -75,33 +75,35 @@ class TestBootstrap:
     @pytest.mark.parametrize(
         ("answer", "detail", "cause"),
         [
-            (Answer.NAME_UNKNOWN, "", "the name peer.example is unknown"),
-            (Answer.NO_NAME_SERVER, "", "no name server answers"),
-            (Answer.NO_ROUTE, "", "no route leads from this machine to peer.example"),
-            (Answer.FORBIDDEN, "", "this machine's own firewall forbids connections"),
-            (Answer.REFUSED, "", "no process listens there, or the port is wrong"),
-            (Answer.TIMED_OUT, "", "a firewall or router drops the connection, or the machine is off"),
-            (Answer.OTHER_SERVICE, "SSH-2.0", "is the port of another service, which says 'SSH-2.0'"),
-            (Answer.OTHER_SERVICE, "", "port 4001 of peer.example is the port of another service"),
-            (Answer.SILENT, "", "accepts connections to peer.example port 4001 and says nothing"),
-            (Answer.CLOSED, "", "closes it at once"),
-            (Answer.OTHER_PEER, OTHER, f"another peer is there: {OTHER}, not {PEER}"),
-            (Answer.NOT_BEHIND, "no reservation", f"leads to no peer {PEER}: no reservation"),
-            (Answer.FAILED, "a strange error", "a strange error"),
-            (Answer.FAILED, "", "dialling failed without a reason"),
+            (DialOutcome.NAME_UNKNOWN, "", "the name peer.example is unknown"),
+            (DialOutcome.NO_NAME_SERVER, "", "no name server answers"),
+            (DialOutcome.NO_ROUTE, "", "no route leads from this machine to peer.example"),
+            (DialOutcome.FORBIDDEN, "", "this machine's own firewall forbids connections"),
+            (DialOutcome.REFUSED, "", "no process listens there, or the port is wrong"),
+            (DialOutcome.TIMED_OUT, "", "a firewall or router drops the connection, or the machine is off"),
+            (DialOutcome.OTHER_SERVICE, "SSH-2.0", "is the port of another service, which says 'SSH-2.0'"),
+            (DialOutcome.OTHER_SERVICE, "", "port 4001 of peer.example is the port of another service"),
+            (DialOutcome.SILENT, "", "accepts connections to peer.example port 4001 and says nothing"),
+            (DialOutcome.CLOSED, "", "closes it at once"),
+            (DialOutcome.OTHER_PEER, OTHER, f"another peer is there: {OTHER}, not {PEER}"),
+            (DialOutcome.NOT_BEHIND, "no reservation", f"leads to no peer {PEER}: no reservation"),
+            (DialOutcome.FAILED, "a strange error", "a strange error"),
+            (DialOutcome.FAILED, "", "dialling failed without a reason"),
         ],
     )
-    def test_each_answer_has_its_cause(self, answer: Answer, detail: str, cause: str) -> None:
+    def test_each_answer_has_its_cause(self, answer: DialOutcome, detail: str, cause: str) -> None:
         (found,) = judge_bootstrap([dialled(answer, detail=detail)])
         assert found.level is Level.FAULT
         assert cause in found.cause
 
     def test_every_answer_is_judged(self) -> None:
-        for answer in Answer:
+        for answer in DialOutcome:
             judge_bootstrap([dialled(answer)])
 
     def test_beside_an_address_that_is_reached_others_are_warnings(self) -> None:
-        found = judge_bootstrap([dialled(Answer.REFUSED), dialled(Answer.REACHED), dialled(Answer.OWN)])
+        found = judge_bootstrap(
+            [dialled(DialOutcome.REFUSED), dialled(DialOutcome.REACHED), dialled(DialOutcome.OWN)]
+        )
         assert [each.level for each in found] == [Level.WARNING, Level.OK, Level.NOTE]
 
     def test_no_address(self) -> None:
@@ -110,8 +112,8 @@ class TestBootstrap:
 
 class TestAnswers:
     @staticmethod
-    def heard(*ahead: float, protocols: tuple[str, ...] = ()) -> list[Heard]:
-        return [Heard(Hello(clock=0.0, protocols=protocols, runs=0), each) for each in ahead]
+    def heard(*ahead: float, protocols: tuple[str, ...] = ()) -> list[HelloAnswer]:
+        return [HelloAnswer(PeerHello(clock=0.0, protocols=protocols, runs=0), each) for each in ahead]
 
     def test_a_clock_that_is_off(self) -> None:
         (found,) = judge_clock(self.heard(600.0, 601.0, 0.0))
@@ -133,8 +135,8 @@ class TestAnswers:
 
 class TestReach:
     @staticmethod
-    def reach(kind: str, *hosts: str, sentence: str = "a sentence") -> Reach:
-        return Reach(kind=kind, sentence=sentence, outer_hosts=hosts)
+    def reach(kind: str, *hosts: str, sentence: str = "a sentence") -> NetworkReach:
+        return NetworkReach(kind=kind, sentence=sentence, outer_hosts=hosts)
 
     @pytest.mark.parametrize("kind", ["public", "mapped", "announced"])
     def test_peers_that_can_be_dialled(self, kind: str) -> None:

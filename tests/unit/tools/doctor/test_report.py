@@ -10,7 +10,7 @@ from p2pavg.tools.doctor.findings import ORDER, Finding, Level, fault, in_order,
 from p2pavg.tools.doctor.report import as_json, as_table
 
 FINDINGS = [
-    ok("python", "Python 3.11.7"),
+    ok("key file", "peer.key: 12D3"),
     warning("bootstrap", "/ip4/203.0.113.7/tcp/4001 is not reached", "it refuses", "start it"),
     fault("clock", "this machine's clock is wrong", "it is 600 s behind 2 peers", "set the clock"),
 ]
@@ -18,7 +18,7 @@ FINDINGS = [
 
 def test_table() -> None:
     assert as_table(FINDINGS, 70) == [
-        "python        ok      Python 3.11.7",
+        "key file      ok      peer.key: 12D3",
         "bootstrap     WARNING /ip4/203.0.113.7/tcp/4001 is not reached",
         "                      cause: it refuses",
         "                      remedy: start it",
@@ -62,8 +62,8 @@ def test_json() -> None:
 
 
 def test_findings_are_listed_in_one_order() -> None:
-    found = [not_known(name, name) for name in reversed(ORDER)] + [ok("python", "again")]
-    assert [each.name for each in in_order(found)] == ["python", *ORDER]
+    found = [not_known(name, name) for name in reversed(ORDER)] + [ok("key file", "again")]
+    assert [each.name for each in in_order(found)] == ["key file", *ORDER]
     assert [each.level for each in in_order(found)][:2] == [Level.NOTE, Level.OK]
 
 

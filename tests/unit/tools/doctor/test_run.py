@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.optim.coordination.word import Word
+from p2pavg.optim.coordination.word import RecipeRecord
 from p2pavg.runs.records.run_entry import RunEntry
 from p2pavg.tools.doctor.findings import Finding, Level
-from p2pavg.tools.doctor.rules.run import Measured, Run, judge_bandwidth, judge_peers, judge_run
+from p2pavg.tools.doctor.rules.run import FoundRun, Measured, judge_bandwidth, judge_peers, judge_run
 from p2pavg_dht import Ed25519Signer
 
 
@@ -27,14 +27,14 @@ def entry(**changes: Any) -> RunEntry:
     return RunEntry(**(fields | changes))
 
 
-def word(recipe: int = 0, origin: int = 0, **changes: Any) -> Word:
+def word(recipe: int = 0, origin: int = 0, **changes: Any) -> RecipeRecord:
     fields: dict[str, Any] = {"tensors": 2, "elements": 100, "fields": (("lr", "0.1"),)}
-    return Word(recipe=bytes([recipe]) * 32, origin=bytes([origin]) * 32, **(fields | changes))
+    return RecipeRecord(recipe=bytes([recipe]) * 32, origin=bytes([origin]) * 32, **(fields | changes))
 
 
-def run(*entries: RunEntry, **changes: Any) -> Run:
+def run(*entries: RunEntry, **changes: Any) -> FoundRun:
     fields: dict[str, Any] = {"run_id": "lab", "known": 5}
-    return Run(entries={f"peer{n}": each for n, each in enumerate(entries)}, **(fields | changes))
+    return FoundRun(entries={f"peer{n}": each for n, each in enumerate(entries)}, **(fields | changes))
 
 
 def told(findings: list[Finding]) -> list[tuple[Level, str]]:
@@ -62,7 +62,7 @@ class TestRun:
         assert judge_peers(run(), None) == []
 
 
-def apart(found: Run, own_id: str | None) -> list[Finding]:
+def apart(found: FoundRun, own_id: str | None) -> list[Finding]:
     """Return the findings on why peers do not meet, without the number of peers that are ready."""
     *others, ready = judge_peers(found, own_id)
     assert ready.level is Level.NOTE
@@ -141,7 +141,7 @@ class TestPeers:
             ),
         ],
     )
-    def test_recipes(self, odd: Word, cause: str) -> None:
+    def test_recipes(self, odd: RecipeRecord, cause: str) -> None:
         words = {"peer0": word(), "peer1": odd, "peer2": word()}
         (found,) = apart(run(entry(), words=words), None)
         assert (found.level, found.cause) == (Level.FAULT, cause)

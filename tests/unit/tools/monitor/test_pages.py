@@ -15,7 +15,7 @@ from p2pavg.base.errors import ConfigError, ListenError
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.monitor import connections, serving
 from p2pavg.tools.monitor.serving import MonitorOptions, serve_page
-from tests.unit.telemetry.statuses import FULL
+from tests.unit.telemetry.statuses import FULL, HOSTILE_TEXTS
 
 pytest.importorskip("hypercorn")
 pytest.importorskip("starlette")
@@ -91,6 +91,16 @@ async def test_run_is_served_as_json() -> None:
         run = json.loads(body)
         assert (status, headers["content-type"]) == (200, "application/json")
         assert (run["run"], run["peers"][0]["name"]) == ("run", "garage, 3090")
+
+
+async def test_texts_of_peers_are_values_in_json_that_no_browser_takes_for_a_page() -> None:
+    source = Peers()
+    source.statuses = {text: (PeerStatus(name=text, drift=text), 1_800_000_000.0) for text in HOSTILE_TEXTS}
+    async with served(source) as client:
+        _, headers, body = await client.ask("/api/run.json")
+    assert headers["content-type"] == "application/json"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert sorted(peer["name"] for peer in json.loads(body)["peers"]) == sorted(HOSTILE_TEXTS)
 
 
 async def test_events_follow_the_changes() -> None:
@@ -208,7 +218,7 @@ ASK_FALSELY = b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n"
 async def test_client_that_does_not_read_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, request_bytes: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "SEND_SECONDS", 600)
+    monkeypatch.setattr(connections, "SEND_PAGE_SECONDS", 600)
     with trio.fail_after(30):
         async with served() as client:
             stream = await asking_without_reading(client.port, request_bytes * 100_000)
@@ -216,7 +226,7 @@ async def test_client_that_does_not_read_does_not_hold_up_the_end(
 
 
 async def test_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "SEND_PAGE_SECONDS", 0.5)
     with trio.fail_after(30):
         async with served() as client:
             with pytest.raises(trio.BrokenResourceError):
@@ -234,7 +244,7 @@ async def is_served(stream: trio.SocketStream) -> bool:
 
 
 async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "IDLE_SECONDS", 600)
+    monkeypatch.setattr(serving, "IDLE_PAGE_SECONDS", 600)
     with trio.fail_after(60):
         async with served() as client, AsyncExitStack() as stack:
             idle = [
@@ -249,7 +259,7 @@ async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_place_of_a_connection_that_has_ended_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "IDLE_PAGE_SECONDS", 0.1)
     with trio.fail_after(30):
         async with served() as client:
             for _ in range(3):

@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from p2pavg.base.formats import bars
@@ -13,7 +14,7 @@ from p2pavg.telemetry.status import PeerStatus
 from p2pavg.telemetry.text import key_of
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg.tools.monitor.terminal import screen
-from tests.unit.telemetry.statuses import FULL
+from tests.unit.telemetry.statuses import FULL, HOSTILE_TEXTS
 
 NOW = 1_800_000_010.0
 
@@ -43,6 +44,26 @@ def test_empty_run_has_a_screen() -> None:
 def test_markup_in_a_name_is_shown_as_it_is() -> None:
     text = text_of({"one": PeerStatus(name="[red]boo[/red]")})
     assert text.count("[red]boo[/red]") == 2, "in the table of peers and in the news"
+
+
+@pytest.mark.parametrize("said", HOSTILE_TEXTS)
+def test_no_text_of_a_peer_is_obeyed(said: str) -> None:
+    rounds = (replace(FULL.rounds[1], reason=said),)
+    status = replace(
+        FULL, name=said, role=said, reach_sentence=said, drift=said, rounds=rounds,
+        metrics=((said, 1.0),), history_of=said, history=((1, 2.0), (2, 1.0)),
+    )  # fmt: skip
+    assert text_of({"one": status}).count(said) >= 3, "the name, the metric and the drift"
+
+
+def test_a_helper_is_said_to_help() -> None:
+    """It trains nothing: "idle" at update 0 would read as if it did nothing."""
+    text = text_of({"one": PeerStatus(name="vera", role="auxiliary", total_rounds=33)})
+    (row,) = [line for line in text.splitlines() if "vera" in line and "33" in line]
+    assert "helping" in row
+    assert "idle" not in row
+    assert row.split()[2:4] == ["-", "-"]
+    assert "no peer trains now" in text, "also after the trainers have left, where yet would be wrong"
 
 
 def test_a_peer_whose_history_is_later_than_its_update_has_no_curve() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.proofs import Proofs, Subject
-from p2pavg.allreduce.reduction import Ledger
-from p2pavg.allreduce.values import Values
+from p2pavg.allreduce.reduction import PartTracker
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.group.aggregation import Aggregation
@@ -80,11 +80,11 @@ class Played:
         for reducer in range(size):
             self._spread(reducer)
 
-    def _values(self, index: int) -> Values:
-        ledger = Ledger(self.members, IDS[index], self.codec.granularity)
+    def _values(self, index: int) -> AttemptData:
+        ledger = PartTracker(self.members, IDS[index], self.codec.granularity)
         positions = {IDS[position]: position for position in range(len(self.members.members))}
         member = self.members.members[index]
-        return Values(
+        return AttemptData(
             ledger=ledger,
             codec=self.codec,
             vector=None if member.auxiliary else vector(index),
@@ -146,7 +146,7 @@ def _nudge(average: torch.Tensor) -> None:
     average[0] += 0.5
 
 
-def _let_lie(values: Values, codec: Codec, falsify: Falsify) -> None:
+def _let_lie(values: AttemptData, codec: Codec, falsify: Falsify) -> None:
     combine = values._combiner.combine
 
     def false(given: Any, out: torch.Tensor) -> memoryview:

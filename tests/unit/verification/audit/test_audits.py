@@ -10,11 +10,11 @@ import torch
 
 from p2pavg.allreduce.proofs import inputs_digest, part_digest
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, TrimmedMean
+from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, RobustRule, TrimmedMean
 from p2pavg.group.topology import Star
 from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.evidence import FalseAverage, read_false_average
-from p2pavg.verification.audit.layout import read_manifest
+from p2pavg.verification.audit.layout import OWN_DOMAIN, read_manifest
 from p2pavg.verification.audit.recheck import what_is_wrong
 from p2pavg.verification.audit.task import AuditTask, Lie
 from p2pavg_compression import Blockwise8, Codec, Fp32, Int8
@@ -149,6 +149,28 @@ def test_an_average_of_what_does_not_decode_is_proved() -> None:
     assert read_false_average(lie.evidence).why() == lie.reason
 
 
+@codecs
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_a_reducer_that_shows_values_of_no_round_is_proved_to_lie(codec: Codec, value: float) -> None:
+    """It signs what it shows of its own contribution, so only the values tell. They ended the auditor's program."""
+    played = Played(codec, Aggregation())
+    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
+    manifest, inputs = kept.answer(task.request)
+    read, share = read_manifest(task.share, task.indices, manifest), task.share
+    own = dict(read.own)
+    for place, index in enumerate(task.indices):
+        shown = torch.full((len(inputs[place][-1]) // 4,), value).numpy().tobytes()
+        inputs[place][-1] = shown
+        digest = part_digest(shown)
+        message = share.subject.own_bytes(OWN_DOMAIN, share.position, index, digest)
+        own[index] = (digest, SIGNERS[1].sign(message))
+    lie = task.judge(replace(read, own=own).pack(), inputs)
+    assert lie is not None
+    assert f"a contribution of {IDS[1]} that counts in no round" in lie.reason
+    assert read_false_average(lie.evidence).why() == lie.reason
+
+
 def test_a_reducer_cannot_explain_an_average_by_a_contribution_longer_than_it_signed() -> None:
     """It chooses its own contribution when it is audited. The norm that it has signed bounds it."""
     played = Played(Fp32(), Aggregation(max_norm=1e6))
@@ -162,6 +184,27 @@ def test_a_reducer_cannot_explain_an_average_by_a_contribution_longer_than_it_si
         average = _exact(played, values).numpy().tobytes()
         why = what_is_wrong(Fp32(), played.members, played.aggregation, values, 64, average)
         assert ("counts in no round" in why) is wrong
+
+
+@codecs
+@pytest.mark.parametrize("rule", [TrimmedMean(0.45), Median(), CenteredClip()], ids=lambda rule: rule.text)
+def test_a_reducer_cannot_explain_an_average_by_values_that_the_rule_does_not_keep(
+    codec: Codec, rule: RobustRule
+) -> None:
+    """An audit allows no more for rounding because of values that the reducer shows and the rule cuts off."""
+    played = Played(codec, Aggregation(rule))
+    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
+    _, inputs = kept.answer(task.request)
+    values = task.share.values(inputs[0])
+    assert isinstance(values[1], torch.Tensor)
+    values[1] = torch.full((64,), 1e30)
+    exact = _exact(played, values)
+    for lie in (0.0, 0.5):
+        false = exact + lie
+        average = false.numpy().tobytes() if codec.is_identity else bytes(codec.encode(false))
+        why = what_is_wrong(codec, played.members, played.aggregation, values, 64, average)
+        assert ("are not the average" in why) is bool(lie)
 
 
 # ---------------------------------------------------------------------- rounding
@@ -190,12 +233,12 @@ def test_rounding_errors_are_no_lies(codec: Codec, rule: Aggregation) -> None:
 
 
 def _exact(played: Played, values: object) -> torch.Tensor:
-    from p2pavg.allreduce.reduction import Contribution, reduce_part
+    from p2pavg.allreduce.reduction import PartContribution, reduce_part
     from p2pavg.group.norms import norm_factors
 
     factors = norm_factors(played.members, played.aggregation.max_norm)
     contributions = [
-        Contribution(member.peer_id, member.weight, value, factors.get(member.peer_id, 1.0))
+        PartContribution(member.peer_id, member.weight, value, factors.get(member.peer_id, 1.0))
         for member, value in zip(played.members.contributors, values, strict=True)  # type: ignore[call-overload]
     ]
     out = torch.empty(64)

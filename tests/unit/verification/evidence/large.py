@@ -9,7 +9,7 @@ import pytest
 from p2pavg.base.encoding import first_text, pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.verification.evidence import accusation
-from p2pavg.verification.evidence.accusation import Kind
+from p2pavg.verification.evidence.accusation import EvidenceKind
 from tests.unit.verification.evidence.samples import LIAR
 
 LARGE = "large/1"
@@ -30,5 +30,5 @@ def admit_large(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RemoteProtocolError("another one")
         return LIAR.peer_id, "it lied at length"
 
-    kinds = {**accusation.KINDS, LARGE: Kind(2 * SIZE, read)}
+    kinds = {**accusation.KINDS, LARGE: EvidenceKind(2 * SIZE, read)}
     monkeypatch.setattr(accusation, "KINDS", MappingProxyType(kinds))

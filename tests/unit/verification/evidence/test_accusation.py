@@ -10,7 +10,13 @@ import pytest
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.verification.evidence import accusation
-from p2pavg.verification.evidence.accusation import Kind, digest_of, is_readable, read_accusation, read_named
+from p2pavg.verification.evidence.accusation import (
+    EvidenceKind,
+    digest_of,
+    is_readable,
+    read_accusation,
+    read_named,
+)
 from tests.unit.verification.evidence.samples import KIND, LIAR, contradiction, named, signer
 
 DATA = contradiction()
@@ -43,7 +49,7 @@ def test_other_bytes_accuse_no_peer(data: bytes, why: str) -> None:
 def test_another_kind_is_one_more_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {
         **accusation.KINDS,
-        "audit/1": Kind(10**7, lambda data: (LIAR.peer_id, f"it lied in {len(data)} bytes")),
+        "audit/1": EvidenceKind(10**7, lambda data: (LIAR.peer_id, f"it lied in {len(data)} bytes")),
     }
     monkeypatch.setattr(accusation, "KINDS", MappingProxyType(kinds))
     data = pack("audit/1", b"x" * 10**6)
@@ -70,7 +76,7 @@ def test_evidence_must_be_what_was_announced(changed: dict[str, object]) -> None
 
 def test_other_bytes_than_announced_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification may take milliseconds; the digest of 32 MiB takes less."""
-    kinds = {KIND: Kind(4096, lambda _data: pytest.fail("verified"))}
+    kinds = {KIND: EvidenceKind(4096, lambda _data: pytest.fail("verified"))}
     monkeypatch.setattr(accusation, "KINDS", MappingProxyType(kinds))
     with pytest.raises(RemoteProtocolError, match="announced digest"):
         read_named(DATA, named(LIAR.peer_id, size=len(DATA)))

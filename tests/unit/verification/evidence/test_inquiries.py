@@ -10,11 +10,11 @@ from p2pavg.verification.evidence.exclusions import Exclusions
 from p2pavg.verification.evidence.inquiries import (
     ACCUSER_FETCHES,
     ALL_FETCHES,
+    INQUIRY_RETRY_SECONDS,
     MAX_FETCHES,
-    MAX_RETRY_SECONDS,
-    RETRY_SECONDS,
+    MAX_INQUIRY_RETRY_SECONDS,
     UNMET_FETCHES,
-    Fetch,
+    EvidenceFetch,
     Inquiries,
 )
 from p2pavg.verification.evidence.messages import Notice
@@ -38,7 +38,7 @@ class Peer:
         self._sequence += 1
         self.inquiries.heard(accuser, Notice((), what), self._sequence, expires, self.now)
 
-    def next(self) -> Fetch | None:
+    def next(self) -> EvidenceFetch | None:
         return self.inquiries.next(self.now)
 
     def count(self, most: int = 1000) -> int:
@@ -55,7 +55,7 @@ def test_unknown_evidence_is_fetched_from_its_accuser() -> None:
     peer = Peer("liar")
     assert peer.next() is None
     peer.hears("accuser", named("liar"))
-    assert peer.next() == Fetch("accuser", (), named("liar"))
+    assert peer.next() == EvidenceFetch("accuser", (), named("liar"))
     assert peer.next() is None, "it runs"
 
 
@@ -139,15 +139,15 @@ def test_an_accuser_without_an_answer_is_asked_again_ever_later() -> None:
             peer.inquiries.failed(fetch, peer.now)
             peer.inquiries.ended(fetch)
         peer.now += 1.0
-    assert pauses == [0.0, *(min(RETRY_SECONDS * 2**k, MAX_RETRY_SECONDS) for k in range(9))]
+    assert pauses == [0.0, *(min(INQUIRY_RETRY_SECONDS * 2**k, MAX_INQUIRY_RETRY_SECONDS) for k in range(9))]
 
 
 def test_accusers_that_proved_a_lie_come_before_others_and_failed_ones_last() -> None:
     peer = Peer("liar")
     for accuser in ("failed", "proved", "new"):
         peer.hears(accuser, named("liar", ord(accuser[0])))
-    peer.inquiries.proved(Fetch("proved", (), named("liar")))
-    peer.inquiries.failed(Fetch("failed", (), named("liar")), peer.now - 2 * RETRY_SECONDS)
+    peer.inquiries.proved(EvidenceFetch("proved", (), named("liar")))
+    peer.inquiries.failed(EvidenceFetch("failed", (), named("liar")), peer.now - 2 * INQUIRY_RETRY_SECONDS)
     order = []
     for _ in range(3):
         fetch = peer.next()

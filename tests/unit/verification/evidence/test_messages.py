@@ -16,8 +16,8 @@ from p2pavg.verification.evidence.messages import (
     MAX_KIND_CHARS,
     MAX_NAMED,
     MAX_REQUEST_BYTES,
+    EvidenceRequest,
     Notice,
-    Request,
     accusations_key,
     encode_answer,
     encode_notice,
@@ -44,7 +44,7 @@ def test_the_bytes_never_change() -> None:
         encode_notice(notice).hex()
         == pack(1, ["/ip4/1.2.3.4/tcp/5"], [[(7).to_bytes(32, "big"), *NAMED[1:]]]).hex()
     )
-    assert encode_request(Request(b"k" * 32, b"d" * 32, b"c")) == pack(1, b"k" * 32, b"d" * 32, b"c")
+    assert encode_request(EvidenceRequest(b"k" * 32, b"d" * 32, b"c")) == pack(1, b"k" * 32, b"d" * 32, b"c")
     assert encode_answer("no") == b"\x92\x01\xa2no"
     assert accusations_key("run").hex() == "622c2b69421e9acbb58aaf7d3f2f53dd802c8eef0e9ca4260a3841f26621063c"
 
@@ -81,7 +81,7 @@ def test_other_notices_are_refused(fields: tuple[Any, ...]) -> None:
 
 
 def test_requests_and_answers_survive_the_wire_within_their_limits() -> None:
-    request = Request(b"k" * 32, b"d" * 32, b"c" * MAX_CERTIFICATE_BYTES)
+    request = EvidenceRequest(b"k" * 32, b"d" * 32, b"c" * MAX_CERTIFICATE_BYTES)
     assert read_request(encode_request(request)) == request
     assert len(encode_request(request)) <= MAX_REQUEST_BYTES
     assert read_answer(encode_answer("")) == ""

@@ -11,8 +11,8 @@ from trio.testing import MockClock
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.mapping import (
-    AGAIN_SECONDS,
-    CHECK_SECONDS,
+    ASK_ROUTER_AGAIN_SECONDS,
+    CHECK_MAPPING_SECONDS,
     LEASE_SECONDS,
     REMOVE_SECONDS,
     PortMapper,
@@ -115,7 +115,7 @@ async def test_lost_mapping_is_made_again_within_seconds(autojump_clock: MockClo
         nursery.start_soon(run.run, 200.0)
         await trio.sleep(50.0)
         router.has = False
-        await trio.sleep(CHECK_SECONDS + 1.0)
+        await trio.sleep(CHECK_MAPPING_SECONDS + 1.0)
         assert run.told == [MAPPED, None, MAPPED]
 
 
@@ -126,7 +126,7 @@ async def test_new_outer_address_is_told(autojump_clock: MockClock) -> None:
         nursery.start_soon(run.run, 200.0)
         await trio.sleep(50.0)
         router.host = "5.0.0.2"
-        await trio.sleep(CHECK_SECONDS + 1.0)
+        await trio.sleep(CHECK_MAPPING_SECONDS + 1.0)
         assert run.told[-1] == Mapped(port=4777, protocol="UPnP", host="5.0.0.2")
 
 
@@ -148,10 +148,10 @@ async def test_router_that_dies_is_told_and_asked_again(autojump_clock: MockCloc
         nursery.start_soon(run.run, 1000.0)
         await trio.sleep(50.0)
         router.refusal = "no answer"
-        await trio.sleep(CHECK_SECONDS + 1.0)
+        await trio.sleep(CHECK_MAPPING_SECONDS + 1.0)
         assert run.told == [MAPPED, None]
         router.refusal = ""
-        await trio.sleep(AGAIN_SECONDS + 1.0)
+        await trio.sleep(ASK_ROUTER_AGAIN_SECONDS + 1.0)
         assert run.told == [MAPPED, None, MAPPED]
 
 
@@ -162,7 +162,7 @@ async def test_absence_of_a_router_is_one_line_of_the_log(
     first, second = Router("NAT-PMP"), Router()
     first.refusal, second.refusal = "no router is known", "No UPnP device discovered"
     run = Run(first, second)
-    await run.run(10 * AGAIN_SECONDS)
+    await run.run(10 * ASK_ROUTER_AGAIN_SECONDS)
     assert [record.getMessage() for record in caplog.records] == [
         "the router maps no port: NAT-PMP: no router is known; UPnP: No UPnP device discovered"
     ]

@@ -109,6 +109,12 @@ class TestMapping:
             found.clock = 0
             assert not await client.still_has(PORT, host, granted)
 
+    async def test_lease_that_ran_out_while_this_machine_slept_is_recognized(self) -> None:
+        async with router() as (found, client):
+            host, granted = await client.add(PORT, PORT, LEASE)
+            found.clock += LEASE
+            assert not await client.still_has(PORT, host, granted)
+
     async def test_new_outer_address_is_recognized(self) -> None:
         async with router() as (found, client):
             host, granted = await client.add(PORT, PORT, LEASE)

@@ -18,7 +18,7 @@ from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, LOOK_AGAIN_SECONDS, ReachWatcher, machine_hosts
-from p2pavg.net.nat.reach.whoami import Seen
+from p2pavg.net.nat.reach.whoami import SeenEndpoint
 from p2pavg.net.transport import Stream
 from p2pavg.testing import MemoryNetwork
 from p2pavg_dht import Ed25519Signer
@@ -143,9 +143,9 @@ def whoami(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Answer whoami probes like a symmetric router, and return the servers that were asked."""
     asked: list[tuple[str, int]] = []
 
-    async def ask(host: str, port: int, *, local_port: int | None, timeout: float) -> Seen:
+    async def ask(host: str, port: int, *, local_port: int | None, timeout: float) -> SeenEndpoint:
         asked.append((host, port))
-        return Seen(host=OUTER, port=60000 + len(asked), local_port=local_port or 50000)
+        return SeenEndpoint(host=OUTER, port=60000 + len(asked), local_port=local_port or 50000)
 
     monkeypatch.setattr(watcher, "ask", ask)
     return asked

@@ -13,8 +13,8 @@ from p2pavg.net.nat.relay.messages import (
     Connected,
     Incoming,
     Message,
-    Ping,
-    Refused,
+    RelayPing,
+    RelayRefusal,
     Reserve,
     Reserved,
     decode,
@@ -41,11 +41,11 @@ kinds = st.sampled_from(
         Reserve(),
         Reserved((ADDRESS,)),
         Reserved(()),
-        Ping(),
+        RelayPing(),
         Connect(PEER),
         Incoming(PEER),
         Connected(),
-        Refused("no place is left"),
+        RelayRefusal("no place is left"),
     ],
 )
 def test_a_message_is_read_as_it_was_written(message: Message) -> None:
@@ -68,7 +68,7 @@ def test_any_fields_are_a_message_or_refused(kind: str, fields: list[object]) ->
         message = decode(pack(kind, *fields))
     except RemoteProtocolError:
         return
-    if not isinstance(message, Refused):  # a reason may be made printable
+    if not isinstance(message, RelayRefusal):  # a reason may be made printable
         assert decode(encode(message)) == message
 
 
@@ -99,6 +99,6 @@ def test_a_wrong_message_is_refused(fields: tuple[object, ...]) -> None:
 
 def test_a_reason_is_one_printable_line() -> None:
     message = decode(pack("refused", "no\x1b[2Jplace\n"))
-    assert isinstance(message, Refused)
+    assert isinstance(message, RelayRefusal)
     assert message.reason.isprintable()
-    assert decode(encode(Refused("long " * 100))) == Refused(("long " * 100)[:200])
+    assert decode(encode(RelayRefusal("long " * 100))) == RelayRefusal(("long " * 100)[:200])

@@ -45,7 +45,8 @@ def requirements(pyproject: str) -> list[str]:
     asked = {*project["dependencies"], *document["build-system"]["requires"]}
     asked.update(*project["optional-dependencies"].values())
     asked.update(document["tool"]["uv"]["override-dependencies"])
-    return sorted(asked)
+    # The extra `all` names other extras, whose requirements are here already.
+    return sorted(each for each in asked if Requirement(each).name != project["name"])
 
 
 def digest(asked: Iterable[str]) -> str:

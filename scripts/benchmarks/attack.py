@@ -12,6 +12,9 @@ equal links does, and combines each share with the function that a reducer uses.
   honest gradients.
 * ``label_flip``: the gradient of a batch whose targets are c -> V - 1 - c, of V characters.
 
+With ``--strangers``: the processor time that a stranger takes by its first message, on each protocol
+(:mod:`scripts.benchmarks.strangers`).
+
 The last three need to know all honest gradients, or the other workers' data; the attackers of this benchmark do.
 """
 
@@ -31,10 +34,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.group.aggregation import Aggregation, read_aggregation
 from p2pavg.group.shares import cut_into_parts, part_size
 from p2pavg_compression import Fp32
+from scripts.benchmarks import strangers
 from scripts.benchmarks.figures import Report
 from scripts.demo_gpt.batches import Batches, held_out_windows
 from scripts.demo_gpt.model import GPT, ModelConfig
@@ -67,10 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
         help="of each worker, which sends the running mean of its gradients",
     )
     parser.add_argument("--seeds", default="1", help="of first weights and batches")
+    strangers.add_arguments(parser, small=small)
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Train without attackers, then with each attack against each rule."""
+    if arguments.strangers:
+        strangers.run(arguments.messages, [each for each in arguments.protocols.split(",") if each], report)
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -238,7 +246,7 @@ def combine_shares(rows: torch.Tensor, aggregation: Aggregation) -> torch.Tensor
     for start, stop in _bounds(elements, members):
         for part in cut_into_parts(start, stop, codec.granularity, size):
             span = slice(part.start, part.stop)
-            contributions = [Contribution(str(index), 1.0, row[span]) for index, row in enumerate(rows)]
+            contributions = [PartContribution(str(index), 1.0, row[span]) for index, row in enumerate(rows)]
             average_part(codec, contributions, float(members), out[span], robust=aggregation.robust)
     return out
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg_compression import Codec, resolve_codec
 from p2pavg_compression.blocks import BlockCodec
@@ -93,10 +93,10 @@ def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor, *, compiled:
 
     def reduce() -> None:
         for part, payload, target in zip(parts, payloads, outs, strict=True):
-            others = [Contribution(str(index), 1.0, payload) for index in range(REDUCED - 1)]
+            others = [PartContribution(str(index), 1.0, payload) for index in range(REDUCED - 1)]
             average_part(
                 codec,
-                [Contribution("own", 1.0, part), *others],
+                [PartContribution("own", 1.0, part), *others],
                 float(REDUCED),
                 target,
                 floats=lambda count: sums[:count],

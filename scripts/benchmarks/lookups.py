@@ -23,8 +23,18 @@ from p2pavg.testing.simulation import simulate, simulated_clock
 from p2pavg_dht import Contact, Ed25519Signer, RecordNode, RpcError
 from p2pavg_dht.distance import K, key_point, nearest
 from p2pavg_dht.lookup import PATHS
-from p2pavg_dht.messages import Answer, Find, Found, Locate, Located, Store, Stored, decode_request, encode
-from p2pavg_dht.upkeep import Started
+from p2pavg_dht.messages import (
+    Answer,
+    Find,
+    Found,
+    Locate,
+    LocateAnswer,
+    Store,
+    Stored,
+    decode_request,
+    encode,
+)
+from p2pavg_dht.upkeep import TaskStatus
 from scripts.benchmarks.figures import Report
 
 NAME = "lookups"
@@ -60,7 +70,7 @@ class Node:
         self.calls += 1
         return await self.network.deliver(self.signer.peer_id, contact, request)
 
-    async def run(self, *, task_status: Started) -> None:
+    async def run(self, *, task_status: TaskStatus) -> None:
         """Do the background work of the record node until it is killed."""
         with self.scope:
             await self.records.run(task_status=task_status)
@@ -140,7 +150,7 @@ class Network:
             case Find(_, key):
                 return Found(self._near(key_point(key), liar), ())
             case Locate(_, point):
-                return Located(self._near(int.from_bytes(point, "big"), liar))
+                return LocateAnswer(self._near(int.from_bytes(point, "big"), liar))
             case Store(_, records):
                 return Stored(self._near(key_point(records[0].key), liar), (), ("",) * len(records), 0)
 

@@ -53,6 +53,11 @@ PROGRAMS = {
         "mixing between small groups, simulated: how fast 10 to 1,000 peers come together",
         "a minute",
     ),
+    "robust": Command(
+        "scripts.benchmarks.robust",
+        "robust rules beside the mean while members lie, a persistent bias among the attacks",
+        "a minute",
+    ),
     "population": Command(
         "scripts.benchmarks.population",
         "population based training beside random search of the same budget",

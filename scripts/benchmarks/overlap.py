@@ -3,15 +3,14 @@
 One process trains with one thread and calls ``step(wait=0)`` after every step; the others only average. Windows with
 and without rounds alternate. The others are confined to one core, since in a real run they have machines of their own.
 The training process may use all cores. On a machine with two, its averaging thus shares the second core with all the
-other processes. With ``--attached``, a peer in a process of its own averages for it. Over a home link (``--mbps``) a
-round takes many steps; without a limit it is as fast as this machine allows.
+other processes. Over a home link (``--mbps``) a round takes many steps; without a limit it is as fast as this machine
+allows.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 
@@ -32,11 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--peers", type=int, default=2 if small else 4)
     parser.add_argument("--elements", type=int, default=20_480 if small else 4_000_000)
     parser.add_argument("--mbps", default=f"100,{UNLIMITED}", help="limits of each peer's link, both ways")
-    parser.add_argument(
-        "--attached",
-        action="store_true",
-        help="the training process shares a peer that runs in its own process",
-    )
     parser.add_argument("--seconds", type=float, default=0.3 if small else 10.0, help="of one window")
     parser.add_argument("--repeats", type=int, default=1 if small else 5, help="windows of each kind")
 
@@ -57,14 +51,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 def measure(mbps: str, limits: dict[str, float], arguments: argparse.Namespace, report: Report) -> None:
     """Measure the windows in turn."""
     system = replace(p2pavg(CODEC, arguments.peers, **limits), module=MODULE)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Crew(
-            system,
-            [Place()] * arguments.peers,
-            {"elements": arguments.elements, "socket": f"{folder}/peer.sock" if arguments.attached else None},
-        ) as crew,
-    ):
+    with Crew(system, [Place()] * arguments.peers, {"elements": arguments.elements}) as crew:
         training = crew.processes[0]
 
         def window(rounds: bool, seconds: float) -> dict[str, float]:

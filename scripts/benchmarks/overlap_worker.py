@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -88,26 +83,6 @@ def stay_aside() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 
 
-@contextmanager
-def averager_of(setup: dict[str, Any], config: p2pavg.AveragingConfig) -> Iterator[blocking.Averager]:
-    """Open an averager here; with a ``socket``, the training process opens its own in a peer of another process."""
-    listen, socket = f"/ip4/{setup['host']}/tcp/0", setup["socket"]
-    if setup["index"] > 0 or socket is None:
-        with blocking.open_averager(config, bootstrap=setup["bootstrap"], listen=[listen]) as averager:
-            yield averager
-        return
-    command = [sys.executable, "-m", "p2pavg", "peer", "--attach", socket, "--listen", listen]
-    peer = subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert peer.stdout is not None
-        peer.stdout.readline()  # its address: it is ready
-        with p2pavg.attach(socket, name="training") as attached, attached.averager(config) as averager:
-            yield averager
-    finally:
-        peer.terminate()
-        peer.wait()
-
-
 def main() -> None:
     """Run the worker."""
     torch.set_num_threads(1)
@@ -115,8 +90,9 @@ def main() -> None:
     setup = line.told()
     if setup["index"] > 0:
         stay_aside()
-    config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
-    with averager_of(setup, config) as averager:
+    config = p2pavg.AveragingConfig(run_id="bench", open_run=True, **setup["config"])
+    listen = [f"/ip4/{setup['host']}/tcp/0"]
+    with blocking.open_averager(config, bootstrap=setup["bootstrap"], listen=listen) as averager:
         line.report(address=averager.addresses[0])
         work = train if setup["index"] == 0 else average
         work(line, averager, setup["elements"])

@@ -31,8 +31,8 @@ class Member:
         match result:
             case p2pavg.NoPeers(reason=why) | p2pavg.Failed(reason=why):
                 raise RuntimeError(f"{type(result).__name__}: {why}")
-        if result.peers_count != self._averager.config.group_size:
-            raise RuntimeError(f"a group of {result.peers_count}")
+        if len(result.peers) != self._averager.config.group_size:
+            raise RuntimeError(f"a group of {len(result.peers)}")
         self._averaged = result.averaged[0] if isinstance(result.averaged, list) else None
         return {
             "exchange": result.exchange_duration,
@@ -55,7 +55,9 @@ def main() -> None:
     bandwidth = None if bandwidths is None else bandwidths[setup["index"]]
     sites = setup.get("sites")  # of all members, if they are in sites
     topology = {} if sites is None else {"topology": p2pavg.Hierarchical(sites[setup["index"]])}
-    config = p2pavg.AveragingConfig(run_id="bench", bandwidth=bandwidth, **setup["config"] | topology)
+    config = p2pavg.AveragingConfig(
+        run_id="bench", open_run=True, bandwidth=bandwidth, **setup["config"] | topology
+    )
     kernels.switch(setup.get("compiled", True))
     compile_now(
         resolve_codec(setup["config"]["compression"])

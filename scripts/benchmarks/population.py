@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
 import p2pavg
-from p2pavg.population import LogUniform, Population, PopulationSettings, check_decision
+from p2pavg.population import History, LogUniform, Population, PopulationSettings, check_decision
 from p2pavg.population.space import Value
 from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops, simulate
 
@@ -68,8 +69,9 @@ def main() -> int:
     won = sum(together.test < alone.test for alone, together in found)
     table.caption = f"test loss in nats; population based training is better in {won} of {len(found)} seeds"
     Console().print(table)
-    if given.picture is not None:
-        given.picture.write_text(found[0][1].picture)
+    history = found[0][1].history
+    if given.picture is not None and history is not None:
+        draw_rates(history, given.picture)
     return int(won < 0.8 * len(found))
 
 
@@ -84,7 +86,8 @@ class Outcome:
     copies: int = 0
     repeated: int = 0
     """Decisions that were repeated from the published words."""
-    picture: str = ""
+    history: History | None = None
+    """The words that this member has seen."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def compare(seed: int, given: argparse.Namespace) -> tuple[Outcome, Outcome]:
         best.right,
         copies=found[0].copies,
         repeated=found[0].repeated,
-        picture=found[0].picture,
+        history=found[0].history,
     )
 
 
@@ -218,9 +221,27 @@ def train(
             raise AssertionError(f"a decision of {peer} does not follow from the words: {why}")
         repeated += 1
         copies += bool(word.decision.donor)
-    return Outcome(
-        outcome.validation, outcome.test, outcome.right, copies, repeated, population.history.svg("lr")
-    )
+    return Outcome(outcome.validation, outcome.test, outcome.right, copies, repeated, population.history)
+
+
+def draw_rates(history: History, path: Path) -> None:
+    """Draw the learning rate of each member, and an arrow for each copy: from the donor's rate to the next one."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    rates: dict[str, dict[int, float]] = {}
+    for each in history.generations:
+        rates.setdefault(each.peer_id, {})[each.generation] = float(each.hyperparameters["lr"])
+    for curve in rates.values():
+        axes.plot(list(curve), list(curve.values()))
+    known = history.known()
+    for _, word in history.words():
+        if word.decision is not None and word.decision.donor in known:
+            donor = known[word.decision.donor][1]
+            start = donor.generation, float(dict(donor.hyperparameters)["lr"])
+            end = word.standing.generation + 1, float(dict(word.decision.hyperparameters)["lr"])
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "grey"})
+    axes.set(xlabel="generation", ylabel="lr", yscale="log")
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

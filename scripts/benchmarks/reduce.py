@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.shares import MAX_PART_ELEMENTS
@@ -52,7 +52,7 @@ def _measure(codec: Codec, members: int, weights: str, arguments: argparse.Names
     rows = [torch.randn(elements, generator=generator) for _ in range(members)]
     counts = [1.0 + (index if weights == "unequal" else 0) for index in range(members)]
     contributions = [
-        Contribution(str(index), count, row if index == 0 else bytearray(codec.encode(row)))
+        PartContribution(str(index), count, row if index == 0 else bytearray(codec.encode(row)))
         for index, (row, count) in enumerate(zip(rows, counts, strict=True))
     ]
     buffers = Buffers(4 * elements * (members + 2))

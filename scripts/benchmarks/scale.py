@@ -90,7 +90,7 @@ class Swarm:
                     result = await averager.step(wait=None)
                 if isinstance(result, p2pavg.Success):
                     self.to_group.append(result.duration - result.exchange_duration)
-                    self.sizes.append(result.peers_count)
+                    self.sizes.append(len(result.peers))
                 else:
                     self.without += 1
             self.counts.discard(peer.id)

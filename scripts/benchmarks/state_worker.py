@@ -12,11 +12,11 @@ import p2pavg
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.state.donor.service import stored_key
-from p2pavg.state.joiner.fetching import Fetch, Wanted
+from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.state.joiner.sink import MemorySink
 from p2pavg.state.joiner.sink import digest_of as piece_digest
-from p2pavg.state.manifest import Manifest
+from p2pavg.state.manifest import BlobManifest
 from scripts.benchmarks.state_vectors import bytes_of, digest_of, state_of
 from scripts.benchmarks.worker import Line
 
@@ -45,13 +45,13 @@ class Held:
         return found if found and (kind, blob_id) == (KIND, BLOB_ID) else None
 
 
-def read_manifest(size: int, data: bytes) -> Manifest:
+def read_manifest(size: int, data: bytes) -> BlobManifest:
     """Read the manifest of a state of a known size."""
     if int.from_bytes(data[:8], "big") != size:
         raise RemoteProtocolError("a state of another size")
     digests = [data[start : start + 32] for start in range(8, len(data), 32)]
     sizes = [min(PIECE_BYTES, size - start) for start in range(0, size, PIECE_BYTES)]
-    return Manifest(sizes, digests)
+    return BlobManifest(sizes, digests)
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ async def _fetch(line: Line, sessions: Sessions, setup: dict[str, Any]) -> None:
     wanted = Wanted(KIND, BLOB_ID, 8 + 32 * (size // PIECE_BYTES + 1), partial(read_manifest, size))
     await trio.to_thread.run_sync(line.told)
     began = time.monotonic()
-    fetch = Fetch(sessions, wanted, lambda manifest: MemorySink(manifest.sizes))
+    fetch = BlobDownload(sessions, wanted, lambda manifest: MemorySink(manifest.sizes))
     fetch.set_donors({text.rpartition("/")[2]: [text] for text in setup["bootstrap"]})
     sink = await fetch.run()
     line.report(seconds=time.monotonic() - began)

@@ -105,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     line = Line()
     setup = line.told()
-    config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
+    config = p2pavg.AveragingConfig(run_id="bench", open_run=True, **setup["config"])
     with blocking.open_averager(
         config, bootstrap=setup["bootstrap"], listen=[f"/ip4/{setup['host']}/tcp/0"]
     ) as averager:

@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     line = Line()
     setup = line.told()
-    config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
+    config = p2pavg.AveragingConfig(run_id="bench", open_run=True, **setup["config"])
     values = torch.randn(setup["elements"])
     logs.configure(level="warning")
     with blocking.open_averager(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.optim.base.joined import joined
 from p2pavg.optim.local.anchor import Anchor
 from p2pavg.optim.local.feedback import feedback_for
@@ -201,7 +201,7 @@ def average(row: Row, workers: Sequence[Worker], fragment: int) -> torch.Tensor:
 def combined(codec: Codec, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the average of vectors as a round gives it: each is encoded, and so is the average."""
     contributions = [
-        Contribution(str(index), 1.0, codec.encode(vector)) for index, vector in enumerate(vectors)
+        PartContribution(str(index), 1.0, codec.encode(vector)) for index, vector in enumerate(vectors)
     ]
     averaged = torch.empty(vectors[0].numel())
     average_part(codec, contributions, float(len(vectors)), averaged)

@@ -276,7 +276,7 @@ def after_update(
     """If this peer is the first of the group, save its state for new peers and report its loss now and then."""
     result = report.result
     assert isinstance(result, p2pavg.Success)
-    found: dict[str, Any] = {"weight": result.total_weight, "peers": result.peers_count}
+    found: dict[str, Any] = {"weight": result.total_weight, "peers": len(result.peers)}
     if averager.peer_id == min(result.peers):
         save(folder, task, optimizer)
         if report.epoch % arguments["look_every"] == 0:

@@ -14,7 +14,7 @@ from .chart import save_chart
 from .display import Display, render_end
 from .launcher import Launcher
 from .progress import Progress, Run, State
-from .report import to_json
+from .report import are_identical, to_json
 from .settings import Settings
 
 INTERRUPTED = 130  # the shell's code for a command that Ctrl-C ended
@@ -31,14 +31,15 @@ def demo(
     compression: Annotated[
         str, typer.Option(help="How gradients travel, e.g. blockwise8 or fp32.")
     ] = "blockwise8",
-    match_timeout: Annotated[
-        float, typer.Option(min=0.5, help="Seconds a round waits for a full group.")
-    ] = 5.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0,
+    calm: Annotated[bool, typer.Option("--calm", help="No peer comes late, and none is killed.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the chart and the logs.")] = Path("demo-output"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Train a small GPT with peers that share only gradients, and compare with one process on all their batches."""
+    """Train a small GPT with peers that share only gradients, and compare with one process on the same batches.
+
+    On the way the last peer starts late, and peer 1 is killed and started again. Both catch up.
+    """
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     output.mkdir(parents=True, exist_ok=True)
     settings = Settings(
@@ -47,7 +48,7 @@ def demo(
         batch_size=batch_size,
         compression=compression,
         seed=seed,
-        match_timeout=match_timeout,
+        calm=calm,
     )
     run = Run.planned(settings)
     try:
@@ -56,7 +57,7 @@ def demo(
         typer.echo("Interrupted: all processes of the demo are stopped.", err=True)
         raise typer.Exit(INTERRUPTED) from None
     present(run, output.resolve(), as_json=as_json)
-    if any(process.state is not State.DONE for process in run.processes):
+    if any(process.state is not State.DONE for process in run.processes) or not are_identical(run):
         raise typer.Exit(1)
 
 

@@ -1,6 +1,7 @@
 """The windows of text that each peer sees at each step: a function of the seed alone."""
 
 import random
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -36,17 +37,28 @@ class Batches:
         self._batch_size = batch_size
         self._seed = seed
 
-    def of_peer(self, peer: int, step: int) -> Tensor:
-        """Return the batch of one peer, int64 (batch_size, context + 1)."""
+    def of_peer(self, peer: int, update: int, number: int = 0) -> Tensor:
+        """Return a batch of one peer for an update, int64 (batch_size, context + 1).
+
+        Args:
+            number: 0 for the peer's first batch of this update; it computes more while another peer is gone.
+        """
         share = self._shares[peer]
-        epoch, position = divmod(step, len(share) // self._batch_size)
-        order = shuffled(len(share), self._seed, peer, epoch)
+        a_pass = len(share) // self._batch_size
+        epoch, position = divmod(update, a_pass)
+        order = shuffled(len(share), self._seed, peer, epoch, number)
         first = position * self._batch_size
         return share[order[first : first + self._batch_size]]
 
-    def together(self, step: int) -> Tensor:
-        """Return the batches of all peers, one after another, int64 (peers * batch_size, context + 1)."""
-        return torch.cat([self.of_peer(peer, step) for peer in range(len(self._shares))])
+    def together(self, update: int, counts: Mapping[int, int]) -> Tensor:
+        """Return the batches of an update, one after another, int64 (samples, context + 1).
+
+        Args:
+            counts: number of batches of each peer that are in it.
+        """
+        return torch.cat(
+            [self.of_peer(peer, update, number) for peer, count in counts.items() for number in range(count)]
+        )
 
 
 def held_out_windows(tokens: Tensor, *, context: int, count: int) -> Tensor:

@@ -1,7 +1,6 @@
-"""The connection of a training process to the launcher: events go out on stdout, two commands come in on stdin.
+"""The connection of a training process to the launcher: events go out on stdout; the end of stdin means leave.
 
-A line on stdin means go; the end of stdin means leave. Stdin also ends when the launcher dies for any reason, so no
-training process outlives its launcher.
+Stdin also ends when the launcher dies for any reason, so no training process outlives its launcher.
 """
 
 import os
@@ -18,7 +17,6 @@ class Channel:
         # a copy of stdout for the events alone: other output goes to the log
         self._events = os.fdopen(os.dup(STDOUT), "w")
         os.dup2(STDERR, STDOUT)
-        self._go = threading.Event()
         self._leave = threading.Event()
         self._done = False
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
@@ -28,16 +26,13 @@ class Channel:
         self._events.write(to_line(event))
         self._events.flush()
 
-    def wait_for_go(self) -> None:
-        self._go.wait()
-
     def wait_for_leave(self) -> None:
         self._leave.wait()
 
     def _listen(self) -> None:
         # os.read, because a thread inside sys.stdin holds a lock that the interpreter's exit needs
         while os.read(STDIN, 4096):
-            self._go.set()
+            pass
         if not self._done:
             os.kill(os.getpid(), signal.SIGTERM)
         self._leave.set()

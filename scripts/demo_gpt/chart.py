@@ -1,5 +1,7 @@
 """The loss curves as a PNG: every peer, the reference, and the differences between them."""
 
+import math
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,13 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .progress import Progress, Run, State
+from .recipe import evaluated_every
 from .report import final_loss, peers_final_loss, percent, relative_difference
 
 COLOURS = ("#3b6fb6", "#e08a2e", "#3f9a6b", "#b0508f", "#7a68b5", "#98814a", "#4aa3b5", "#8c8f94")
 FAILURE = "#d1302b"
 INK = "#26292e"
 FAINT = "#6f747c"
-TITLE = "Peers that share only gradients, and one process trained on all their batches"
+TITLE = "Peers that share only gradients, and one process trained on the same batches"
 STYLE = {
     "font.size": 10,
     "text.color": INK,
@@ -50,7 +53,7 @@ def save_chart(run: Run, path: Path) -> None:
 def subtitle(run: Run) -> str:
     peers, reference, difference = peers_final_loss(run), final_loss(run.reference), relative_difference(run)
     if peers is None or reference is None or difference is None:
-        return f"{run.settings.steps} steps were planned; not everyone took them"
+        return f"{run.settings.steps} steps were planned; no peer took them all"
     return (
         f"held-out loss after {run.settings.steps} steps: peers {peers:.4f}, reference {reference:.4f}, "
         f"{percent(difference)} apart"
@@ -69,9 +72,9 @@ def nested_width(index: int, peers: int) -> float:
 def draw_losses(axes: Axes, run: Run) -> None:
     for index, peer in enumerate(run.peers):
         draw_train(axes, peer, colour(index))
-    for index, peer in enumerate(run.peers):
-        draw_held_out(axes, peer, colour(index), nested_width(index, len(run.peers)))
-    steps, losses = held_out_curve(run.reference)
+    for index in range(len(run.peers)):
+        draw_held_out(axes, run, index)
+    steps, losses = held_out_curve(run.reference, run.settings.steps)
     axes.plot(steps, losses, color=INK, linestyle=(0, (4, 3)), linewidth=1.4, label="reference", zorder=5)
     axes.set_ylabel("held-out loss (nats a character)")
     axes.text(0.01, 0.03, "faint: each peer's training loss", transform=axes.transAxes, color=FAINT)
@@ -79,12 +82,15 @@ def draw_losses(axes: Axes, run: Run) -> None:
 
 
 def draw_train(axes: Axes, peer: Progress, line_colour: str) -> None:
-    steps = [entry.step - 1 for entry in peer.train]  # the loss of a step belongs to the weights before it
-    axes.plot(steps, [entry.loss for entry in peer.train], color=line_colour, linewidth=0.7, alpha=0.4)
+    losses = {
+        entry.step - 1: entry.loss for entry in peer.train
+    }  # a step's loss is that of the weights before it
+    axes.plot(list(losses), list(losses.values()), color=line_colour, linewidth=0.7, alpha=0.4)
 
 
-def draw_held_out(axes: Axes, peer: Progress, line_colour: str, width: float) -> None:
-    steps, losses = held_out_curve(peer)
+def draw_held_out(axes: Axes, run: Run, index: int) -> None:
+    peer, line_colour, width = run.peers[index], colour(index), nested_width(index, len(run.peers))
+    steps, losses = held_out_curve(peer, run.settings.steps)
     label = f"{peer.name}, failed at step {peer.step}" if peer.state is State.FAILED else peer.name
     axes.plot(steps, losses, color=line_colour, linewidth=width, solid_capstyle="round", label=label)
     if peer.state is State.FAILED and steps:
@@ -95,10 +101,13 @@ def draw_distance(axes: Axes, run: Run) -> None:
     reference = {entry.step: entry.loss for entry in run.reference.held_out}
     axes.axhline(0, color=INK, linewidth=1)
     for index, peer in enumerate(run.peers):
-        points = [entry for entry in peer.held_out if entry.step in reference]
+        distances = {
+            entry.step: entry.loss / reference[entry.step] - 1
+            for entry in peer.held_out
+            if entry.step in reference
+        }
         axes.plot(
-            [entry.step for entry in points],
-            [entry.loss / reference[entry.step] - 1 for entry in points],
+            *with_gaps(distances, evaluated_every(run.settings.steps)),
             color=colour(index),
             linewidth=nested_width(index, len(run.peers)) / 1.6,
             solid_capstyle="round",
@@ -112,5 +121,21 @@ def draw_distance(axes: Axes, run: Run) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def held_out_curve(progress: Progress) -> tuple[list[int], list[float]]:
-    return [entry.step for entry in progress.held_out], [entry.loss for entry in progress.held_out]
+def held_out_curve(progress: Progress, steps: int) -> tuple[list[int], list[float]]:
+    losses = {
+        entry.step: entry.loss for entry in progress.held_out
+    }  # a peer that starts again begins at 0 again
+    return with_gaps(losses, evaluated_every(steps))
+
+
+def with_gaps(values: dict[int, float], usual: int) -> tuple[list[int], list[float]]:
+    """Return the points of a curve that is broken where more than `usual` steps are missing: the peer was gone."""
+    steps = sorted(values)
+    xs, ys = steps[:1], [values[step] for step in steps[:1]]
+    for before, step in pairwise(steps):
+        if step - before > usual:
+            xs.append(before)
+            ys.append(math.nan)
+        xs.append(step)
+        ys.append(values[step])
+    return xs, ys

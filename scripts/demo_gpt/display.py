@@ -1,4 +1,4 @@
-"""The run as a table in the terminal: one row per process, live and at the end."""
+"""The run as a table in the terminal, one row a process, live and at the end; without a terminal, as lines of text."""
 
 import time
 
@@ -14,12 +14,15 @@ from .progress import Progress, Run, State
 from .report import mean_compression_ratio, sentences, when
 
 REDRAW_S = 0.2
+LINE_S = 5.0  # between two lines of progress where there is no terminal
 BAR_WIDTH = 10
 STYLES = {
+    State.PLANNED: "dim",
     State.STARTING: "dim",
     State.READY: "dim",
     State.TRAINING: "",
-    State.RETRYING: "yellow",
+    State.WAITING: "yellow",
+    State.KILLED: "red",
     State.DONE: "green",
     State.FAILED: "bold red",
     State.STOPPED: "dim",
@@ -27,25 +30,47 @@ STYLES = {
 
 
 class Display:
-    """Redraws at most every REDRAW_S. Without a terminal it shows nothing until the end."""
+    """Redraws a table at most every REDRAW_S; without a terminal it prints a line every LINE_S."""
 
     def __init__(self, run: Run, console: Console) -> None:
         self._run = run
         self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._drawn = 0.0
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        )
+        self._drawn = -LINE_S
 
     def refresh(self) -> None:
-        if time.monotonic() - self._drawn >= REDRAW_S:
-            self._drawn = time.monotonic()
-            self._live.update(render(self._run), refresh=self._console.is_terminal)
+        now = time.monotonic()
+        if now - self._drawn < (LINE_S if self._live is None else REDRAW_S):
+            return
+        self._drawn = now
+        if self._live is not None:
+            self._live.update(render(self._run), refresh=True)
+        else:
+            self._console.print(progress_line(self._run), soft_wrap=True, markup=False, highlight=False)
+            self._console.file.flush()  # a file is written in blocks otherwise
 
     def __enter__(self) -> "Display":
-        self._live.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        if self._live is not None:
+            self._live.stop()
+
+
+def progress_line(run: Run) -> str:
+    """Return the progress of the processes that have something to tell, in one line."""
+    steps = run.settings.steps
+    told = [
+        f"{process.name}: {process.step}/{steps} {process.state.value}"
+        + (f" ({process.reason})" if process.reason else "")
+        for process in run.processes
+        if process.state is not State.PLANNED
+    ]
+    return f"{run.seconds:.0f} s: " + "; ".join(told)
 
 
 def render(run: Run) -> RenderableType:
@@ -82,15 +107,15 @@ def table(run: Run) -> Table:
 
 
 def row(process: Progress, run: Run) -> list[RenderableType]:
-    last = process.rounds[-1] if process.rounds else None
+    last = process.updates[max(process.updates)] if process.updates else None
     return [
         process.name,
         f"{process.step}/{run.settings.steps}",
         bar(process, run.settings.steps),
         f"{process.train[-1].loss:.3f}" if process.train else "",
         f"{process.held_out[-1].loss:.4f}" if process.held_out else "",
-        group(len(last.peers), run.settings.peers) if last else "",
-        f"{last.waited_seconds:.2f} s" if last else "",
+        group(len(last.samples), run.settings.peers) if last else "",
+        f"{last.seconds:.2f} s" if last else "",
         f"{process.bytes_sent / 1e6:.1f}/{process.bytes_received / 1e6:.1f}" if last else "",
         process.state.value,
     ]
@@ -119,14 +144,9 @@ def failure(process: Progress) -> Panel:
 
 
 def waiting_note(run: Run) -> list[RenderableType]:
-    """Return the reasons for slow rounds and for a peer's retries."""
-    notes = [
-        Text(f"{process.name} tries again. {process.reason}", style="yellow")
+    """Return the reasons of the peers that wait."""
+    return [
+        Text(f"{process.name} waits: {process.reason}", style="yellow")
         for process in run.peers
-        if process.state is State.RETRYING
+        if process.state is State.WAITING and process.reason
     ]
-    training = any(peer.state is State.TRAINING for peer in run.peers)
-    if training and any(peer.state is State.FAILED for peer in run.peers):
-        wait = run.settings.match_timeout
-        notes.append(Text(f"The others go on without it: each round waits {wait:g} s for a full group."))
-    return list(notes)

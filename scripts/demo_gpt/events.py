@@ -22,30 +22,26 @@ class TrainLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """A round that succeeded.
+class Update:
+    """An update of the run that this peer has taken: in its round, or later, when it caught up.
 
-    `seconds` and `exchange_seconds` are p2pavg's figures. `waited_seconds` is the training loop's total time in `step`,
-    earlier attempts included.
+    `samples` says how many samples of which peers are in it, by peer id. `seconds` and `exchange_seconds` are p2pavg's
+    figures.
     """
 
     step: int
-    peers: list[str]
+    samples: dict[str, float]
     seconds: float
     exchange_seconds: float
-    waited_seconds: float
-    attempts: int
     bytes_sent: int
     bytes_received: int
     compression_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retry:
-    """A round that gave no average; the same gradients go into the next attempt."""
+class Waits:
+    """A call of `step` took no update; `reason` says why."""
 
-    step: int
-    result: str
     reason: str
 
 
@@ -69,9 +65,9 @@ class Done:
     digest: str
 
 
-Event = Ready | TrainLoss | Round | Retry | HeldOutLoss | Failed | Done
+Event = Ready | TrainLoss | Update | Waits | HeldOutLoss | Failed | Done
 _KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Ready, TrainLoss, Round, Retry, HeldOutLoss, Failed, Done)
+    kind.__name__: kind for kind in (Ready, TrainLoss, Update, Waits, HeldOutLoss, Failed, Done)
 }
 
 

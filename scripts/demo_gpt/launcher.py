@@ -1,14 +1,18 @@
-"""Starts the peers and the reference together and follows them to the end."""
+"""Starts the peers, follows them to the end, and then lets the reference train on their batches."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from .plan import Kill, Start, fail_if_killed_too_often, next_actions
 from .processes import Processes
-from .progress import Progress, Run, State
+from .progress import Run, State
 
-START_TIMEOUT_S = 60.0
 REFRESH_S = 0.2
+SILENCE_S = 600.0
+"""After this long without a word from any process, the demo gives up. It must be more than any machine takes for one
+step or for starting Python, however busy it is: nothing else judges the processes by the clock."""
 PACKAGE = "scripts.demo_gpt"
 
 
@@ -23,53 +27,48 @@ class Launcher:
 
     def train(self) -> None:
         """Follow all processes until they are done or have failed; the run holds their results."""
+        run = self._run
         with Processes(self._output) as processes:
-            if self._start(processes):
-                processes.go()
-                self._follow(processes, self._is_over)
-            self._run.finished = time.monotonic()
-        for process in self._run.processes:  # including those that were not started
+            self._follow(processes, lambda: all(peer.ended for peer in run.peers))
+        batches = run.batches()
+        if batches is not None and any(peer.state is State.DONE for peer in run.peers):
+            # After the peers: beside them, it would compete for the processors and slow them down.
+            with Processes(self._output) as processes:
+                arguments = ["--settings", self._settings, "--batches", json.dumps(batches)]
+                processes.start(run.reference, "-m", f"{PACKAGE}.reference", *arguments)
+                self._follow(processes, lambda: run.reference.ended)
+        run.finished = time.monotonic()
+        for process in run.processes:  # including those that were not started
             process.stop()
 
-    def _start(self, processes: Processes) -> bool:
-        """Start peer 0 first, because the others join through its address; return False if a process failed."""
-        first, *others = self._run.peers
-        self._start_peer(processes, 0, [])
-        processes.start(self._run.reference, "-m", f"{PACKAGE}.reference", "--settings", self._settings)
-        self._await_ready(processes, [first])
-        if first.state is not State.READY:
-            return False
-        for index, _ in enumerate(others, start=1):
-            self._start_peer(processes, index, ["--bootstrap", first.address])
-        self._await_ready(processes, self._run.processes)
-        return all(process.state is State.READY for process in self._run.processes)
-
-    def _start_peer(self, processes: Processes, index: int, bootstrap: list[str]) -> None:
-        identity = self._output / f"peer-{index}.key"
-        arguments = ["--settings", self._settings, "--index", str(index), "--identity", str(identity)]
-        processes.start(self._run.peers[index], "-m", f"{PACKAGE}.peer", *arguments, *bootstrap)
-
-    def _await_ready(self, processes: Processes, awaited: list[Progress]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        self._follow(
-            processes,
-            lambda: (
-                all(process.state is State.READY for process in awaited)
-                or any(process.state is State.FAILED for process in awaited)
-                or time.monotonic() > deadline
-            ),
-        )
-        for process in awaited:
-            if process.state is State.STARTING and time.monotonic() > deadline:
-                process.fail(f"was not ready within {START_TIMEOUT_S:.0f} s")
-
     def _follow(self, processes: Processes, is_over: Callable[[], bool]) -> None:
+        heard = time.monotonic()
         while not is_over():
-            processes.pump(REFRESH_S)
+            fail_if_killed_too_often(self._run)
+            for action in next_actions(self._run):
+                self._carry_out(processes, action)
+            if processes.pump(REFRESH_S):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > SILENCE_S:
+                for process in self._run.processes:
+                    if not process.ended:
+                        process.fail(f"no process has said anything for {SILENCE_S:.0f} s")
             self._on_change()
 
-    def _is_over(self) -> bool:
-        """Return whether to stop: the reference is needed only if there is a peer to compare it with."""
-        peers, reference = self._run.peers, self._run.reference
-        all_failed = all(peer.state is State.FAILED for peer in peers)
-        return all(peer.ended for peer in peers) and (reference.ended or all_failed)
+    def _carry_out(self, processes: Processes, action: Start | Kill) -> None:
+        peer = self._run.peers[action.peer]
+        if isinstance(action, Kill):
+            processes.kill(peer)
+            return
+        identity = self._output / f"peer-{action.peer}.key"
+        arguments = [
+            "--settings",
+            self._settings,
+            "--index",
+            str(action.peer),
+            "--identity",
+            str(identity),
+        ]
+        for address in action.bootstrap:
+            arguments += ["--bootstrap", address]
+        processes.start(peer, "-m", f"{PACKAGE}.peer", *arguments)

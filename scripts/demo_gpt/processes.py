@@ -14,7 +14,9 @@ from .events import Event, from_line
 from .progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAVE_TIMEOUT_S = 10.0  # for a finished process to close its resources
+LEAVE_TIMEOUT_S = (
+    60.0  # for a finished process to close its resources: a second, and many times that beside busy loops
+)
 TERMINATE_TIMEOUT_S = 3.0
 LOG_TAIL_BYTES = 4000
 LINE_LIMIT = 65_536  # characters; the longest event, a round's, takes about a thousand
@@ -31,7 +33,9 @@ class Child:
     def __init__(self, progress: Progress, arguments: list[str], log: Path) -> None:
         self.progress = progress
         self.log = log
-        with log.open("wb") as stderr:
+        with log.open(
+            "ab" if progress.kills else "wb"
+        ) as stderr:  # one that starts again goes on with its log
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],
                 stdin=subprocess.PIPE,
@@ -42,16 +46,9 @@ class Child:
                 process_group=0,
             )
 
-    def go(self) -> None:
-        assert self.process.stdin
-        with suppress(BrokenPipeError):  # it has just died; its exit is reported separately
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-
     def leave(self) -> None:
         assert self.process.stdin
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
+        self.process.stdin.close()
 
     def lines(self) -> Iterator[str]:
         assert self.process.stdout
@@ -75,21 +72,31 @@ class Processes:
     def start(self, progress: Progress, *arguments: str) -> None:
         log = self._output / f"{progress.name.replace(' ', '-')}.log"
         child = Child(progress, list(arguments), log)
+        progress.starts()
         self._children.append(child)
         reader = threading.Thread(target=self._read, args=(child,), name=progress.name, daemon=True)
         self._readers.append(reader)
         reader.start()
 
-    def go(self) -> None:
+    def kill(self, progress: Progress) -> None:
+        """Kill this process, as a machine that loses its power would; its exit is reported like any other."""
         for child in self._children:
-            child.go()
+            if child.progress is progress:
+                child.process.kill()
 
-    def pump(self, seconds: float) -> None:
-        """Apply the arrived events to their senders' progress; wait at most this long for the first event."""
+    def pump(self, seconds: float) -> bool:
+        """Apply the arrived events to their senders' progress; wait at most this long for the first event.
+
+        Returns:
+            True if any event has arrived.
+        """
+        arrived = False
         with suppress(queue.Empty):
             self._apply(*self._inbox.get(timeout=seconds))
+            arrived = True
             while True:
                 self._apply(*self._inbox.get_nowait())
+        return arrived
 
     def _apply(self, child: Child, event: Event | int) -> None:
         if isinstance(event, int):

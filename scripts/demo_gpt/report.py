@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from .events import Round
+from .events import Update
 from .progress import Progress, Run, State
 
 
@@ -31,17 +31,19 @@ def are_identical(run: Run) -> bool:
 
 
 def mean_compression_ratio(run: Run) -> float | None:
-    ratios = [entry.compression_ratio for peer in run.peers for entry in peer.rounds]
+    ratios = [entry.compression_ratio for peer in run.peers for entry in peer.updates.values()]
     return fmean(ratios) if ratios else None
 
 
 def sentences(run: Run) -> str:
     """Return the outcome as sentences that stand on their own."""
-    return " ".join([_losses_sentence(run), *_bits_sentence(run), *_failures_sentence(run)])
+    return " ".join(
+        [_losses_sentence(run), *_bits_sentence(run), *_events_sentence(run), *_failures_sentence(run)]
+    )
 
 
 def _losses_sentence(run: Run) -> str:
-    done = sum(peer.state is State.DONE for peer in run.peers)
+    done = _finished(run)
     peers, reference = peers_final_loss(run), final_loss(run.reference)
     difference = relative_difference(run)
     if peers is None:
@@ -51,7 +53,7 @@ def _losses_sentence(run: Run) -> str:
         return f"{subject} that shared only gradients ended at a held-out loss of {peers:.4f}."
     return (
         f"{subject} that shared only gradients ended at a held-out loss of {peers:.4f}; "
-        f"one process that trained on the batches of all {len(run.peers)} together "
+        f"one process that trained on the same batches "
         f"ended at {reference:.4f}, {percent(difference)} apart."
     )
 
@@ -61,11 +63,31 @@ def percent(share: float) -> str:
 
 
 def _bits_sentence(run: Run) -> list[str]:
-    if sum(peer.state is State.DONE for peer in run.peers) < 2:
+    if _finished(run) < 2:
         return []
-    if are_identical(run):
-        return ["All of them hold the same parameters, bit for bit."]
-    return ["Their parameters differ, because not every round had all of them."]
+    if not are_identical(run):
+        return ["Their parameters differ: this must not happen, please report it with the logs."]
+    whose = "All of them" if _finished(run) == len(run.peers) else f"Those {_finished(run)}"
+    return [f"{whose} hold the same parameters, bit for bit."]
+
+
+def _finished(run: Run) -> int:
+    return sum(peer.state is State.DONE for peer in run.peers)
+
+
+def _events_sentence(run: Run) -> list[str]:
+    """Return the story of the peers that came late or were killed, and have finished all the same."""
+    late = run.settings.late_peer
+    told = []
+    if late is not None and run.peers[late].state is State.DONE:
+        told.append(f"Peer {late} started late, and fetched what it had missed.")
+    told += [
+        f"{peer.name.capitalize()} was killed at step {' and '.join(map(str, peer.kills))}, started again,"
+        " and caught up."
+        for peer in run.peers
+        if peer.kills and peer.state is State.DONE
+    ]
+    return told
 
 
 def _failures_sentence(run: Run) -> list[str]:
@@ -101,6 +123,7 @@ def _process(progress: Progress) -> dict[str, Any]:
     return {
         "name": progress.name,
         "state": progress.state.value,
+        "kills": progress.kills,
         "reason": progress.reason,
         "steps": progress.step,
         "final_loss": final_loss(progress),
@@ -120,20 +143,13 @@ def _traffic(peer: Progress) -> dict[str, Any]:
 
 def _round(run: Run, step: int) -> dict[str, Any]:
     """Summarise one step over all peers; group sizes are in the order of the peers, 0 for an absent one."""
-    entries = [_round_at(peer, step) for peer in run.peers]
-    present = [entry for entry in entries if entry]
+    entries = [peer.updates.get(step) for peer in run.peers]
+    present: list[Update] = [entry for entry in entries if entry]
     return {
         "step": step,
-        "group_sizes": [len(entry.peers) if entry else 0 for entry in entries],
+        "group_sizes": [len(entry.samples) if entry else 0 for entry in entries],
         "seconds": max((entry.seconds for entry in present), default=None),
         "exchange_seconds": max((entry.exchange_seconds for entry in present), default=None),
-        "waited_seconds": max((entry.waited_seconds for entry in present), default=None),
-        "attempts": max((entry.attempts for entry in present), default=0),
         "bytes_sent": sum(entry.bytes_sent for entry in present),
         "bytes_received": sum(entry.bytes_received for entry in present),
     }
-
-
-def _round_at(peer: Progress, step: int) -> Round | None:
-    """Return a peer's round at a step. A peer has one round for each step, in order, until it fails."""
-    return peer.rounds[step - 1] if step <= len(peer.rounds) else None

@@ -1,13 +1,13 @@
-"""Write the table and the diagram of the agreement protocol into docs/explanation/round.md: scripts/docs diagram."""
+"""Write the table and the diagram of the agreement into docs/reference/transitions.md: scripts/docs diagram."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from p2pavg.consensus.agreement import TABLE, Row
-from p2pavg.consensus.member import FINAL, LIVE, Phase
+from p2pavg.consensus.member import FINAL, LIVE, RoundPhase
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "round.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "transitions.md"
 BEGIN, END = "<!-- generated: scripts/docs diagram -->\n", "<!-- end of what is generated -->\n"
 
 
@@ -18,7 +18,7 @@ def table_and_diagram() -> str:
 
 def diagram() -> str:
     """Return the rows that change the phase as a Mermaid state diagram."""
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Phase.EXCHANGING.value}"]
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {RoundPhase.EXCHANGING.value}"]
     for row in TABLE:
         if row.becomes is None:
             continue
@@ -44,7 +44,7 @@ def _phases(row: Row) -> str:
         return "any before the end"
     if row.phases == FINAL:
         return "any at the end"
-    return ", ".join(phase.value for phase in Phase if phase in row.phases)
+    return ", ".join(phase.value for phase in RoundPhase if phase in row.phases)
 
 
 def _on(row: Row) -> str:

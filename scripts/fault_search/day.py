@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scripts.fault_search.day_stage import ROOT, DayError, Program, Stage, free_ports
 
-PAGE = ROOT / "docs" / "operating.md"
+PAGE = ROOT / "docs" / "how-to" / "operate-a-run.md"
 BEGIN, END = "<!-- operator's day: begin -->", "<!-- operator's day: end -->"
 NEXT_VERSION = "0.3.0"
 TERMS = ("--max-weight", "1000", "--days", "30")
@@ -70,6 +70,8 @@ class Day:
             "5",
             "--bootstrap",
             address,
+            "--output",
+            ".",
             shows="^made",
         )
 
@@ -278,7 +280,9 @@ def main() -> int:
     """See the top of this file."""
     parser = argparse.ArgumentParser(prog="scripts/faults day", description=__doc__)
     parser.add_argument("--updates", type=int, default=5, help="updates between two steps (5)")
-    parser.add_argument("--write", action="store_true", help="put the output into docs/how-to/operate-a-run.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put the output into docs/how-to/operate-a-run.md"
+    )
     parser.add_argument("--folder", type=Path, help="empty folder to keep; otherwise one that is removed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -171,7 +171,7 @@ class Stage:
             target = folder / source.relative_to(ROOT / "p2pavg")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())
-        file = folder / "version.py"
+        file = folder / "base" / "version.py"
         file.write_text(re.sub(r'__version__ = ".*"', f'__version__ = "{version}"', file.read_text()))
         link = self._installed / "p2pavg.new"
         link.symlink_to(folder)

@@ -5,10 +5,15 @@ scripts/faults fuzz --seed 1234 --log      one seed again, with every line of it
 
 Each seed is a run of two to four honest peers and one or two hostile ones. A hostile peer runs the real averager, so
 that it is a member of the groups. It also sends votes, lanes, matchmaking messages, records and accusations, which
-decode and have random contents. The checks are:
+decode and have random contents. Its snapshots have keys that collide, references to one tensor, and other settings; a
+member of a population reads them. Its texts have markup, escapes, HTML and labels, and are shown where texts are. Its
+delegates choose the serials of others' certificates. It claims to be at an outer step far ahead. The checks are:
 
 * no exception leaves an honest peer's averager or the handling of a message;
 * no honest peer is excluded;
+* a snapshot that is refused has changed nothing, and no option is taken from one;
+* a text is refused, or shown as it is; a list of revoked certificates shuts out those that it means only;
+* claims of fewer than half of a group make no honest member throw its average away;
 * every call of ``step`` returns within its match timeout and its exchange timeout;
 * every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, two of the same group and the same
   ``peers`` hold the same bits, and its certificate says so.
@@ -38,10 +43,10 @@ import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
-from p2pavg.allreduce.movers.reuse import START, Mark
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.consensus.choice import next_ballot
-from p2pavg.consensus.member import Member
+from p2pavg.consensus.member import MemberState
 from p2pavg.consensus.statements import (
     CONTRADICTION,
     Signed,
@@ -51,17 +56,19 @@ from p2pavg.consensus.statements import (
 )
 from p2pavg.consensus.votes import (
     DIGEST_BYTES,
+    OUTPUT_BYTES,
     SIGNATURE_BYTES,
     Accepted,
     Begin,
-    Behind,
-    Came,
-    Commit,
     Complete,
     Gather,
-    Held,
     Left,
     Promise,
+    ReceivedUpTo,
+    ResultCommit,
+    ResultHeld,
+    SignedOutput,
+    StaleBallot,
     Trouble,
     Unknown,
     Vote,
@@ -69,12 +76,15 @@ from p2pavg.consensus.votes import (
     encode_vote,
 )
 from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
+from p2pavg.group.places.gossip import OUTER_STEP, rounds_of_others
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking import messages
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
-from p2pavg.optim.coordination.progress import Progress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
+from p2pavg.optim.mixing.mixing import is_too_far
+from p2pavg.peer.auxiliary import is_known
 from p2pavg.peer.peer import Peer
 from p2pavg.round import control, exchange
 from p2pavg.round.signing import Signing
@@ -85,8 +95,8 @@ from p2pavg.testing.simulation import simulated_signer
 from p2pavg.verification.evidence.accusation import Named, digest_of, read_accusation
 from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg.verification.evidence.messages import (
+    EvidenceRequest,
     Notice,
-    Request,
     accusations_key,
     encode_answer,
     encode_notice,
@@ -98,6 +108,7 @@ from p2pavg_dht import Ed25519Signer, Record, sign_record
 from p2pavg_dht.messages import Find, Locate, Store
 from p2pavg_dht.messages import Request as RecordRequest
 from p2pavg_dht.messages import encode as encode_record_request
+from scripts.fault_search import fuzz_serials, fuzz_states, fuzz_texts
 from scripts.fault_search.simulate import describe
 
 RUN = "fuzzed"
@@ -108,7 +119,12 @@ EXCHANGE_TIMEOUT = 10.0
 SLACK = 2.0  # ending at a deadline takes a few more moments
 ROUNDS = 2
 TRIES = 6  # calls of step before a round must have a result
-KINDS = ("votes", "lanes", "matches", "records", "accusations")
+KINDS = ("votes", "lanes", "matches", "records", "accusations", "states", "names", "first messages",
+         "texts", "serials", "claims")  # fmt: skip
+SNAPSHOTS = 100  # of a seed with this kind
+TEXTS = 30  # likewise
+CERTIFICATES = 60  # likewise
+CLAIMS = (1e9, -1e9, 2.0**53)
 
 
 @dataclass(frozen=True)
@@ -163,8 +179,8 @@ def some_members(dice: random.Random, size: int) -> frozenset[int]:
 
 
 def some_commit(
-    dice: random.Random, member: Member, signing: Signing, attempt: int, members: frozenset[int]
-) -> Commit:
+    dice: random.Random, member: MemberState, signing: Signing, attempt: int, members: frozenset[int]
+) -> ResultCommit:
     """Draw a commit with the liar's own signature, with those that it has been sent, or with forged ones."""
     signatures = {position: dice.randbytes(SIGNATURE_BYTES) for position in members if dice.random() < 0.2}
     if dice.random() < 0.5:
@@ -177,10 +193,20 @@ def some_commit(
     if dice.random() < 0.8:
         signatures[member.me] = signing.sign(attempt, members, digests)
     signed = tuple(sorted((one, signed) for one, signed in signatures.items() if one in members))
-    return Commit(attempt, members, result_digest(digests) if signed else b"", signed)
+    return ResultCommit(attempt, members, result_digest(digests) if signed else b"", signed)
 
 
-def some_vote(dice: random.Random, member: Member, signing: Signing) -> Vote:
+def some_share(dice: random.Random, member: MemberState, attempt: int) -> SignedOutput:
+    """Draw what a reducer is said to have signed of its share: true, of another digest, or of other bytes."""
+    own, reducers = member.own, sorted(member.begun.members)
+    share = dice.randrange(len(reducers))
+    digest, output = bytes(DIGEST_BYTES), dice.randbytes(OUTPUT_BYTES)
+    if share < len(own.outputs) and own.outputs[share] and dice.random() < 0.7:
+        digest, output = dice.choice([own.digests[share], digest]), own.outputs[share]
+    return SignedOutput(dice.choice([0, member.begun.attempt, attempt]), reducers[share], digest, output)
+
+
+def some_vote(dice: random.Random, member: MemberState, signing: Signing) -> Vote:
     """Draw a vote that is valid, if not at this time or in this state."""
     size, me = member.size, member.me
     own = next_ballot(me, size, max(member.promised, member.begun.ballot))
@@ -206,24 +232,26 @@ def some_vote(dice: random.Random, member: Member, signing: Signing) -> Vote:
             complete,
             apart,
             hostile,
+            b"" if complete is None else dice.choice([b"", member.own.digest, bytes(DIGEST_BYTES)]),
         ),
-        lambda: Behind(ballot),
+        lambda: StaleBallot(ballot),
         lambda: Begin(
             ballot, attempt, members, dice.choice([members, view]), other, lacking, dice.random() < 0.3
         ),
-        lambda: Held(dice.choice([0, ballot]), digests, signing.sign(attempt, members, digests)),
+        lambda: ResultHeld(dice.choice([0, ballot]), digests, signing.sign(attempt, members, digests)),
+        lambda: some_share(dice, member, attempt),
         lambda: some_commit(dice, member, signing, attempt, members),
         lambda: Trouble(other, dice.random() < 0.3, "so it says"),
         lambda: Left(dice.choice([-1, 0, ballot]), "so it says"),
         lambda: Unknown(),
-        lambda: Came(
+        lambda: ReceivedUpTo(
             dice.choice([0, member.begun.attempt, attempt]),
             dice.choice([0, 1, 5, 2**31]),
             dice.choice([0, 1, 64, 2**31]),
         ),
     ]
     # Votes that end the round, or the sender's part in it, are rare; otherwise runs would be short.
-    weights = [3, 4, 2, 4, 3, 0.05, 1, 0.03, 0.03, 3]
+    weights = [3, 4, 2, 4, 3, 2, 0.05, 1, 0.03, 0.03, 3]
     while True:
         vote = dice.choices(votes, weights)[0]()
         try:
@@ -268,25 +296,38 @@ def some_match_message(dice: random.Random, known: Sequence[Candidate], group_id
     roster = some_roster(dice, known)
     group_id = dice.choice([group_id, bytes(32), roster.group_id if roster is not None else bytes(32)])
     options: list[messages.Message] = [
-        messages.Ask(one),
+        messages.JoinRequest(one),
         messages.Nudge(one),
         messages.Joined(one),
         messages.Declined("so it says", dice.choice([None, one]), (one.peer_id,), dice.random() < 0.5),
-        messages.Status(dice.randint(1, 8), dice.random() < 0.5),
+        messages.LeaderStatus(dice.randint(1, 8), dice.random() < 0.5),
         messages.Accept(group_id),
         messages.Refuse(group_id, "so it says"),
-        messages.Commit(group_id),
+        messages.GroupCommit(group_id),
         messages.Disband("so it says", dice.choice([None, one])),
     ]
     if roster is not None:
-        options += [messages.Propose(roster)] * 3
+        options += [messages.GroupProposal(roster)] * 3
     return dice.choice(options)
+
+
+def some_names(dice: random.Random) -> tuple[str, str]:
+    """Draw the texts of a codec and of an aggregation: known ones, costly ones, and ones that are none."""
+    number = dice.choice([0, 1, 64, 166, 1000, 1024, 4096, 10**9, 10**10])
+    codec = dice.choice(
+        ["fp32", f"topk:4096:{number}:2", f"topk:{number}", f"int8:{number}", ":" * 64, "topk" + ":1" * 30]
+    )
+    aggregation = dice.choice(
+        ["", "median", f"centered_clip:1:{number}", f"trimmed_mean:{number}e-400", "audit:before:" + "9" * 40,
+         f"topology:gossip:{number}", " " * 512, "max_norm:nan", "centered_clip:inf:1e308"]
+    )  # fmt: skip
+    return codec, aggregation
 
 
 # ---------------------------------------------------------------------- hostile peers
 
 
-class HostileControl(control.Control):
+class HostileControl(control.VoteStreams):
     """A member's control channel that adds random votes to the member's own."""
 
     dice: random.Random
@@ -309,7 +350,7 @@ class HostileControl(control.Control):
             for _ in range(self.dice.randint(1, 4)):
                 self._say(line, some_vote(self.dice, member, self._hears.signing))  # type: ignore[attr-defined]
 
-    def _mislead(self, member: Member) -> None:
+    def _mislead(self, member: MemberState) -> None:
         """Send ballots in a sequence, about real and invented attempts."""
         dice, size = self.dice, member.size
         self.newest = next_ballot(self._me, size, max(self.newest, member.promised))
@@ -351,7 +392,7 @@ class Hostile:
     async def run(self, averager: p2pavg.DecentralizedAverager) -> None:
         """Send messages until cancelled."""
         tasks = {"lanes": self._lane, "matches": self._match, "records": self._record}
-        tasks["accusations"] = self._accuse
+        tasks |= {"accusations": self._accuse, "names": self._name, "first messages": self._begin}
         chosen = [task for kind, task in tasks.items() if kind in self.how.kinds]
         while True:
             await trio.sleep(self.dice.expovariate(8.0))
@@ -387,7 +428,9 @@ class Hostile:
             self.dice.choice(list(Lane)),
             self.dice.choice([0, 0, 1, self.dice.randrange(20)]),
             self.dice.choice([0, 0, self.dice.randrange(8)]),
-            begin=self.dice.choice([START, START, Mark(self.dice.randrange(8), self.dice.randrange(300))]),
+            begin=self.dice.choice(
+                [START, START, ResumeMark(self.dice.randrange(8), self.dice.randrange(300))]
+            ),
         )
         stream = await self.peer.context.transport.open_stream(self._other(), EXCHANGE_PROTOCOL, timeout=1.0)
         await send_message(stream, encode_header(header))
@@ -400,13 +443,49 @@ class Hostile:
 
     async def _match(self) -> None:
         stream = await self.peer.context.transport.open_stream(self._other(), messages.PROTOCOL, timeout=1.0)
-        opening: list[messages.Message] = [messages.Ask(self.known[-1]), messages.Nudge(self.known[-1])]
+        opening: list[messages.Message] = [
+            messages.JoinRequest(self.known[-1]),
+            messages.Nudge(self.known[-1]),
+        ]
         await send_message(stream, messages.encode(self.dice.choice(opening)))
         for _ in range(self.dice.randint(0, 5)):
             await send_message(
                 stream, messages.encode(some_match_message(self.dice, self.known, self.group_id))
             )
             self.sent["matches"] += 1
+        await self._leave(stream)
+
+    async def _begin(self) -> None:
+        """Begin a join stream with any message, such as a roster, in place of a candidate of one's own."""
+        stream = await self.peer.context.transport.open_stream(self._other(), messages.PROTOCOL, timeout=1.0)
+        await send_message(stream, messages.encode(some_match_message(self.dice, self.known, self.group_id)))
+        self.sent["first messages"] += 1
+        await self._leave(stream)
+
+    async def _name(self) -> None:
+        """Publish a run entry whose codec and rule are names that a reader may have to compute with."""
+        codec, aggregation = some_names(self.dice)
+        is_known(codec, aggregation)  # as a peer that helps the run does; it raises nothing
+        entry = RunEntry(
+            schema_hash=self.dice.randbytes(32),
+            tensors=1,
+            elements=self.dice.choice([0, 1, 2**34]),
+            codec=codec,
+            group_size=self.dice.randint(2, 64),
+            rule=self.dice.choice(["", "fraction 0x1p-1 seed 1", "x" * 512]),
+            aggregation=aggregation,
+        )
+        now = self.peer.context.wall_clock()
+        record = sign_record(
+            simulated_signer(self.index),
+            key=run_key(RUN),
+            sequence=int(now * 1e6) + self.dice.randrange(10**6),
+            expiration_time=now + 60.0,
+            value=encode_entry(entry),
+        )
+        stream = await self.peer.context.transport.open_stream(self._other(), RECORDS_PROTOCOL, timeout=1.0)
+        await send_message(stream, encode_record_request(Store((), (record,))))
+        self.sent["names"] += 1
         await self._leave(stream)
 
     async def _record(self) -> None:
@@ -431,7 +510,7 @@ class Hostile:
             expiration_time=now + dice.choice([5.0, 600.0]),
             value=dice.choice([encode_notice(Notice((), named)), dice.randbytes(40)]),
         )
-        request = Request(
+        request = EvidenceRequest(
             dice.choice([accusations_key(RUN), bytes(32)]), dice.choice(list(self.evidence)), b""
         )
         messages = [
@@ -481,7 +560,7 @@ class Hostile:
             rule="",
             aggregation=dice.choice(["", "median", "trimmed_mean:0.25"]),
         )
-        progress = Progress(
+        progress = PeerProgress(
             epoch=dice.choice([0, 1, 10**6]),
             state=bytes(32),
             samples=dice.choice([0.0, 1e15]),
@@ -528,10 +607,10 @@ def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
     hostile: dict[str, Hostile] = {}
     send = AttemptRunner._send
 
-    def make(**given: Any) -> control.Control:
+    def make(**given: Any) -> control.VoteStreams:
         liar = hostile.get(given["transport"].peer_id)
         if liar is None or "votes" not in how.kinds:
-            return control.Control(**given)
+            return control.VoteStreams(**given)
         made = HostileControl(**given)
         made.dice, made.sent, made.begun = liar.dice, record.sent, []
         return made
@@ -543,12 +622,12 @@ def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
             record.sent["matches"] += 1
         send(self, peer_id, message)
 
-    vars(exchange)["Control"] = make
+    vars(exchange)["VoteStreams"] = make
     AttemptRunner._send = say  # type: ignore[method-assign]
     try:
         yield hostile
     finally:
-        vars(exchange)["Control"] = control.Control
+        vars(exchange)["VoteStreams"] = control.VoteStreams
         AttemptRunner._send = send  # type: ignore[method-assign]
 
 
@@ -591,7 +670,11 @@ async def average(record: Seen, averager: p2pavg.DecentralizedAverager, index: i
     for number in range(ROUNDS):
         averager.clear()
         values, weight = torch.randn(ELEMENTS, generator=generator), 1.0 + number
-        averager.accumulate([values], weight=weight)
+        step = float(number)
+        if "claims" in how.kinds and index in how.liars:
+            step = random.Random(f"claims/{how.seed}/{index}/{number}").choice(CLAIMS)
+            record.sent["claims"] += 1
+        averager.accumulate([values], weight=weight, metrics={OUTER_STEP: step})
         record.given[averager.peer_id, weight] = values
         for _ in range(TRIES):
             began = trio.current_time()
@@ -631,6 +714,10 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
             "a certificate of another result"
         )
         assert peer_id in proof.signers, f"{peer_id} has not signed its own result"
+        if 2 * len(liars & set(result.peers)) < len(result.peers):
+            for step in range(ROUNDS):
+                others = rounds_of_others(step, result.metrics[OUTER_STEP], result.peers, peer_id)
+                assert not is_too_far(step, others, ROUNDS), f"{peer_id} throws an average away"
         if "lanes" in how.kinds and liars & set(result.peers):
             continue  # a hostile member's contribution is random
         exact = torch.zeros(ELEMENTS, dtype=torch.float64)
@@ -669,6 +756,15 @@ def one(seed: int) -> tuple[int, Counter[str], Counter[str], str]:
     try:
         record = simulate(partial(run, how), seed=seed)
         check(how, record, faults.found)
+        if "states" in how.kinds:
+            record.tally += fuzz_states.search(random.Random(f"states/{seed}"), SNAPSHOTS)
+            record.sent["states"] += SNAPSHOTS
+        if "texts" in how.kinds:
+            record.tally += fuzz_texts.search(random.Random(f"texts/{seed}"), TEXTS)
+            record.sent["texts"] += TEXTS
+        if "serials" in how.kinds:
+            record.tally += fuzz_serials.search(random.Random(f"serials/{seed}"), CERTIFICATES)
+            record.sent["serials"] += CERTIFICATES
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise

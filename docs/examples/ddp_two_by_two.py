@@ -8,6 +8,9 @@ GPUs or with none:
     torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py
     torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py --join ADDRESS      (ADDRESS: printed by the first)
 
+On two machines, make a run with `p2pavg run create digits`, and start one peer with --run digits --peer A and the other
+with --run LINK --peer B, as that command prints.
+
 They learn scikit-learn's handwritten digits; each of the four processes has a quarter of the images, and all of them
 take the same steps, as the ranks of one DistributedDataParallel would.
 """
@@ -75,8 +78,12 @@ def train(how: argparse.Namespace) -> None:
     with ExitStack() as stack:
         averager = None
         if rank == 0:
-            config = p2pavg.AveragingConfig(run_id="ddp-digits", group_size=len(PEERS), match_timeout=10.0)
-            averager = stack.enter_context(open_averager(config, bootstrap=how.join, listen=[how.listen]))
+            settings: dict[str, Any] = {"group_size": len(PEERS), "match_timeout": 10.0}
+            if how.run:
+                config = p2pavg.join_run(how.run, **settings)
+            else:
+                config = p2pavg.AveragingConfig(run_id="ddp-digits", **settings)
+            averager = stack.enter_context(open_averager(config, bootstrap=how.join))
             print("others join with", averager.addresses[0], flush=True)
         gradients = stack.enter_context(
             peer_gradients(averager, network.parameters(), peers_to_start=len(PEERS))
@@ -108,7 +115,6 @@ def start(peer: str, result: Path, how: argparse.Namespace, join: str | None) ->
     """Start a peer of two ranks on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [os.path.abspath(__file__), "--peer", peer, "--steps", str(how.steps), "--result", str(result)]
-    command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
     if join is not None:
         command += ["--join", join]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -160,9 +166,7 @@ def main() -> None:
         "--peer", choices=PEERS, help="number of this peer, which decides its part of the images"
     )
     one.add_argument("--join", action="append", default=[], help="an address that another peer printed")
-    one.add_argument(
-        "--listen", default="/ip4/0.0.0.0/tcp/0", help="address at which other peers reach this one"
-    )
+    one.add_argument("--run", help="on several machines: the folder or link of `p2pavg run create`")
     one.add_argument("--result", type=Path, help="file for the results")
     how = parser.parse_args()
     if how.steps < 1:

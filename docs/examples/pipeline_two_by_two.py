@@ -8,6 +8,9 @@ losses. To start a single peer, on a machine with two GPUs or with none:
     torchrun --nproc-per-node=2 docs/examples/pipeline_two_by_two.py
     torchrun --nproc-per-node=2 docs/examples/pipeline_two_by_two.py --join ADDRESS      (ADDRESS: printed by the first)
 
+On two machines, make a run with `p2pavg run create digits --count 3`, and start one peer with --run digits --run LINK1,
+and the other with --run LINK2 --run LINK3 --peer B: each process is a peer of its own.
+
 They learn scikit-learn's handwritten digits. Rank 0 of a peer has the first layers and rank 1 the others; each stage
 averages its gradients with the same stage of the other peer.
 """
@@ -80,14 +83,18 @@ def train(how: argparse.Namespace) -> None:
     place = STRATEGY.place(device.type)
     module = stage_of(layers(), place.stage).to(device)
     schedule = STRATEGY.pipeline(module, place, functional.cross_entropy)
-    config = p2pavg.AveragingConfig(run_id="pipeline-digits", match_timeout=10.0, compression=None)
+    settings: dict[str, Any] = {"match_timeout": 10.0, "compression": None}
+    if how.run:
+        config = p2pavg.join_run(how.run[place.stage], **settings)
+    else:
+        config = p2pavg.AveragingConfig(run_id="pipeline-digits", **settings)
     losses: list[float] = []
     with ExitStack() as stack:
         config = place.config(STRATEGY.config(config))
         join: list[Any] = [how.join]
         if place.stage == 1:
             dist.broadcast_object_list(join, src=0)  # waits until rank 0 has opened its averager
-        averager = stack.enter_context(open_averager(config, bootstrap=join[0], listen=[how.listen]))
+        averager = stack.enter_context(open_averager(config, bootstrap=join[0]))
         if place.stage == 0:  # the other rank joins this one, and so finds the other peers
             print("others join with", averager.addresses[0], flush=True)
             dist.broadcast_object_list([[*how.join, *averager.addresses]], src=0)
@@ -141,7 +148,6 @@ def start(peer: str, result: Path, how: argparse.Namespace, join: str | None) ->
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={STRATEGY.ranks}", os.path.abspath(__file__)]
     command += ["--peer", peer, "--steps", str(how.steps), "--result", str(result)]
-    command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
     if join is not None:
         command += ["--join", join]
     stdout = subprocess.PIPE if join is None else None  # the first peer prints its address
@@ -192,7 +198,10 @@ def main() -> None:
     one.add_argument("--peer", choices=PEERS, help="name of this peer, which decides its half of the images")
     one.add_argument("--join", action="append", default=[], help="an address that another peer printed")
     one.add_argument(
-        "--listen", default="/ip4/0.0.0.0/tcp/0", help="address at which other peers reach this one"
+        "--run",
+        action="append",
+        default=[],
+        help="on several machines: the folder or link of `p2pavg run create`, once for each stage in turn",
     )
     one.add_argument("--result", type=Path, help="file for the results; the stage's number is added")
     how = parser.parse_args()

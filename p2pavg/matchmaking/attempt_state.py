@@ -91,14 +91,16 @@ class AttemptState:
         )
 
     def learn_record(self, candidate: Candidate, now: float) -> None:
-        """Take in a candidate from its record, which may be left over from a round that was finished with it."""
+        """Take in a candidate from its record, which may be left over from a round that was finished with it.
+
+        The record was read in one of this peer's places, whose keys differ from that of the common one.
+        """
         if not self.memory.is_spent(candidate):
             self.learn(candidate, now)
 
     def learn(self, candidate: Candidate, now: float) -> None:
         """Take in a candidate that its peer has sent itself, or whose record is a new one."""
-        is_of_this_place = candidate.record.key == self.me.record.key
-        if candidate.peer_id == self.me.peer_id or not is_of_this_place or not plausible(candidate, now):
+        if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
             return
         known = self.peers[candidate.peer_id]
         if known.banned is not None or candidate.deadline <= known.ended:

@@ -232,7 +232,9 @@ class Matchmaking:
         if self.state.has_ended:
             return []
         # The peer speaks itself, so this is its present attempt, even if a round seems to have been finished with it.
-        self.state.learn(candidate, now)
+        # What a peer sends itself is signed for the common place of its search.
+        if candidate.record.key == self.state.me.record.key:
+            self.state.learn(candidate, now)
         return self.discovered((), now)
 
     def moved(self, now: float) -> Actions:

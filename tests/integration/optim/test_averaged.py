@@ -85,8 +85,12 @@ def test_peers_match_one_process_with_the_whole_batch(codec: str | None) -> None
         reports = [one_batch(model, batches, optimizer) for _ in range(UPDATES)]
         return reports, vector_of(model)
 
-    # An update without one of the peers would be right, and another one than that of the whole batch.
-    found = train_together(work, PEERS, config(PEERS, compression=codec, match_timeout=120.0))
+    # An update without one of the peers would be right, and another one than that of the whole batch. A machine that
+    # stops a peer for ten seconds makes one, so there is a second try.
+    for _ in range(2):
+        found = train_together(work, PEERS, config(PEERS, compression=codec, match_timeout=120.0))
+        if all(report.peers == PEERS and report.updated for reports, _ in found for report in reports):
+            break
     for reports, parameters in found:
         assert all(report.updated for report in reports), "\n".join(str(r) for r in reports if not r.updated)
         assert [report.epoch for report in reports] == list(range(1, UPDATES + 1))

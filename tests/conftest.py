@@ -18,6 +18,7 @@ another order.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 from collections.abc import Iterator
@@ -91,6 +92,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     computing.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
     turns = chain.from_iterable(zip_longest(waiting, computing))
     items[:] = [*first, *(item for item in turns if item is not None)]
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported by now out of the garbage collector's sight.
+
+    It goes through a million objects otherwise, again and again, and at each search for the modules of an optimizer.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -35,9 +35,9 @@ def _owners(parts: Sequence[object]) -> list[nn.Module]:
     if not holders:
         return []
     # A module's attributes are in a dict of their own, or in the module itself, as the interpreter has chosen.
-    direct = [found for found in gc.get_referrers(*holders) if issubclass(type(found), nn.Module)]
-    attributes = [found for found in gc.get_referrers(*holders) if type(found) is dict]
-    if attributes:
+    around = gc.get_referrers(*holders)
+    direct = [found for found in around if issubclass(type(found), nn.Module)]
+    if attributes := [found for found in around if type(found) is dict]:
         direct += [found for found in gc.get_referrers(*attributes) if issubclass(type(found), nn.Module)]
     return list({id(module): module for module in direct}.values())
 

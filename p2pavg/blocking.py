@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 from p2pavg.allreduce.vector.accumulation import Given
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
 from p2pavg.base.threads.program_end import at_the_end
 from p2pavg.base.threads.trio_thread import TrioThread
@@ -32,7 +33,7 @@ from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.peer.statuses import Statuses
 from p2pavg.peer.step_plan import checked_plan, checked_wait
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.records.board import BOARD_LOOK_SECONDS, Topic
+from p2pavg.runs.records.board import Topic
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer
@@ -348,7 +349,7 @@ class Averager:
         """See :meth:`p2pavg.DecentralizedAverager.is_connected`."""
         return self._averager.is_connected(peer_id)
 
-    def board(self, topic: str, look_seconds: float = BOARD_LOOK_SECONDS) -> Topic:
+    def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Topic:
         """See :meth:`p2pavg.DecentralizedAverager.board`."""
         return self._call(partial(self._averager.board, topic, look_seconds))
 

@@ -24,6 +24,7 @@ from p2pavg.allreduce.precedence import PIECE_BYTES, Precedence
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.turns import Turns
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
@@ -33,7 +34,6 @@ from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
 
-OPEN_PARTS_SECONDS = 10.0
 # For a direct lane to come about, from either side; then the parts go over a stream. A member that sends nothing of its
 # contribution is given up after 4.5 s, so there has to be time for that stream.
 DIRECT_SECONDS = 3.0
@@ -153,7 +153,7 @@ class Sender:
                 member.peer_id,
                 PROTOCOL,
                 addresses=member.addresses,
-                timeout=OPEN_PARTS_SECONDS,
+                timeout=REPLY_SECONDS,
                 # A member that cannot be dialled has opened a connection of its own, or is about to.
                 wait_inbound=True,
             )

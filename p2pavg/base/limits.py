@@ -18,6 +18,13 @@ MAX_MBPS = 1e6  # largest limit that a user can set, in Mbit/s
 MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
 MAX_NORM = 2.0**118  # of a contribution: 2**34 values of 2**100 each have a norm of 2**117
 MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate
+REPLY_SECONDS = 10.0
+"""For one word of a peer that is there: to open a stream to it, for its first message, for its answer. A message of 256
+KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow, and not gone."""
+LOOK_SECONDS = 1.0
+"""Between two looks of a task that waits for news, at most. News wake it; a look finds what has woken nobody."""
+FAREWELL_SECONDS = 1.0
+"""For what this process tells others when it ends something: they also notice without it, only later."""
 MAX_NAME_CHARS = 32  # of a tag or a metric; its UTF-8 has at most as many bytes
 MAX_TAGS = 16
 MAX_METRICS = 16

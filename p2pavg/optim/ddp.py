@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager, check_meets_all
@@ -35,7 +36,6 @@ from p2pavg.optim.coordination.together import RoundCoordinator
 logger = logging.getLogger(__name__)
 
 CLOSE_LOOP_SECONDS = 10.0
-PASS_LOOK_SECONDS = 1.0  # between two checks if a pass is still running
 _FAILED, _OK, _ENDED, _BEHIND = 0, 1, 2, 3
 _STATE_DOMAIN = "p2pavg/ddp/1"
 
@@ -222,7 +222,7 @@ class PeerGradients:
         while True:
             is_idle = self._averaged == self._taken  # read before the queue: no pass is missed
             try:
-                return self._passes.get(timeout=0.0 if is_idle else PASS_LOOK_SECONDS)
+                return self._passes.get(timeout=0.0 if is_idle else LOOK_SECONDS)
             except queue.Empty:
                 if is_idle:
                     raise RuntimeError("the last backward pass is incomplete") from None

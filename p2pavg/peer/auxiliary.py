@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import trio
 
 from p2pavg.allreduce.context import run_context
-from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS
+from p2pavg.base.limits import FAREWELL_SECONDS, MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
@@ -40,7 +40,6 @@ from p2pavg_compression import resolve_codec
 logger = logging.getLogger(__name__)
 
 HELP_LOOK_SECONDS = 5.0
-CLOSE_AUXILIARY_SECONDS = 1.0  # to withdraw the status
 EXCHANGE_SECONDS = 60.0
 TAIL_SECONDS = 2.0
 """Time for telling the other members how the last round ended, when this peer leaves."""
@@ -168,7 +167,7 @@ async def _publishing(
     try:
         yield watched.reports
     finally:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_AUXILIARY_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
             async with trio.open_nursery() as withdrawing:
                 boards.close(withdrawing)
         watched.statuses.close()

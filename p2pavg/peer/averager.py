@@ -14,6 +14,7 @@ import trio
 from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.errors import ClosedError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -34,7 +35,7 @@ from p2pavg.round.round import WARN_NO_GROUP_SECONDS, Round
 from p2pavg.round.rounds import Rounds
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
-from p2pavg.runs.records.board import BOARD_LOOK_SECONDS, Board
+from p2pavg.runs.records.board import Board
 from p2pavg.runs.records.boards import Boards
 from p2pavg.state.news import TOPIC
 from p2pavg.state.sharing import StateSharing
@@ -404,7 +405,7 @@ class DecentralizedAverager:
         return self._host.context.transport.is_connected(peer_id)
 
     async def board(
-        self, topic: str, look_seconds: float = BOARD_LOOK_SECONDS, *, lasts: float | None = None
+        self, topic: str, look_seconds: float = LOOK_SECONDS, *, lasts: float | None = None
     ) -> Board:
         """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.
 

@@ -15,6 +15,7 @@ import trio
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, ConfigError, RemoteProtocolError
+from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
 from p2pavg.base.threads.waits import told_while_waiting
@@ -58,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
-_FIRST_MESSAGE_SECONDS = 10.0
-_WITHDRAW_SECONDS = 1.0
 _TAIL_SECONDS = 2.0
 
 
@@ -227,7 +226,7 @@ class Peer:
         # First: an averager that is opened during the withdrawal would publish anew.
         self._closed = True
         # Shielded, since it runs when the program is cancelled, too. Records that stay make others wait for this peer.
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
             await self.records.withdraw_all()
 
     def _remember_members(self, members: frozenset[str]) -> None:
@@ -237,7 +236,7 @@ class Peer:
 
     async def _serve_match(self, stream: Stream) -> None:
         # A stranger that opens a stream and says nothing holds it for so long only.
-        with trio.move_on_after(_FIRST_MESSAGE_SECONDS) as scope:
+        with trio.move_on_after(REPLY_SECONDS) as scope:
             data = await receive_message(stream, max_bytes=MAX_FIRST_BYTES)
         if scope.cancelled_caught or data is None:
             return

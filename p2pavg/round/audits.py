@@ -15,6 +15,7 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import ResultCommit
 from p2pavg.group.audits import Audits
@@ -37,9 +38,7 @@ from p2pavg.verification.audit.task import AuditTask, Lie, shares_of, tasks_of
 logger = logging.getLogger(__name__)
 
 KEEP_INPUTS_SECONDS = 30.0  # for which a reducer shows the inputs of a round that has ended
-OPEN_AUDIT_SECONDS = 10.0
 AUDIT_SECONDS = 30.0  # for the answer of one reducer; its inputs are gone after that
-REQUEST_SECONDS = 10.0
 
 _BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError, UnreachableError)
 
@@ -219,7 +218,7 @@ class RoundAudits:
             task.reducer.peer_id,
             PROTOCOL,
             addresses=task.reducer.addresses,
-            timeout=OPEN_AUDIT_SECONDS,
+            timeout=REPLY_SECONDS,
             # Neither may be able to dial the other: then the connection of the round is used.
             wait_inbound=True,
         )
@@ -252,7 +251,7 @@ class RoundAudits:
 
     async def _serve(self, stream: Stream, attempt: int) -> None:
         """Answer one member. A member may ask a little before this one has heard how the round ended."""
-        with trio.move_on_after(REQUEST_SECONDS) as scope:
+        with trio.move_on_after(REPLY_SECONDS) as scope:
             message = await receive_message(stream, max_bytes=REQUEST_BYTES)
             # What this member answers is decided with the commit, of which the auditor may have heard first.
             await self._settled.wait()

@@ -33,6 +33,7 @@ from p2pavg.base.errors import (
     StreamBrokenError,
     UnreachableError,
 )
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences
 from p2pavg.consensus.votes import (
@@ -52,7 +53,6 @@ from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
 logger = logging.getLogger(__name__)
 
 LEADER = 0  # position of the first ballot's leader
-OPEN_VOTES_SECONDS = 10.0
 ASK_OUTCOME_SECONDS = 2.0  # for an answer to the question how a round ended
 FLUSH_SECONDS = 2.0  # for the last votes, after the end
 ASK_STREAM_AGAIN_SECONDS = (
@@ -351,7 +351,7 @@ class VoteStreams:
             member.peer_id,
             PROTOCOL,
             addresses=member.addresses,
-            timeout=OPEN_VOTES_SECONDS,
+            timeout=REPLY_SECONDS,
         )
         # In a short round, this peer dials first without waiting: a refusal then loses a dead member at once.
         # Any other failure may mean that the member is behind a router, and has to connect itself.

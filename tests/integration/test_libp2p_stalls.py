@@ -125,7 +125,7 @@ async def test_a_peer_that_reads_nothing_for_long_loses_the_connection(
 async def test_a_peer_that_answers_no_negotiation_loses_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(opening, "NEGOTIATE_SECONDS", 0.2)
+    monkeypatch.setattr(opening, "REPLY_SECONDS", 0.2)
     async with host_that_cannot_write() as (host, stranger):
         with pytest.raises(UnreachableError):
             await host.open_stream(stranger.peer_id, ECHO, timeout=TIMEOUT)

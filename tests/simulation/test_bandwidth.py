@@ -13,11 +13,11 @@ from trio.testing import MockClock
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_AT_ONCE, MAX_BLOCKS
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.runs.records.bandwidth import (
-    BANDWIDTH_STREAM_SECONDS,
     GRANTED,
     PROTOCOL,
     QUESTION,
@@ -118,7 +118,7 @@ async def test_a_silent_peer_holds_no_place_for_long(autojump_clock: MockClock) 
             assert await receive_message(stream) == GRANTED
         with pytest.raises(BusyPeerError):
             await measure(await open_to(other, its))
-        await trio.sleep(BANDWIDTH_STREAM_SECONDS + 1.0)
+        await trio.sleep(REPLY_SECONDS + 1.0)
         await measure(await open_to(other, its))
 
 

@@ -9,8 +9,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.peer.peer import Peer
-from p2pavg.runs.records.board import BOARD_LOOK_SECONDS, SAID_TTL_SECONDS, Board
+from p2pavg.runs.records.board import SAID_TTL_SECONDS, Board
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 LAN = (0.0005, 0.002)
@@ -81,7 +82,7 @@ async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClo
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         words = await company.say_hello()
         if count > 8:
-            await trio.sleep(BOARD_LOOK_SECONDS)
+            await trio.sleep(LOOK_SECONDS)
         for peer, board in zip(peers, company.boards, strict=True):
             assert heard(board) == all_but(peer, words)
 
@@ -111,7 +112,7 @@ async def test_entry_of_a_closed_averager_is_gone(
     """It is gone at once where it is stored. A peer that only looks gets no withdrawals, and sees it expire."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         await company.say_hello()
-        await trio.sleep(BOARD_LOOK_SECONDS)
+        await trio.sleep(LOOK_SECONDS)
         gone = await company.close_the_last()
         await trio.sleep(seconds)
         for board in company.boards:
@@ -193,7 +194,7 @@ async def test_a_last_word_is_read_after_its_peer_has_closed_and_expires(
         async with late.averager(config()) as averager:
             board = await averager.board("ends", lasts=lasts)
             other = await averager.board("topic")
-            await trio.sleep(5 * BOARD_LOOK_SECONDS)
+            await trio.sleep(5 * LOOK_SECONDS)
             assert heard(board) == {peer.id: b"update 20"}
             assert heard(other) == {}
             await trio.sleep(lasts)
@@ -210,5 +211,5 @@ async def test_a_last_word_that_was_taken_back_is_gone(autojump_clock: MockClock
             await trio.sleep(SECOND)
         async with late.averager(config()) as averager:
             board = await averager.board("ends", lasts=90.0)
-            await trio.sleep(5 * BOARD_LOOK_SECONDS)
+            await trio.sleep(5 * LOOK_SECONDS)
             assert heard(board) == {}

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ConfigError, InvitationError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.runs.membership.certificate import Certificate, Role, read_certificate
@@ -21,14 +22,7 @@ from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.tokens import InvitationLink, Token, make_token, token_key
-from p2pavg.runs.records.invitations import (
-    INVITATION_STREAM_SECONDS,
-    MAX_STREAMS,
-    PROTOCOL,
-    Delegate,
-    Invitations,
-    redeem,
-)
+from p2pavg.runs.records.invitations import MAX_STREAMS, PROTOCOL, Delegate, Invitations, redeem
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.simulation import EPOCH, run_on_loop, simulated_clock
 from p2pavg_dht import Ed25519Signer
@@ -240,7 +234,7 @@ class TestLimits:
             await trio.sleep(1.0)
             with pytest.raises(UnreachableError, match="the delegate gave no answer"):
                 await ask(network, ALICE, make_link(transport))
-            await trio.sleep(INVITATION_STREAM_SECONDS)
+            await trio.sleep(REPLY_SECONDS)
             assert (await ask(network, ALICE, make_link(transport))).peer_id == ALICE.peer_id
             nursery.cancel_scope.cancel()
 

@@ -12,17 +12,13 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.membership import Membership
-from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, SESSION_HELLO_SECONDS, stored_key
-from p2pavg.state.donor.serving import (
-    IDLE_SESSION_SECONDS,
-    MAX_REQUESTS,
-    SEND_PIECE_SECONDS,
-    SERVING_LOOK_SECONDS,
-)
+from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
+from p2pavg.state.donor.serving import IDLE_SESSION_SECONDS, MAX_REQUESTS, SEND_PIECE_SECONDS
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.messages import (
     PROTOCOL,
@@ -93,7 +89,7 @@ async def test_streams_without_a_hello_keep_no_joiner_out(autojump_clock: MockCl
         await trio.sleep(0.1)
         assert peers[0].state._greeted.total() == MAX_SESSIONS_PER_PEER
         assert await is_served(peers[2], peers[0], blob)
-        await trio.sleep(SESSION_HELLO_SECONDS)
+        await trio.sleep(REPLY_SECONDS)
         assert not peers[0].state._greeted
 
 
@@ -183,7 +179,7 @@ async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session(autojump_
         stream, refusal = await hello(peers[1], peers[0])
         assert refusal == ""
         accusations.accuse(evidence_against(simulated_signer(1)))
-        with trio.fail_after(2 * SERVING_LOOK_SECONDS):
+        with trio.fail_after(2 * LOOK_SECONDS):
             assert await receive_message(stream) is None
         _, refusal = await hello(peers[1], peers[0])
         assert "it is excluded from the run by evidence" in refusal

@@ -18,13 +18,13 @@ import trio
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
 from p2pavg.allreduce.movers.resting import REST_SECONDS, RestingStreams
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.votes import MemberPing, Unknown, Vote, encode_vote
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import DirectLane, Stream
 
 logger = logging.getLogger(__name__)
 
-HEADER_SECONDS = 10.0
 MAX_WAITING_LANES = 8  # of one peer in one group, that no attempt has taken yet
 MAX_REMEMBERED = 256  # rounds that ended
 MAX_RESTING_INBOUND = (
@@ -212,7 +212,7 @@ class StreamRouter:
 
     async def serve(self, stream: Stream) -> None:
         """One inbound stream of the exchange protocol; one of votes serves a round after another."""
-        header = await _header_within(HEADER_SECONDS, stream)
+        header = await _header_within(REPLY_SECONDS, stream)
         if header is None:
             return
         # Any peer may ask, also about a group that this one does not know: it may have been restarted.
@@ -283,7 +283,7 @@ class StreamRouter:
         if group is not None:
             # A member that asks waits for the stream of votes that this one is to open.
             group.on_asked(stream.remote)
-        with trio.move_on_after(HEADER_SECONDS):
+        with trio.move_on_after(REPLY_SECONDS):
             await send_message(stream, encode_vote(answer))
             await stream.aclose()
 
@@ -299,11 +299,11 @@ async def _receive_header(lane: DirectLane) -> bytes:
     """The message with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
     try:
         # A lane may rest for long before a header begins. One that has begun must end soon.
-        with trio.fail_after(HEADER_SECONDS):
+        with trio.fail_after(REPLY_SECONDS):
             return await _read_header(lane)
     except trio.TooSlowError:
         lane.abort()
-        raise StreamBrokenError(f"{lane.remote} sent no header within {HEADER_SECONDS:.0f} s") from None
+        raise StreamBrokenError(f"{lane.remote} sent no header within {REPLY_SECONDS:.0f} s") from None
     except BaseException:
         lane.abort()
         raise

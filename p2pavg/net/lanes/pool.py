@@ -55,6 +55,7 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.net.framing import receive_message, send_message
@@ -83,7 +84,6 @@ from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, 
 
 logger = logging.getLogger(__name__)
 
-LANE_ANSWER_SECONDS = 10.0
 EXCUSE_SECONDS = 0.25
 LANE_DIAL_SECONDS = 2.0  # for each of the two dials, which are tried one after the other
 
@@ -335,7 +335,7 @@ class LaneKeeper:
         self._inbound.serve(handler, wanted)
 
     async def _answer(self, stream: Stream) -> None:
-        with trio.move_on_after(LANE_ANSWER_SECONDS), bare_exceptions():
+        with trio.move_on_after(REPLY_SECONDS), bare_exceptions():
             message = await next_message(stream)
             # Making a context for the sender's certificate takes processor time. A
             # sender that has used up its share waits here.

@@ -16,6 +16,7 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
+from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
 from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
 from p2pavg.net.libp2p.errors import error_text, is_refusal
@@ -30,7 +31,6 @@ from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
-CLOSE_CONNECTION_SECONDS = 1.0
 NOTICE_SECONDS = 0.1
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 
@@ -200,7 +200,7 @@ class Connections:
         try:
             await outcome.known.wait()
         except trio.Cancelled:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_CONNECTION_SECONDS):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
                 await carrier.close()
             raise
         if outcome.reason:
@@ -287,7 +287,7 @@ class Connections:
 
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to a peer, politely at first."""
-        with trio.move_on_after(CLOSE_CONNECTION_SECONDS):
+        with trio.move_on_after(FAREWELL_SECONDS):
             await self._swarm.close_peer(ID.from_string(peer_id))
         # A peer that does not answer the polite end may be stopped, or hostile.
         await self.abort(peer_id)
@@ -306,7 +306,7 @@ class Connections:
         relayed = [each for each in found if _muxer(each).relay]
         for some in (relayed, found):
             async with trio.open_nursery() as nursery:
-                nursery.cancel_scope.deadline = trio.current_time() + CLOSE_CONNECTION_SECONDS
+                nursery.cancel_scope.deadline = trio.current_time() + FAREWELL_SECONDS
                 for connection in some:
                     nursery.start_soon(_close_delivered, connection)
         for connection in self._swarm.get_connections():

@@ -16,6 +16,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
 from p2pavg.base.errors import UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -25,8 +26,6 @@ from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)
-
-NEGOTIATE_SECONDS = 10.0
 
 
 class _Negotiation:
@@ -95,7 +94,7 @@ class StreamOpener:
         connection that was made meanwhile goes on when a relay is what keeps silent.
         """
         with watchdog:
-            await trio.sleep(NEGOTIATE_SECONDS)
-            logger.debug("%s did not answer within %.0f s", peer_id, NEGOTIATE_SECONDS)
+            await trio.sleep(REPLY_SECONDS)
+            logger.debug("%s did not answer within %.0f s", peer_id, REPLY_SECONDS)
             for muxed in used:
                 await muxed.abort()

@@ -15,6 +15,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError
+from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime
@@ -34,7 +35,6 @@ LONG_PIECE_BYTES = MAX_FRAME_BYTES - HEADER_SIZE
 # The timeout of one piece. A link of 20 kbit/s moves the longest one in 26 s.
 STALL_SECONDS = 30.0
 
-_CLOSE_STREAM_SECONDS = 1.0
 
 # After this process has closed a stream, it waits so long for the other side to close its half.
 _LINGER_SECONDS = 30.0
@@ -214,7 +214,7 @@ class Libp2pStream(Stream):
             return
         done = trio.Event()
         self._lifetime.nursery.start_soon(self._send_last_frame, reset, done)
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_STREAM_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
             await done.wait()
 
     async def _send_last_frame(self, reset: bool, done: trio.Event) -> None:

@@ -57,6 +57,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, ListenError, RefusedError, UnreachableError
+from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import wait_of_this_thread
 from p2pavg.net.addresses import (
@@ -69,7 +70,7 @@ from p2pavg.net.addresses import (
 from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.lanes.acceptor import TlsAcceptor
 from p2pavg.net.lanes.pool import LaneKeeper
-from p2pavg.net.libp2p.connections import CLOSE_CONNECTION_SECONDS, Connections
+from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.errors import is_of_the_network
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -286,7 +287,7 @@ class Libp2pTransport(Transport):
         await self._reaching.stop()
         self._lanes.close()
         await self._connections.close_all()
-        with trio.move_on_after(CLOSE_CONNECTION_SECONDS):
+        with trio.move_on_after(FAREWELL_SECONDS):
             await self._host.close()
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
-FOLLOWING_LOOK_SECONDS = 1.0  # between two looks at transfers and records
 NEWS_SECONDS = (
     0.25  # between two looks at records, while all that this peer lacks is the news of the next average
 )
@@ -242,9 +242,9 @@ class Follower:
             self._sharing.look()
             self._sharing.wait(version, NEWS_SECONDS)
         elif transfer is None or transfer.ended:
-            self._sharing.wait(version, FOLLOWING_LOOK_SECONDS)
+            self._sharing.wait(version, LOOK_SECONDS)
         else:
-            transfer.wait(FOLLOWING_LOOK_SECONDS)
+            transfer.wait(LOOK_SECONDS)
 
     def _transfer(self) -> SnapshotTransfer | AverageTransfer | None:
         return self._snapshot or (self._averages[0] if self._averages else None)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.meeting import SearchPlace
 from p2pavg.optim.cells.cells import Cells, bounds_of, holders, outer_run, outer_state
 
 logger = logging.getLogger(__name__)
-
-BETWEEN_CELLS_LOOK_SECONDS = 1.0  # maximum between two looks of a waiting member
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class CrossCellAverager:
         for share, outer in self._outers.items():
             while not outer.ended:
                 left = self._until - time.monotonic()
-                self._look(outer, min(max(left, 0.0), BETWEEN_CELLS_LOOK_SECONDS), 2)
+                self._look(outer, min(max(left, 0.0), LOOK_SECONDS), 2)
                 on_look()
                 if left <= 0 and not outer.ended:
                     outer.averager.cancel_matchmaking("the cell mixes without this share")

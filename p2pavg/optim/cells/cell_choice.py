@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.cells.cells import (
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 TOPIC = "cells"
 CELL_LOOK_SECONDS = 5.0  # between two looks of a member
-CHOICE_LOOK_SECONDS = 1.0
 SETTLE_CELL_SECONDS = 3.0
 """A newcomer listens for this long before it chooses. The peers of a start listen until none has come for as long."""
 
@@ -88,7 +88,7 @@ class CellBoard:
                     f"cells: all {self._cells.count} cells of the run are full; begin the run with a larger count"
                 )
             self._board.look()
-            self._board.wait(version, CHOICE_LOOK_SECONDS)
+            self._board.wait(version, LOOK_SECONDS)
 
     def take(self, cell: int) -> None:
         """Say that this peer is a newcomer of a cell."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from p2pavg.base.errors import ClosedError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.states import States
 from p2pavg.optim.coordination.ending import (
@@ -25,7 +26,7 @@ from p2pavg.optim.coordination.ending import (
     read_last_words,
     run_end,
 )
-from p2pavg.optim.coordination.together import PEER_LOOK_SECONDS, RoundCoordinator
+from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.runs.records.board import Topic
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class Parting:
             return False
         waiting = frozenset(found.peers)
         # A word takes a second or two: most members are at the last update by then, and nothing is to be told.
-        if now >= self._began + 2 * PEER_LOOK_SECONDS and not waiting <= self._told:
+        if now >= self._began + 2 * LOOK_SECONDS and not waiting <= self._told:
             self._told |= waiting
             logger.warning(
                 "this peer has taken its last update, %d, and stays for peers that lack it, for %.0f s at most while"
@@ -156,7 +157,7 @@ class Parting:
     def wait(self) -> None:
         """Block until other peers may have said something new, for a second at most."""
         run = self._together.run
-        run.wait(run.version, PEER_LOOK_SECONDS)
+        run.wait(run.version, LOOK_SECONDS)
 
     def _say_last(self) -> None:
         lineage = self._together.run.lineage
@@ -190,7 +191,7 @@ class Parting:
         is_first, topic = self._last_words is None, self._topic()
         if is_first:  # it looks before this peer begins anything with the peers that are left
             topic.look()
-            topic.wait(topic.version, PEER_LOOK_SECONDS)
+            topic.wait(topic.version, LOOK_SECONDS)
             words = run.words
         last_words = read_last_words(_values(topic))
         return run_end(run.mine, group, words, last_words, follows=self._together.comes_back)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from p2pavg.base.codes import FailedCode
-from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.limits import LOOK_SECONDS, MAX_GROUP_SIZE
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.meeting import SearchStage
@@ -27,7 +27,6 @@ from p2pavg.optim.coordination.waiting import GrowingPauses, Waiting
 
 logger = logging.getLogger(__name__)
 
-PEER_LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
 OBSERVER_LOOK_SECONDS = 0.25
 """The same for a peer that has caught up, and looks for the group of the next round: if the others end one without it,
 it has to replay that update before they have formed their next group, which takes about a second. Also for a peer whose
@@ -190,7 +189,7 @@ class RoundCoordinator:
 
     @property
     def _look_seconds(self) -> float:
-        return OBSERVER_LOOK_SECONDS if self._observes or self.turn.is_shared else PEER_LOOK_SECONDS
+        return OBSERVER_LOOK_SECONDS if self._observes or self.turn.is_shared else LOOK_SECONDS
 
     def _hurry(self, began: float) -> None:
         """Leave out the peers that still compute if the grace period, which began at this time, is over."""

@@ -11,7 +11,7 @@ import torch
 
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import P2PAvgError, RemoteProtocolError
-from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, MAX_TIMEOUT_SECONDS
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.topology import among_all
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 RUN_SUFFIX = "/sync"
 TOPIC = "sync"
 FAILED_SYNC_PAUSE_SECONDS = 0.2  # pause after a failed round
-DIGEST_LOOK_SECONDS = 1.0  # between two looks at the digests of the others
 
 _VERSION = 1
 
@@ -178,7 +177,7 @@ def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float
         left = until - time.monotonic()
         if left <= 0:
             raise SyncError(f"{_peers(missing)} published no digest of the received parameters")
-        board.wait(version, min(left, DIGEST_LOOK_SECONDS))
+        board.wait(version, min(left, LOOK_SECONDS))
 
 
 def _peers(ids: list[str]) -> str:

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.gossip import next_round, rounds_of_others, stages_of
 from p2pavg.group.places.meeting import SearchPlace, SearchStage
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftBehind
-from p2pavg.optim.coordination.together import PEER_LOOK_SECONDS, RoundCoordinator
+from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.mixing.mixing import ROUND, MixingOptions, is_too_far, lag_behind
 
@@ -99,7 +100,7 @@ class Meetings(RoundCoordinator):
                 self.on_look()
                 self.run.stand_by()
                 self.waits(f"{peers} of {self.run.peers_to_start} peers are there to start", ())
-                self.run.wait(version, min(PEER_LOOK_SECONDS, max(until - time.monotonic(), 0.0)))
+                self.run.wait(version, min(LOOK_SECONDS, max(until - time.monotonic(), 0.0)))
         finally:
             self.waits_no_more()
 
@@ -153,7 +154,7 @@ class Meetings(RoundCoordinator):
         try:
             self.run.stand_by()
             while True:
-                result = self._poll(PEER_LOOK_SECONDS / 4)
+                result = self._poll(LOOK_SECONDS / 4)
                 if not isinstance(result, InProgress):
                     return result
                 limit = self._mixing.partner_timeout if self.is_looking else self.patience

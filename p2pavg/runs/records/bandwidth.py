@@ -17,6 +17,7 @@ import trio
 
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
 from p2pavg.net.limits.sources import prefix_of
@@ -28,8 +29,6 @@ GRANTED, BUSY = pack(1, True), pack(1, False)
 
 SENDING_SECONDS = 0.5
 """Time after which one side begins no further round. At 0.1 Mbit/s, the first round takes 1.3 s."""
-BANDWIDTH_STREAM_SECONDS = 10.0
-"""Timeout of the whole conversation on the serving side."""
 
 _MAX_NOTE_BYTES = 64
 
@@ -61,7 +60,7 @@ class BandwidthService:
         Raises:
             RemoteProtocolError: the other peer breaks the protocol.
         """
-        with trio.move_on_after(BANDWIDTH_STREAM_SECONDS):
+        with trio.move_on_after(REPLY_SECONDS):
             if await receive_message(stream, max_bytes=_MAX_NOTE_BYTES) != QUESTION:
                 raise RemoteProtocolError("a measurement that begins with another question")
             if not self._budget.begin(trio.current_time(), stream.remote, prefix_of(stream.remote_host)):

@@ -19,13 +19,13 @@ import trio
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ClosedError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg_dht import Published, Record
 
 SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this
 SAY_ENTRY_SECONDS = 0.2  # between two entries that no peer waits for
 MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_CALLS = 4  # at once
-BOARD_LOOK_SECONDS = 1.0  # between two look-ups on a peer that does not store the entries
 MAX_ENTRY_BYTES = 4096
 MAX_PUBLISHERS = 1024
 """Entries of more publishers are ignored: a peer that stores records can invent publishers, at 4 KB an entry. Known
@@ -99,7 +99,7 @@ class Board:
         key: bytes,
         peer_id: str,
         wall_clock: Callable[[], float],
-        look_seconds: float = BOARD_LOOK_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
         lasting: Lasting | None = None,
     ) -> None:
         self._records = records

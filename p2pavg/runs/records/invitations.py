@@ -25,6 +25,7 @@ from p2pavg.base.errors import (
     UnreachableError,
 )
 from p2pavg.base.files import PRIVATE, read_text, replace_file
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.peer_text import PeerText
 from p2pavg.base.threads.workers import RunInThread
 from p2pavg.net.framing import receive_message, send_message
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "/p2pavg/invite/1"
 MAX_STREAMS = 8  # that a delegate serves at once, one of each peer
-INVITATION_STREAM_SECONDS = 10.0
 MAX_REQUEST_BYTES = MAX_TOKEN_BYTES + 16
 MAX_ANSWER_BYTES = 8192
 MAX_REASON_CHARS = 300
@@ -112,7 +112,7 @@ class Invitations:
         # The end of the stream tells the newcomer that this delegate is busy.
         if len(self._served) >= MAX_STREAMS or stream.remote in self._served:
             return
-        with self._place(stream.remote), trio.move_on_after(INVITATION_STREAM_SECONDS):
+        with self._place(stream.remote), trio.move_on_after(REPLY_SECONDS):
             request = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
             if request is None:
                 return

@@ -10,6 +10,7 @@ import trio
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import KnownRevocations, RevocationList, read_revocations
 from p2pavg.runs.records.run_records import RunRecords
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 REVOCATIONS_LOOK_SECONDS = 20.0  # a list is everywhere a minute after the authority has published it
 REVOCATIONS_TTL_SECONDS = 600.0
-_WITHDRAW_LIST_SECONDS = 1.0
 _POLL_SECONDS = 1.0
 
 _KEY_DOMAIN = "p2pavg/revoked/3"
@@ -88,7 +88,7 @@ class Revocations:
                     await self._publish(records)
                 finally:
                     records.unwatch(self._key)
-                    with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_LIST_SECONDS):
+                    with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
                         await records.withdraw(self._key)
 
     async def _look(self, records: RunRecords) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.first_messages import FirstMessages
@@ -16,8 +17,6 @@ from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER, RECORD_STREAM_SECOND
 from p2pavg_dht import MAX_MESSAGE_BYTES, MessageError, RecordNode
 
 logger = logging.getLogger(__name__)
-
-RECORD_ANSWER_SECONDS = 10.0
 
 
 class RecordService:
@@ -56,6 +55,6 @@ class RecordService:
                 bill.count = len(answer)
         except MessageError as error:
             raise RemoteProtocolError(str(error)) from None
-        with trio.move_on_after(RECORD_ANSWER_SECONDS) as scope:
+        with trio.move_on_after(REPLY_SECONDS) as scope:
             await send_message(stream, answer)
         return not scope.cancelled_caught

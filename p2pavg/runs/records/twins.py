@@ -20,12 +20,12 @@ import trio
 
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import IdentityError, RemoteProtocolError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg_dht import Record, RecordNode
 
 logger = logging.getLogger(__name__)
 
 MARK_LOOKS = 15
-MARK_LOOK_SECONDS = 1.0
 LAST_MARKS = 3  # by which the other process, which looks as often, sees that this one runs
 MARK_TTL = 30.0
 """Seconds for which a mark is kept: twice as long as a process looks."""
@@ -103,7 +103,7 @@ class Twins:
             seen = MarksSeen(self._mine)
             for _ in range(MARK_LOOKS):
                 await self._look(seen)
-                await trio.sleep(MARK_LOOK_SECONDS)
+                await trio.sleep(LOOK_SECONDS)
 
     async def _look(self, seen: MarksSeen) -> None:
         found = await self._records.find(self._key)
@@ -113,7 +113,7 @@ class Twins:
             if twin is Twin.EARLIER:
                 for _ in range(LAST_MARKS):
                     await self._renew()
-                    await trio.sleep(MARK_LOOK_SECONDS)
+                    await trio.sleep(LOOK_SECONDS)
                 self._records.fall_silent()
                 raise IdentityError(
                     f"another process, which began before this one, has the same identity {self._peer_id}: its key file"

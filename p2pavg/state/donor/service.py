@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId, Stream
@@ -32,7 +33,6 @@ MAX_SESSIONS_PER_PEER = 2
 """A joiner opens a new session when the old one has broken, which this peer may hear later."""
 MAX_GREETED = 32
 """Streams whose hello is read at once, two of each peer."""
-SESSION_HELLO_SECONDS = 10.0
 
 Excluded = Callable[[str, Membership | None, PeerId], str | None]
 """Returns the reason for which a peer is excluded from a run, or ``None``."""
@@ -101,7 +101,7 @@ class StateService:
         hello, refusal = None, ""
         if self._greeted.total() >= MAX_GREETED or self._greeted[peer_id] >= MAX_SESSIONS_PER_PEER:
             return
-        with _counted(self._greeted, peer_id), trio.move_on_after(SESSION_HELLO_SECONDS):
+        with _counted(self._greeted, peer_id), trio.move_on_after(REPLY_SECONDS):
             data = await receive_message(stream, max_bytes=MAX_HELLO_BYTES)
             if data is None:
                 return
@@ -116,7 +116,7 @@ class StateService:
             return
         with _counted(self._served, peer_id):
             welcomed = False
-            with trio.move_on_after(SESSION_HELLO_SECONDS):
+            with trio.move_on_after(REPLY_SECONDS):
                 await send_message(stream, encode_welcome(""))
                 welcomed = True
             if welcomed:

@@ -23,6 +23,7 @@ import trio
 
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.framing import LENGTH_BYTES, receive_message
 from p2pavg.net.limits.rate import RateLimit
@@ -58,8 +59,6 @@ of a slow one, and the round would be longer by as much."""
 LANE_SECONDS = 5.0
 """For a direct lane to come about; then the pieces go over the stream."""
 UNSENT_BYTES = 128 * 1024  # that the system may hold: bytes of a round do not wait behind more
-SERVING_LOOK_SECONDS = 1.0
-"""Between two looks at a session's limits, and at the joiner's certificate."""
 _BUSY_SECONDS = 0.05
 _LIMITED_BYTES = 16 * 1024  # under a limit: more at once would be a burst, and look like silence to joiners
 _ACKNOWLEDGE_SECONDS = 5.0
@@ -149,7 +148,7 @@ class DonorSession:
     async def _watch(self, scope: trio.CancelScope) -> None:
         """End the session when nothing is asked, when the joiner takes nothing, or may no longer have it."""
         while True:
-            await trio.sleep(SERVING_LOOK_SECONDS)
+            await trio.sleep(LOOK_SECONDS)
             if why := self._refusal():
                 logger.info("%s is sent no more of a state: %s", self._stream.remote, why)
                 scope.cancel()

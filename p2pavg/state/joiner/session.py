@@ -12,6 +12,7 @@ import trio
 
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.workers import ToLoop, in_own_thread
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_message, send_message
@@ -36,8 +37,6 @@ from p2pavg.state.session_errors import ENDINGS, of_the_remote
 
 logger = logging.getLogger(__name__)
 
-OPEN_DONOR_SECONDS = 10.0
-"""To reach a donor and be welcomed."""
 END_LANE_SECONDS = 2.0
 """For the donor to end its direct lane, so that it can be used again."""
 READ_BYTES = 64 * 1024
@@ -322,10 +321,10 @@ async def open_session(
     """
     ticket = secrets.token_bytes(TICKET_BYTES)
     stream: Stream | None = None
-    with trio.move_on_after(OPEN_DONOR_SECONDS):
+    with trio.move_on_after(REPLY_SECONDS):
         try:
             stream = await context.transport.open_stream(
-                donor, PROTOCOL, addresses=addresses, timeout=OPEN_DONOR_SECONDS, wait_inbound=True
+                donor, PROTOCOL, addresses=addresses, timeout=REPLY_SECONDS, wait_inbound=True
             )
             session = JoinerSession(context, lobby, stream, ticket, download)
             # Before the donor knows the ticket: a lane that it has kept may come sooner than the answer.
@@ -346,4 +345,4 @@ async def open_session(
             if stream is not None:
                 lobby.tickets.pop(ticket, None)
                 await stream.reset()
-    raise UnreachableError(f"it did not answer within {OPEN_DONOR_SECONDS:.0f} s")
+    raise UnreachableError(f"it did not answer within {REPLY_SECONDS:.0f} s")

@@ -9,6 +9,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ControlError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.unix import Handler, UnixStream, connect_unix
@@ -27,8 +28,6 @@ from p2pavg.tools.control.messages import (
 
 logger = logging.getLogger(__name__)
 
-QUESTION_SECONDS = 10.0
-"""Timeout of a caller that is connected and asks nothing."""
 CONTROL_ANSWER_SECONDS = 5.0
 MAX_QUESTIONS = 1000  # on one connection: a program that watches the daemon may keep it
 
@@ -40,7 +39,7 @@ def control_handler(answering: Answering) -> Handler:
 
     async def serve(stream: UnixStream) -> None:
         for _ in range(MAX_QUESTIONS):
-            with trio.move_on_after(QUESTION_SECONDS) as scope:
+            with trio.move_on_after(REPLY_SECONDS) as scope:
                 data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
             if scope.cancelled_caught or data is None:
                 return

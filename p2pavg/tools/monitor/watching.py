@@ -10,6 +10,7 @@ from typing import Protocol
 
 import trio
 
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.transport import PeerId
 from p2pavg.peer.averager import DecentralizedAverager
@@ -24,8 +25,6 @@ from p2pavg.telemetry.status import TOPIC, PeerStatus
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg_dht import Contact
 
-MONITOR_LOOK_SECONDS = 1.0
-"""Between two looks for statuses."""
 READ_SECONDS = 0.5
 """Between two readings of what has come."""
 FRESH_TEXT_SECONDS = 1.0
@@ -68,7 +67,7 @@ class AveragerSource:
     def __init__(self, averager: DecentralizedAverager) -> None:
         self._averager = averager
         self._own = _Own()
-        averager.statuses.look_every(MONITOR_LOOK_SECONDS)
+        averager.statuses.look_every(LOOK_SECONDS)
 
     @property
     def run_id(self) -> str:
@@ -201,7 +200,7 @@ async def board_source(host: Host, run_id: str, access: RunAccess | None) -> Asy
                 key=board_key(run_id, TOPIC),
                 peer_id=host.id,
                 wall_clock=context.wall_clock,
-                look_seconds=MONITOR_LOOK_SECONDS * whole.pauses,
+                look_seconds=LOOK_SECONDS * whole.pauses,
             )
             nursery.start_soon(board.run)
             contacts = _Publishers(host, board)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.transport import PeerId, Stream
@@ -26,7 +27,7 @@ from p2pavg.verification.evidence.messages import (
     encode_answer,
     read_request,
 )
-from p2pavg.verification.evidence.spreading import OPEN_ACCUSER_SECONDS, Accusations, transfer_seconds
+from p2pavg.verification.evidence.spreading import Accusations, transfer_seconds
 
 MAX_SERVED = 8
 """Streams that are served at once, one of each peer."""
@@ -89,7 +90,7 @@ class EvidenceService:
             return
         with self._place(stream.remote):
             data = None
-            with trio.move_on_after(OPEN_ACCUSER_SECONDS):
+            with trio.move_on_after(REPLY_SECONDS):
                 data = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
             if data is None:
                 return

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
 from p2pavg.net.transport import Stream
@@ -45,15 +46,13 @@ EVIDENCE_PAUSE_SECONDS = 1.0
 NOTICE_TTL_SECONDS = 600.0
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
-OPEN_ACCUSER_SECONDS = 10.0  # to reach an accuser, and to get its answer
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
 _CHUNK_BYTES = 64 * 1024
-_WITHDRAW_EVIDENCE_SECONDS = 1.0
 
 
 def transfer_seconds(size: int) -> float:
     """Return the timeout of a transfer of so many bytes of evidence, in seconds."""
-    return OPEN_ACCUSER_SECONDS + size / MIN_BYTES_PER_SECOND
+    return REPLY_SECONDS + size / MIN_BYTES_PER_SECOND
 
 
 class Accusations:
@@ -138,7 +137,7 @@ class Accusations:
             finally:
                 records.unwatch(self._key)
                 # Other peers would ask a peer that is gone for evidence, until the record expires.
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_EVIDENCE_SECONDS):
+                with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
                     await records.withdraw(self._key)
 
     async def _look_and_publish(self, records: RunRecords, nursery: trio.Nursery) -> None:
@@ -211,7 +210,7 @@ class Accusations:
         stream: Stream | None = None
         try:
             stream = await self._context.transport.open_stream(
-                fetch.accuser, PROTOCOL, addresses=fetch.addresses, timeout=OPEN_ACCUSER_SECONDS
+                fetch.accuser, PROTOCOL, addresses=fetch.addresses, timeout=REPLY_SECONDS
             )
             await send_message(stream, encode_request(request))
             answer = await receive_message(stream, max_bytes=MAX_ANSWER_BYTES)

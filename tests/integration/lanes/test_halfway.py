@@ -156,7 +156,7 @@ class TestNoPunch:
 
     @watched
     async def test_nothing_stays_open_if_the_sender_gives_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pool, "LANE_ANSWER_SECONDS", 0.3)
+        monkeypatch.setattr(pool, "REPLY_SECONDS", 0.3)
         async with two_behind_routers() as (here, there):
             reached = trio.Event()
 

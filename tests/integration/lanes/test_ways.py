@@ -182,7 +182,7 @@ async def test_a_peer_that_has_answered_is_given_no_more_time(monkeypatch: pytes
 
 @watched
 async def test_a_silent_sender_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "LANE_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(pool, "REPLY_SECONDS", 0.1)
     async with pair() as (here, there):
         for first in (b"", LaneRequest(OwnCertificate("me").der).encode()):
             stream = await here.open_stream(

@@ -316,7 +316,7 @@ class TestDialMe:
 
     @watched
     async def test_a_dial_that_hangs_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(service, "ASKED_DIAL_SECONDS", 0.1)
+        monkeypatch.setattr(service, "REPLY_SECONDS", 0.1)
 
         async def hang(peer_id: str, address: str) -> None:
             await trio.sleep_forever()

@@ -206,7 +206,7 @@ class TestFromRelayedToDirect:
     async def test_a_negotiation_that_a_relay_holds_up_costs_no_direct_connection(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("p2pavg.net.libp2p.opening.NEGOTIATE_SECONDS", 0.5)
+        monkeypatch.setattr("p2pavg.net.libp2p.opening.REPLY_SECONDS", 0.5)
         async with open_relay() as relay, open_host(LOOPBACK) as there, behind(relay) as here:
             await assert_serves_over_relay(there, here)
             service_of(relay).budget.carry = lambda *_, **__: 3600.0  # type: ignore[method-assign]

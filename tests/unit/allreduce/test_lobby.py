@@ -11,7 +11,6 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
 from p2pavg.allreduce.movers.lobby import (
-    HEADER_SECONDS,
     MAX_REMEMBERED,
     MAX_RESTING_INBOUND,
     MAX_WAITING_LANES,
@@ -22,6 +21,7 @@ from p2pavg.allreduce.movers.lobby import (
 )
 from p2pavg.allreduce.movers.resting import REST_SECONDS
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.votes import MemberPing, ResultCommit, Unknown, Vote, decode_vote
 from p2pavg.net.framing import receive_message
 from p2pavg.net.transport import Buffer, DirectLane, Stream
@@ -366,7 +366,7 @@ class TestHeaders:
         began = trio.current_time()
         await StreamRouter().serve(Silent(b""))
         await StreamRouter().serve(Silent(framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)))[:20]))
-        assert trio.current_time() - began == pytest.approx(2 * HEADER_SECONDS)
+        assert trio.current_time() - began == pytest.approx(2 * REPLY_SECONDS)
 
     async def test_a_stream_that_closes_at_once_is_closed(self) -> None:
         await StreamRouter().serve(SaidBefore(b""))
@@ -460,7 +460,7 @@ class TestAsking:
 
         began = trio.current_time()
         await StreamRouter().serve(Deaf(framed(encode_header(LaneHeader(GROUP, Lane.ASK)))))
-        assert trio.current_time() - began == pytest.approx(HEADER_SECONDS)
+        assert trio.current_time() - began == pytest.approx(REPLY_SECONDS)
 
     async def test_the_group_is_told_who_asks(self) -> None:
         lobby, asked = StreamRouter(), list[str]()

@@ -253,7 +253,7 @@ async def test_a_header_that_ends_half_way_is_a_broken_lane(length: int) -> None
 async def test_a_header_that_never_comes_is_not_waited_for(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lobby_module, "HEADER_SECONDS", 0.05)
+    monkeypatch.setattr(lobby_module, "REPLY_SECONDS", 0.05)
     async with served(StreamRouter(), header(Lane.PARTS)[:length]) as direct:
         await direct.ended.wait()
         assert isinstance(direct.error, StreamBrokenError)

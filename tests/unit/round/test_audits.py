@@ -7,11 +7,12 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import PROTOCOL
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.audits import Audits
 from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.transport import Stream
-from p2pavg.round.audits import AUDIT_SECONDS, REQUEST_SECONDS, Finding, RoundAudits
+from p2pavg.round.audits import AUDIT_SECONDS, Finding, RoundAudits
 from p2pavg.testing import MemoryNetwork
 from p2pavg.verification.audit.requests import AUDIT_ANSWER_SECONDS, AuditRequest
 from p2pavg_compression import Fp32
@@ -63,7 +64,7 @@ async def test_an_auditor_of_a_round_without_an_end_is_let_go(autojump_clock: Mo
         RoundAudits(context, played.group, _ignore, _ignore)
         began = trio.current_time()
         await context.lobby.audited[played.group.group_id](asking(played.request(0, ALWAYS)), 0)
-        assert trio.current_time() - began == pytest.approx(REQUEST_SECONDS)
+        assert trio.current_time() - began == pytest.approx(REPLY_SECONDS)
 
 
 async def test_after_the_end_no_auditor_is_served(autojump_clock: MockClock) -> None:

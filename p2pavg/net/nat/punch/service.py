@@ -20,6 +20,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import AddressError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 SERVE_PUNCHES_SECONDS = 45.0
 
 # The dial of a peer that has asked for it, at all of its addresses.
-ASKED_DIAL_SECONDS = 10.0
 
 
 class Adopt(Protocol):
@@ -184,7 +184,7 @@ class PunchService:
 
     async def _dial_first(self, peer_id: PeerId, addresses: Sequence[str]) -> bool:
         """Dial the addresses in turn until one answers. Return whether one did; the reasons go to this peer's log."""
-        with trio.move_on_after(ASKED_DIAL_SECONDS):
+        with trio.move_on_after(REPLY_SECONDS):
             for address in addresses:
                 try:
                     if is_circuit(address):

@@ -9,6 +9,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import UnreachableError
+from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.natpmp import NatPmp
 from p2pavg.net.nat.reach.pcp import Pcp
@@ -28,8 +29,6 @@ SHORTEST_LEASE = 60
 
 ASK_ROUTER_AGAIN_SECONDS = 300.0
 """The time until routers that have refused, or were not there, are asked again."""
-
-REMOVE_SECONDS = 1.0
 
 
 class MappingClient(Protocol):
@@ -74,7 +73,7 @@ class PortMapper:
         self._said = ""
 
     async def run(self, port: int) -> None:
-        """Keep a listening port mapped until cancelled. Then the mapping is removed, within REMOVE_SECONDS.
+        """Keep a listening port mapped until cancelled. Then the mapping is removed, within FAREWELL_SECONDS.
 
         A router that is absent or refuses is reported in one INFO line, and is asked again after
         ASK_ROUTER_AGAIN_SECONDS. A call that is cancelled while the router is making the mapping leaves it behind for
@@ -103,7 +102,7 @@ class PortMapper:
         except UnreachableError as error:
             self._say(f"the router's mapping is lost: {client.name}: {error}")
         except trio.Cancelled:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + REMOVE_SECONDS):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
                 await _remove(client, port, granted)
             raise
         finally:

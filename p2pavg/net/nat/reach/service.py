@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import TokenBucket
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 DIAL_BACK_SECONDS = 5.0
 """The timeout of one dial for another peer."""
-SERVE_REACH_SECONDS = 10.0
-"""The timeout of one stream: a question, a dial and an answer."""
 ASK_REACH_SECONDS = 5.0
 """The timeout of a look; that of a dial-back is DIAL_SECONDS longer."""
 
@@ -106,7 +105,7 @@ class ReachService:
             return
         self._serving[stream.remote] = mine + 1
         try:
-            with trio.move_on_after(SERVE_REACH_SECONDS):
+            with trio.move_on_after(REPLY_SECONDS):
                 await self._serve(stream)
         finally:
             self._serving[stream.remote] -= 1

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import p2pavg
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.attendance import FOLLOW_SECONDS, MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers, encode_progress
-from p2pavg.optim.coordination.together import OBSERVER_LOOK_SECONDS, PEER_LOOK_SECONDS, RoundCoordinator
+from p2pavg.optim.coordination.together import OBSERVER_LOOK_SECONDS, RoundCoordinator
 from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.events import AnyEvent, Waits
 from p2pavg.telemetry.hub import Events
@@ -327,7 +328,7 @@ def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: 
     rounds.waits.clear()
     rounds.results = [forming, success("a")]
     assert isinstance(company.together.average(2), Success)
-    assert rounds.waits == [PEER_LOOK_SECONDS] * 2
+    assert rounds.waits == [LOOK_SECONDS] * 2
     assert rounds.word.looks == 2
 
 

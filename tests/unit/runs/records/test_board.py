@@ -15,15 +15,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 import p2pavg.runs.records.board as board_module
 from p2pavg.base.errors import ClosedError
-from p2pavg.runs.records.board import (
-    BOARD_LOOK_SECONDS,
-    MAX_CALLS,
-    SAID_TTL_SECONDS,
-    SAY_ENTRY_SECONDS,
-    Board,
-    Entry,
-    board_key,
-)
+from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.runs.records.board import MAX_CALLS, SAID_TTL_SECONDS, SAY_ENTRY_SECONDS, Board, Entry, board_key
 from p2pavg.testing import simulate
 from p2pavg_dht import Ed25519Signer
 from tests.unit.runs.records.records import (
@@ -131,11 +124,11 @@ class TestLooking:
         records = Records()
         async with open_board(records) as board:
             records.there = (record(),)
-            await trio.sleep_until(0.99 * BOARD_LOOK_SECONDS)
+            await trio.sleep_until(0.99 * LOOK_SECONDS)
             assert heard(board) == {}
-            await trio.sleep_until(3.5 * BOARD_LOOK_SECONDS)
+            await trio.sleep_until(3.5 * LOOK_SECONDS)
             assert heard(board) == {ALICE.peer_id: b"a"}
-        assert records.found == pytest.approx([BOARD_LOOK_SECONDS * count for count in range(4)])
+        assert records.found == pytest.approx([LOOK_SECONDS * count for count in range(4)])
         assert records.keys == {KEY}
 
     async def test_existing_entries_are_read_at_once(self, autojump_clock: MockClock) -> None:
@@ -156,8 +149,8 @@ class TestLooking:
             board.publish(b"mine", now=True)
             await wait_all_tasks_blocked()
             assert heard(board) == {ALICE.peer_id: b"a"}
-            await trio.sleep(1.5 * BOARD_LOOK_SECONDS)
-        assert records.found == pytest.approx([0.0, 0.4 + BOARD_LOOK_SECONDS])
+            await trio.sleep(1.5 * LOOK_SECONDS)
+        assert records.found == pytest.approx([0.0, 0.4 + LOOK_SECONDS])
 
     async def test_look_reads_entries_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
@@ -293,7 +286,7 @@ class TestWhatIsHeard:
             assert board.version == version
             await trio.sleep_until(4.5)
             assert heard(board) == {BOB.peer_id: b"b"}
-            await trio.sleep_until(4.5 + BOARD_LOOK_SECONDS)
+            await trio.sleep_until(4.5 + LOOK_SECONDS)
             assert board.version > version
 
     async def test_the_number_of_publishers_is_bounded_and_known_ones_keep_their_places(
@@ -309,7 +302,7 @@ class TestWhatIsHeard:
             records.store(record(value=b"new", sequence=2, until=60.0), record(BOB, b"b", until=60.0))
             assert heard(board)[ALICE.peer_id] == b"new"
             assert BOB.peer_id not in heard(board)
-            await trio.sleep_until(16.0 + BOARD_LOOK_SECONDS)
+            await trio.sleep_until(16.0 + LOOK_SECONDS)
             records.store(record(BOB, b"b", until=60.0))
             assert heard(board) == {ALICE.peer_id: b"new", BOB.peer_id: b"b"}
 
@@ -329,7 +322,7 @@ class TestWhatIsHeard:
             records.store(record())
             version = board.version
             records.store(record())
-            await trio.sleep(3 * BOARD_LOOK_SECONDS)
+            await trio.sleep(3 * LOOK_SECONDS)
             assert board.version == version
             records.store(record(sequence=2))
             assert board.version > version

@@ -13,11 +13,11 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import MESSAGE_SECONDS, receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.runs.records import calls
 from p2pavg.runs.records.calls import MAX_KEPT, RECORD_STREAM_SECONDS, RecordCalls
-from p2pavg.runs.records.service import RECORD_ANSWER_SECONDS
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_peer
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, Ed25519Signer, RpcError
@@ -395,13 +395,13 @@ async def test_stream_with_unread_answers_is_closed(
     async with calling() as (stream, _, _):
 
         async def call_on_and_on() -> None:
-            with trio.fail_after(100 * RECORD_ANSWER_SECONDS):
+            with trio.fail_after(100 * REPLY_SECONDS):
                 while True:
                     await send_message(stream, REQUEST)
 
         with pytest.raises(StreamBrokenError):
             await call_on_and_on()
-        assert trio.current_time() == pytest.approx(RECORD_ANSWER_SECONDS)
+        assert trio.current_time() == pytest.approx(REPLY_SECONDS)
 
 
 async def test_malformed_request_resets_its_stream(autojump_clock: MockClock) -> None:

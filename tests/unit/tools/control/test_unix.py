@@ -136,7 +136,7 @@ async def test_a_process_of_another_user_gets_no_answer() -> None:
 
 
 async def test_a_caller_that_says_nothing_is_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "QUESTION_SECONDS", 0.05)
+    monkeypatch.setattr(service, "REPLY_SECONDS", 0.05)
     async with served(path), connect_unix(path) as stream:
         assert await stream.receive_some(1) == b""
 

@@ -9,12 +9,12 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import UnreachableError
+from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.mapping import (
     ASK_ROUTER_AGAIN_SECONDS,
     CHECK_MAPPING_SECONDS,
     LEASE_SECONDS,
-    REMOVE_SECONDS,
     PortMapper,
 )
 from p2pavg.net.nat.reach.router_udp import Granted
@@ -174,7 +174,7 @@ async def test_removal_that_hangs_is_given_up(autojump_clock: MockClock) -> None
     router.hangs = True
     run = Run(router)
     await run.run(10.0)
-    assert trio.current_time() == pytest.approx(10.0 + REMOVE_SECONDS)
+    assert trio.current_time() == pytest.approx(10.0 + FAREWELL_SECONDS)
     assert run.told == [MAPPED, None]
 
 

@@ -250,7 +250,7 @@ class TestHostileAskers:
             streams = [await mine.open_stream(SERVER.peer_id, PROTOCOL, timeout=5.0) for _ in range(10)]
             await trio.sleep(1.0)
             assert sum(found.service._serving.values()) <= service.MAX_SERVED_PER_PEER
-            await trio.sleep(service.SERVE_REACH_SECONDS)
+            await trio.sleep(service.REPLY_SECONDS)
             assert not found.service._serving
             for stream in streams:
                 await stream.reset()

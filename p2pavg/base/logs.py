@@ -17,6 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal, TextIO, TypeAlias
 
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
+
 Form: TypeAlias = Literal["text", "json"]
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
@@ -26,7 +28,6 @@ FIELDS = ("run", "round", "peer", "result", "seconds", "members", "bytes_sent", 
 NOISY = ("trio.serve_listeners",)
 """Loggers of other libraries that repeat themselves: this one ten times a second, as long as no file can be opened."""
 FIRST_LOG_PAUSE_SECONDS = 10.0
-MAX_LOG_PAUSE_SECONDS = 600.0
 MAX_CAUSES = 1024
 """Causes that are remembered; the one whose last line is oldest is forgotten."""
 
@@ -206,7 +207,7 @@ class Repeats:
         if known is None or now >= known.quiet_until + known.pause:  # it had stopped meanwhile
             known = _Cause(now, 0 if known is None else known.left_out)
         elif now >= known.quiet_until:
-            known.pause = min(2 * known.pause, MAX_LOG_PAUSE_SECONDS)
+            known.pause = min(2 * known.pause, MAX_BACKOFF_SECONDS)
             known.quiet_until = now + known.pause
         else:
             known.left_out += 1

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import BAN_SECONDS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.places.rungs import Ladder, ladder_for, slot_at
@@ -42,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 # The record stays this long after an attempt. A training loop that steps again replaces it, which halves the calls.
 LINGER_READY_SECONDS = 2.0
-# A peer whose message raised an exception here is banned for so long, because it would send the message again.
-FAULT_BAN_SECONDS = 600.0
 MAX_RELAY_ADDRESSES = 3
 MAX_MOVES = 4
 """A group is looked for with so many changes of this peer's reach at most; each may delay its deadline by seconds."""
@@ -134,7 +133,8 @@ class Matchmaker:
     def _blame(self, peer_id: str, error: Exception) -> None:
         """Drop a peer whose message or record raised an exception."""
         reason = f"what it said raised {type(error).__name__} here"
-        self.ban(peer_id, reason, FAULT_BAN_SECONDS)
+        # Its message raised an exception here, and it would send it again.
+        self.ban(peer_id, reason, BAN_SECONDS)
         # The ban counts for later attempts. This one has to let the peer go itself.
         if self._attempt is not None:
             self._attempt.expel(peer_id, reason)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
 
@@ -18,7 +19,6 @@ HOLD_OFF_LEADER_SECONDS = 10.0
 
 Peers leave such a leader within seconds of each other. While all of them hold it off, they find each other.
 """
-MAX_HOLD_SECONDS = 600.0
 FORGIVE_SECONDS = 600.0  # each time this long passes without a wasted wait, half of the count is forgotten
 MAX_LATE = (
     512  # leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly
@@ -53,11 +53,11 @@ class Memory:
         self._proven.pop(peer_id, None)
         known = self._late.pop(peer_id, None)
         times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / FORGIVE_SECONDS)
-        until = min(now + min(HOLD_OFF_LEADER_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_SECONDS), most)
+        until = min(now + min(HOLD_OFF_LEADER_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS), most)
         # Leaders that are already held off stay so. Otherwise three of them, one after the other, would leave no time
         # in which this peer is free for other leaders.
         for late in self._late.values():
-            if now < late.until <= now + MAX_HOLD_SECONDS:
+            if now < late.until <= now + MAX_BACKOFF_SECONDS:
                 late.until = max(late.until, min(now + HOLD_OFF_LEADER_SECONDS, late.most))
         self._late[peer_id] = _Late(until, times + 1, now, most)
         if len(self._late) > MAX_LATE:
@@ -68,7 +68,7 @@ class Memory:
         """Return the end of a peer's backoff. If it is not after ``now``, the peer may be asked."""
         late = self._late.get(peer_id)
         # If the clock was set back meanwhile, the backoff must not become longer.
-        return now if late is None or late.until > now + MAX_HOLD_SECONDS else late.until
+        return now if late is None or late.until > now + MAX_BACKOFF_SECONDS else late.until
 
     def finished_with(self, members: Iterable[Candidate]) -> None:
         """Note that a round with these members was finished."""

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
+from p2pavg.base.limits import STAGGER_SECONDS
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES_DIALLED = 6
-_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
 
 DialOne = Callable[[PeerId, str], Awaitable[None]]
 """Connect to a peer at one address.
@@ -112,7 +112,7 @@ class Dialler:
                     for address in addresses:
                         failed = trio.Event()
                         nursery.start_soon(self._try, attempt, peer_id, address, failed)
-                        with trio.move_on_after(_STAGGER_SECONDS):
+                        with trio.move_on_after(STAGGER_SECONDS):
                             await failed.wait()
         finally:
             del self._attempts[peer_id]

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 import trio
 
 from p2pavg.allreduce.context import run_context
-from p2pavg.base.limits import FAREWELL_SECONDS, MAX_AUXILIARY_ELEMENTS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, FAREWELL_SECONDS, MAX_AUXILIARY_ELEMENTS, TAIL_SECONDS
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
@@ -22,7 +22,7 @@ from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.helping import HelpedRounds
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
-from p2pavg.peer.statuses import STATUS_LOOK_SECONDS, HeardStatuses
+from p2pavg.peer.statuses import HeardStatuses
 from p2pavg.peer.watched import Telemetry
 from p2pavg.round.reports import RoundReports
 from p2pavg.round.roles import Auxiliary
@@ -39,10 +39,7 @@ from p2pavg_compression import resolve_codec
 
 logger = logging.getLogger(__name__)
 
-HELP_LOOK_SECONDS = 5.0
 EXCHANGE_SECONDS = 60.0
-TAIL_SECONDS = 2.0
-"""Time for telling the other members how the last round ended, when this peer leaves."""
 # Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
 MAX_SCHEMAS = 4
 MAX_NAMES = 1024
@@ -144,7 +141,7 @@ async def _assist(
                     nursery.start_soon(
                         _assist_schema, host, config, run, limits, entry, tails, scope, helping, reports
                     )
-            await trio.sleep(HELP_LOOK_SECONDS)
+            await trio.sleep(CALM_LOOK_SECONDS)
 
 
 @asynccontextmanager
@@ -163,7 +160,7 @@ async def _publishing(
     # Each schema has a meter of its own, and none is that of the whole link.
     watched = Telemetry(host, config, run, boards, BandwidthMeter(), Role.AUXILIARY)
     nursery.start_soon(watched.statuses.run)
-    helping.heards = HeardStatuses(boards.open(TOPIC, STATUS_LOOK_SECONDS), host.context.wall_clock)
+    helping.heards = HeardStatuses(boards.open(TOPIC, CALM_LOOK_SECONDS), host.context.wall_clock)
     try:
         yield watched.reports
     finally:

@@ -14,7 +14,7 @@ import trio
 from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.errors import ClosedError
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -31,7 +31,7 @@ from p2pavg.peer.statuses import Statuses
 from p2pavg.peer.step_plan import StepPlan, checked_plan, checked_wait
 from p2pavg.peer.watched import Telemetry
 from p2pavg.round.roles import Contributor
-from p2pavg.round.round import WARN_NO_GROUP_SECONDS, Round
+from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
@@ -352,7 +352,7 @@ class DecentralizedAverager:
                 return report
             with trio.move_on_at(deadline) as scope:
                 # A program that waits for a slow member looks like one that hangs, so the log names the member.
-                async with told_while_waiting(logger, self._round.exchange_word, first=WARN_NO_GROUP_SECONDS):
+                async with told_while_waiting(logger, self._round.exchange_word, first=WARN_WAIT_SECONDS):
                     await self._round.changed()
             # Closing has cancelled the round and woken this call, which has no result to return.
             self._check_open()

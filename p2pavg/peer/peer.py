@@ -15,7 +15,7 @@ import trio
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, ConfigError, RemoteProtocolError
-from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
 from p2pavg.base.threads.waits import told_while_waiting
@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
-_TAIL_SECONDS = 2.0
 
 
 class Peer:
@@ -161,7 +160,7 @@ class Peer:
                     await averager.aclose()
                     nursery.cancel_scope.cancel()
                     # Other members may not have heard yet how the last round ended.
-                    tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
+                    tails.cancel_scope.deadline = trio.current_time() + TAIL_SECONDS
 
     async def start(self, bootstrap: Sequence[str]) -> None:
         """Serve, and join the network through the bootstrap addresses."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.runs.records.board import Board, Topic
@@ -24,8 +25,6 @@ SECONDS_PER_PEER = 0.25
 """For each peer of larger runs: so all statuses together take no more of a link."""
 REFRESH_STATUS_SECONDS = 60.0
 """A status that nothing has changed is published again after this: its bandwidth and uptime may be new."""
-STATUS_LOOK_SECONDS = 5.0
-"""Between two looks for the statuses of others. The answers to this peer's own ones bring them as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class Statuses:
         self.wall_clock = wall_clock
         self._began = wall_clock()
         self._heards: HeardStatuses | None = None
-        self._look_seconds = STATUS_LOOK_SECONDS
+        self._look_seconds = CALM_LOOK_SECONDS
         self._present: dict[str, str] = {}
         self.is_first = trio.Event()
         """Set when this averager is the one that publishes."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.version import __version__
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
-from p2pavg.peer.statuses import STATUS_LOOK_SECONDS, Statuses
+from p2pavg.peer.statuses import Statuses
 from p2pavg.round.reports import RoundReports
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role, read_certificate
@@ -48,7 +49,7 @@ class Telemetry:
         self.events.subscribe(keeper.take)
         self.events.subscribe(log_round)
         self.statuses = Statuses(
-            partial(boards.open, TOPIC, STATUS_LOOK_SECONDS),
+            partial(boards.open, TOPIC, CALM_LOOK_SECONDS),
             self.events,
             keeper,
             host.registry.statuses,

@@ -14,6 +14,7 @@ import trio
 
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
 from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress
 from p2pavg.group.places.meeting import EVERYWHERE, SearchStage
 from p2pavg.group.roster import Roster
@@ -25,8 +26,6 @@ from p2pavg.round.timing import Timing
 
 logger = logging.getLogger(__name__)
 
-WARN_NO_GROUP_SECONDS = 10.0  # longer than peers that are there need to find each other
-MAX_WARN_SECONDS = 600.0  # between two warnings, each pause twice as long as the one before
 
 ResultT = TypeVar("ResultT")
 
@@ -208,7 +207,7 @@ class Round(Generic[ResultT]):
         """Warn of what is waited for, after 10 s and then ever more rarely. A warning is seen without any setup."""
         if self.role.auxiliary:
             return  # it may wait for its run for days
-        pause = WARN_NO_GROUP_SECONDS
+        pause = WARN_WAIT_SECONDS
         while True:
             await trio.sleep(pause)
             reasons = [self._rounds.matchmaker.waits_for(), (await self._rounds.why_alone()).reason]
@@ -218,7 +217,7 @@ class Round(Generic[ResultT]):
                 trio.current_time() - self._started,
                 "; ".join(filter(None, reasons)),
             )
-            pause = min(2 * pause, MAX_WARN_SECONDS)
+            pause = min(2 * pause, MAX_BACKOFF_SECONDS)
 
     async def _exchange(self, roster: Roster) -> ResultT:
         assert self._group is not None

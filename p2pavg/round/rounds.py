@@ -14,6 +14,7 @@ import trio
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.base.codes import NoPeersCode
+from p2pavg.base.limits import BAN_SECONDS
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker
@@ -28,7 +29,6 @@ MAX_TELLING = 8  # ended rounds whose members are still being told the outcome
 MAX_STALLED = 1024  # peers whose stalls are remembered; the peer whose last stall is oldest is forgotten
 UNANSWERED_SECONDS = 30.0
 """A peer is not met for four times as long after its second unanswered audit, and then for twice as long each time."""
-BAN_SECONDS = 600.0  # time for which a peer that broke the protocol is not met again
 
 
 class Alone(NamedTuple):

@@ -143,7 +143,7 @@ def test_no_output_and_no_log_handler_by_default() -> None:
 @watched
 async def test_nothing_looks_at_the_listeners_once_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at this machine's addresses may be due at any moment, also while the transport closes."""
-    monkeypatch.setattr(watcher, "LOOK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(watcher, "CALM_LOOK_SECONDS", 0.0)
     looks_after = 0
     async with open_host() as host:
         assert isinstance(host, transport.Libp2pTransport)

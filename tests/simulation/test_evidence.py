@@ -17,6 +17,7 @@ import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.limits import RECORD_LIFE_SECONDS
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit
 from p2pavg.net.framing import receive_message, send_message
@@ -43,11 +44,7 @@ from p2pavg.verification.evidence.messages import (
     encode_request,
     read_answer,
 )
-from p2pavg.verification.evidence.spreading import (
-    EVIDENCE_LOOK_SECONDS,
-    EVIDENCE_PAUSE_SECONDS,
-    NOTICE_TTL_SECONDS,
-)
+from p2pavg.verification.evidence.spreading import EVIDENCE_LOOK_SECONDS, EVIDENCE_PAUSE_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.group.samples import SIGNERS, candidate
@@ -362,7 +359,7 @@ class Accuser:
 
     async def name(self, *named: Named) -> None:
         value = encode_notice(Notice(tuple(self._peer.addresses), named))
-        await self._records.publish(KEY, value, ttl=NOTICE_TTL_SECONDS)
+        await self._records.publish(KEY, value, ttl=RECORD_LIFE_SECONDS)
 
     async def _serve(self, stream: Stream) -> None:
         self.asked[stream.remote] += 1

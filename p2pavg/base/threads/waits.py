@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 
 FIRST_WORD_SECONDS = 3.0  # about the time after which a user wonders why a program stands still
-MAX_WORD_PAUSE_SECONDS = 600.0  # between two words: the log of a night shows that the wait lasted all night
 
 
 @asynccontextmanager
@@ -40,4 +40,4 @@ async def _tell(logger: logging.Logger, why: Callable[[float], str], first: floa
         await trio.sleep(pause)
         if sentence := why(trio.current_time() - began):
             logger.warning("%s", sentence)
-        pause = min(2 * pause, MAX_WORD_PAUSE_SECONDS)
+        pause = min(2 * pause, MAX_BACKOFF_SECONDS)

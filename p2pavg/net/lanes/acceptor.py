@@ -14,6 +14,7 @@ import trio
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, RemoteProtocolError, UnreachableError
+from p2pavg.base.limits import STAGGER_SECONDS
 from p2pavg.net.lanes.certificates import OwnCertificate, listening_context
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.limits.dial_gate import DialGate
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 TICKET_BYTES = 16
 TICKET_SECONDS = 10.0
-_STAGGER_LANES_SECONDS = 0.25  # RFC 8305, section 5
 
 
 class Visitor:
@@ -190,7 +190,7 @@ class _DialCall:
                     failed = trio.Event()
                     nursery.start_soon(self._try, address, failed, nursery.cancel_scope)
                     # The next address is tried at once if this one has failed, and otherwise after a moment.
-                    with trio.move_on_after(_STAGGER_LANES_SECONDS):
+                    with trio.move_on_after(STAGGER_SECONDS):
                         await failed.wait()
         # Cancelled just after one of the dials had succeeded: its connection has no other owner.
         except BaseException:

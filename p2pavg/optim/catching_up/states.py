@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from p2pavg.base.errors import StateError
+from p2pavg.base.limits import WARN_WAIT_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.checkpoints import Checkpoints, Owner
@@ -26,7 +27,7 @@ from p2pavg.optim.catching_up.run_state import RunState
 from p2pavg.optim.coordination.news import tell_download
 from p2pavg.optim.coordination.progress import Survey
 from p2pavg.optim.coordination.together import RoundCoordinator
-from p2pavg.optim.coordination.waiting import WARN_WAITING_SECONDS, GrowingPauses, named
+from p2pavg.optim.coordination.waiting import GrowingPauses, named
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.state.choice import DonorView, next_average, takes_snapshot
@@ -393,7 +394,7 @@ class States:
             return ""
         deciding = self._sharing.deciding(self._sharing.news(), self._together.run.companions)
         if not deciding:
-            waited = time.monotonic() >= began + WARN_WAITING_SECONDS
+            waited = time.monotonic() >= began + WARN_WAIT_SECONDS
             return "no peer of the run offers a state" if waited else ""
         if not self._together.run.are_asleep(deciding):
             return ""
@@ -417,7 +418,7 @@ class States:
             return False
         if self._alone_since is None:
             self._alone_since = now
-        return now >= self._alone_since + WARN_WAITING_SECONDS
+        return now >= self._alone_since + WARN_WAIT_SECONDS
 
     def _go_on_alone(self) -> None:
         logger.warning("no other peer has the run's state: this peer goes on with its own")

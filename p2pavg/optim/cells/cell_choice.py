@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.cells.cells import (
@@ -25,7 +25,6 @@ from p2pavg.optim.cells.cells import (
 logger = logging.getLogger(__name__)
 
 TOPIC = "cells"
-CELL_LOOK_SECONDS = 5.0  # between two looks of a member
 SETTLE_CELL_SECONDS = 3.0
 """A newcomer listens for this long before it chooses. The peers of a start listen until none has come for as long."""
 
@@ -42,7 +41,7 @@ class CellBoard:
         self._me = averager.peer_id
         self._least = averager.config.min_group_size
         self._cells = cells
-        self._board = averager.board(TOPIC, CELL_LOOK_SECONDS)
+        self._board = averager.board(TOPIC, CALM_LOOK_SECONDS)
         self._said: CellNews | None = None
         self.others = 0
         """Number of peers whose cells have other settings, at the last look."""

@@ -28,9 +28,9 @@ from p2pavg.optim.coordination.waiting import GrowingPauses, Waiting
 logger = logging.getLogger(__name__)
 
 OBSERVER_LOOK_SECONDS = 0.25
-"""The same for a peer that has caught up, and looks for the group of the next round: if the others end one without it,
-it has to replay that update before they have formed their next group, which takes about a second. Also for a peer whose
-loop steps the optimizer of another run, which may become due meanwhile."""
+"""Between two looks of a peer that has caught up, and looks for the group of the next round: if the others end one
+without it, it has to replay that update before they have formed their next group, which takes about a second. Also for
+a peer whose loop steps the optimizer of another run, which may become due meanwhile."""
 
 
 class RoundCoordinator:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-WARN_WAITING_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
+from p2pavg.base.limits import WARN_WAIT_SECONDS
+
 TELL_WAIT_SECONDS = 1.0  # between two events of one wait
 MAX_WARNING_PAUSE_SECONDS = (
     600.0  # maximum between two warnings: the log of a night shows that it lasted all night
@@ -31,7 +32,7 @@ class GrowingPauses:
         """Return whether to warn now; if so, the next pause begins."""
         if self._pause and now < self._quiet_until:
             return False
-        self._pause = min(2 * self._pause, MAX_WARNING_PAUSE_SECONDS) if self._pause else WARN_WAITING_SECONDS
+        self._pause = min(2 * self._pause, MAX_WARNING_PAUSE_SECONDS) if self._pause else WARN_WAIT_SECONDS
         self._quiet_until = now + self._pause
         return True
 
@@ -74,7 +75,7 @@ class Waiting:
             self._since = now - self.seconds  # continues an earlier wait of this call
         self.seconds, self.reason = now - self._since, reason
         self.peers = tuple(peers) or self.peers
-        if self.seconds < WARN_WAITING_SECONDS or not self._warnings.is_due(now):
+        if self.seconds < WARN_WAIT_SECONDS or not self._warnings.is_due(now):
             return None
         missing = f" (for {named(peers)})" if peers else ""
         return f"has waited {self.seconds:.0f} s for other peers{missing}: {reason}"
@@ -86,5 +87,5 @@ class Waiting:
 
     def updated(self) -> None:
         """Note an update; after one without a long wait, the next long wait is warned of at once."""
-        if self.seconds < WARN_WAITING_SECONDS:
+        if self.seconds < WARN_WAIT_SECONDS:
             self._warnings.reset()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.digest import SHORT_BYTES, short_digests
 from p2pavg.optim.base.lineage import Lineage
@@ -27,7 +28,6 @@ from p2pavg.optim.coordination.word import (
 
 logger = logging.getLogger(__name__)
 
-DRIFT_LOOK_SECONDS = 5.0  # between two look-ups of the others' records; no decision depends on them
 ERROR_SECONDS = 60.0  # between two log lines about drift: a lying peer causes at most one line a minute
 MAX_WARNINGS = 16  # different sentences to log: a peer that changes its record each time cannot fill the disk
 MAX_CHECKS = 4  # of this peer's own digests to keep, for peers that are an update or two away
@@ -52,7 +52,7 @@ class DriftMonitor:
         labels: Sequence[str],
         companions: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        self._board = averager.board(TOPIC, DRIFT_LOOK_SECONDS)
+        self._board = averager.board(TOPIC, CALM_LOOK_SECONDS)
         self._tell = partial(tell_drift, averager)
         self._every = every
         self._labels = tuple(labels)
@@ -121,7 +121,7 @@ class DriftMonitor:
         if forked and self._word.until < self._update:
             self._say()
         version, now = self._board.version, time.monotonic()
-        if version == self._seen and now < self._looked_at + DRIFT_LOOK_SECONDS:
+        if version == self._seen and now < self._looked_at + CALM_LOOK_SECONDS:
             return
         self._seen, self._looked_at = version, now
         words = self._words = read_words(

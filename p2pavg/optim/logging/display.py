@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from p2pavg.base.formats import in_bytes
+from p2pavg.base.limits import WARN_WAIT_SECONDS
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.coordination.waiting import WARN_WAITING_SECONDS
 from p2pavg.telemetry.events import AnyEvent, StateMoved, Waits
 from p2pavg.telemetry.hub import OnEvent, Subscription
 
@@ -116,7 +116,7 @@ class RunProgress:
         if report.others:
             peers += f" and {report.others} with other parameters"
         rest = f"{samples} samples  {peers}  {report.samples_per_second:,.0f} samples/s"
-        if report.waited_seconds >= WARN_WAITING_SECONDS:
+        if report.waited_seconds >= WARN_WAIT_SECONDS:
             rest += f"  waited {report.waited_seconds:,.0f} s"
         if report.behind is not None:
             rest = f"behind: {report.behind}"

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import MAX_CERTIFICATE_BYTES, MAX_WEIGHT
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS, MAX_CERTIFICATE_BYTES, MAX_WEIGHT
 from p2pavg_dht.identity import PeerIdError, public_key_of
 
 DOMAIN = b"p2pavg-member/1\0"
@@ -33,8 +33,6 @@ IDENTIFIER_BYTES = 16
 _IDENTIFIER_DOMAIN = b"p2pavg-certificate/1\0"
 SIGNATURE_BYTES = 64
 MAX_TIME = 253402300799.0  # the last second of the year 9999
-CLOCK_SKEW_SECONDS = 60.0
-"""A certificate counts this long before its first moment, because the clocks of authority and peers differ."""
 
 
 class Role(StrEnum):

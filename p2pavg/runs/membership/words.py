@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.strategy import read_table
 from p2pavg.runs.membership.armour import read_armour
 from p2pavg.runs.membership.certificate import (
-    CLOCK_SKEW_SECONDS,
     Certificate,
     MemberCertificateError,
     date_of,

@@ -19,12 +19,11 @@ import trio
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ClosedError
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS, LOOK_SECONDS
 from p2pavg_dht import Published, Record
 
 SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this
 SAY_ENTRY_SECONDS = 0.2  # between two entries that no peer waits for
-MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_CALLS = 4  # at once
 MAX_ENTRY_BYTES = 4096
 MAX_PUBLISHERS = 1024
@@ -295,7 +294,7 @@ class Board:
                 peer: at for peer, at in self._departed.items() if at <= now < at + SAID_TTL_SECONDS
             }
             for record in records:
-                latest = now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS
+                latest = now + SAID_TTL_SECONDS + CLOCK_SKEW_SECONDS
                 if self._lasting is None and record.expiration_time > latest:
                     continue  # an entry that lives longer would make others wait for a dead peer
                 known = self._entries.get(record.publisher)

@@ -10,7 +10,7 @@ import trio
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import FAREWELL_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, RECORD_LIFE_SECONDS
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import KnownRevocations, RevocationList, read_revocations
 from p2pavg.runs.records.run_records import RunRecords
@@ -19,7 +19,6 @@ from p2pavg_dht import Record
 logger = logging.getLogger(__name__)
 
 REVOCATIONS_LOOK_SECONDS = 20.0  # a list is everywhere a minute after the authority has published it
-REVOCATIONS_TTL_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 
 _KEY_DOMAIN = "p2pavg/revoked/3"
@@ -46,7 +45,7 @@ async def spread(
     membership.known.learn(revocations)
     with trio.move_on_after(timeout):
         while not told:
-            published = await records.publish(key, revocations.data, ttl=REVOCATIONS_TTL_SECONDS)
+            published = await records.publish(key, revocations.data, ttl=RECORD_LIFE_SECONDS)
             told = sum(
                 _number(record, revocations.authority) >= revocations.number for record in published.records
             )
@@ -101,7 +100,7 @@ class Revocations:
         while True:
             newest, newer = self.known.newest, self._newer
             if newest.number > published:
-                await records.publish(self._key, newest.data, ttl=REVOCATIONS_TTL_SECONDS)
+                await records.publish(self._key, newest.data, ttl=RECORD_LIFE_SECONDS)
                 published = newest.number
             await newer.wait()
 

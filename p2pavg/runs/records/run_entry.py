@@ -19,7 +19,6 @@ from p2pavg.group.candidate import is_codec_name
 from p2pavg.group.strategy import mark_in
 from p2pavg_dht import Record
 
-RUN_TTL_SECONDS = 600.0
 MAX_ELEMENTS = 2**34
 MEAN = "the weighted mean"
 

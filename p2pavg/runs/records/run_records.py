@@ -21,10 +21,10 @@ import trio
 
 from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key, unseal
-from p2pavg.runs.records.board import MAX_SKEW_SECONDS
 from p2pavg_dht import Contact, Published, Record
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class RunRecords:
             return str(error)
         # A member could otherwise hold a place for as long as the store allows,
         # with a record whose kind lives for seconds.
-        most = self._ttls.get(record.key, math.inf) + MAX_SKEW_SECONDS
+        most = self._ttls.get(record.key, math.inf) + CLOCK_SKEW_SECONDS
         if record.expiration_time > self._wall_clock() + most:
             return "it expires later than the records of this kind"
         return None

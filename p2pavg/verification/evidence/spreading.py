@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, RECORD_LIFE_SECONDS, REPLY_SECONDS
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
 from p2pavg.net.transport import Stream
@@ -43,7 +43,6 @@ EVIDENCE_LOOK_SECONDS = 20.0
 """Between two look-ups of the records. A record that another peer stores here is read within a second."""
 EVIDENCE_PAUSE_SECONDS = 1.0
 """Between two looks, whatever happens: an accuser may change its record all the time."""
-NOTICE_TTL_SECONDS = 600.0
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
@@ -166,7 +165,7 @@ class Accusations:
 
     async def _publish(self, records: RunRecords, value: bytes) -> None:
         if value:
-            self._hear((await records.publish(self._key, value, ttl=NOTICE_TTL_SECONDS)).records)
+            self._hear((await records.publish(self._key, value, ttl=RECORD_LIFE_SECONDS)).records)
         else:  # all evidence was let go
             await records.withdraw(self._key)
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from p2pavg.base.limits import MAX_MEMBERS
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS, MAX_MEMBERS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.known_peers import PAST_SECONDS
-from p2pavg.matchmaking.memory import (
-    FORGIVE_SECONDS,
-    HOLD_OFF_LEADER_SECONDS,
-    MAX_HOLD_SECONDS,
-    MAX_LATE,
-    MAX_PROVEN,
-    Memory,
-)
+from p2pavg.matchmaking.memory import FORGIVE_SECONDS, HOLD_OFF_LEADER_SECONDS, MAX_LATE, MAX_PROVEN, Memory
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,
@@ -397,4 +390,4 @@ class TestMemory:
         memory.wasted("b", EPOCH + 9)
         assert memory.held_until("a", EPOCH + 9) == EPOCH + 9 + HOLD_OFF_LEADER_SECONDS
         assert memory.held_until("early", EPOCH + 9) == EPOCH + 12
-        assert MAX_HOLD_SECONDS == 600
+        assert MAX_BACKOFF_SECONDS == 600

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 # All tries of a peer that is asked. Each wait within them has a bound of its own.
 SERVE_PUNCHES_SECONDS = 45.0
 
-# The dial of a peer that has asked for it, at all of its addresses.
-
 
 class Adopt(Protocol):
     """Turns a connected socket into a libp2p connection with a peer. It takes over the socket.

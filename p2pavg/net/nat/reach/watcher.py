@@ -30,6 +30,7 @@ import psutil
 import trio
 
 from p2pavg.base.errors import UnreachableError
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.shortage import is_shortage
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.limits.dial_policy import is_private
@@ -48,8 +49,6 @@ from p2pavg.net.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN_SECONDS = 5.0
-"""The time between two looks at the machine's addresses. Listing them takes 0.3 ms."""
 
 WHOAMI_SECONDS = 3.0
 
@@ -186,7 +185,7 @@ class ReachWatcher:
                 now = trio.current_time()
                 # Connections and answers can wake this task many times a second. The machine's addresses
                 # change rarely.
-                if now >= machine_at + LOOK_AGAIN_SECONDS:
+                if now >= machine_at + CALM_LOOK_SECONDS:
                     machine_at = now
                     self._look_at_the_machine()
                 # Facts first, then the questions that follow from them, then the conclusions.
@@ -195,7 +194,7 @@ class ReachWatcher:
                     nursery.start_soon(self._ask, question)
                 self._map_if_useful(nursery)
                 self._tell()
-                with trio.move_on_after(LOOK_AGAIN_SECONDS):
+                with trio.move_on_after(CALM_LOOK_SECONDS):
                     await self._woken.wait()
 
     def _look_at_the_machine(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.addresses import CircuitAddress
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.nat.relay.choice import RelayCandidate, addresses_of_relay, choose_relays
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 ASK_RELAY_SECONDS = 6.0
 PING_ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
-RELAY_LOOK_SECONDS = 5.0  # candidates are looked at this often while a relay is missing
 AVOID_SECONDS = 60.0
 _LOST_SECONDS = (
     2.0  # a relay that was lost may have been restarted, or this peer may have changed its network
@@ -114,7 +114,7 @@ class Reservations:
                 else:
                     for scope in self._asked.values():
                         scope.cancel()
-                with trio.move_on_after(RELAY_LOOK_SECONDS):
+                with trio.move_on_after(CALM_LOOK_SECONDS):
                     await self._changed.wait()
 
     async def _hold(self, relay: PeerId) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS
 from p2pavg.runs.membership.certificate import (
-    CLOCK_SKEW_SECONDS,
     Certificate,
     date_of,
     is_genuine,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from p2pavg.base.errors import StateError
+from p2pavg.base.limits import WARN_WAIT_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import RunState
@@ -29,7 +30,6 @@ from p2pavg.optim.catching_up.states import (
     States,
 )
 from p2pavg.optim.coordination.together import RoundCoordinator
-from p2pavg.optim.coordination.waiting import WARN_WAITING_SECONDS
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.news import SnapshotOffer, StateNews
@@ -408,7 +408,7 @@ class TestUseless:
     def test_it_goes_on_after_a_while(self, alone: World) -> None:
         began = alone.clock.now
         assert alone.states.catch_up(began + 1e6).over
-        assert alone.clock.now - began <= WARN_WAITING_SECONDS + 2.0
+        assert alone.clock.now - began <= WARN_WAIT_SECONDS + 2.0
         assert not alone.states.must_follow(None, outnumbered=False)
         alone.look()
         assert alone.sharing.said[-1] == (False, 10), "peers that join may have its state"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2pavg.runs.membership.certificate import CLOCK_SKEW_SECONDS, Certificate, Role, issue
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS
+from p2pavg.runs.membership.certificate import Certificate, Role, issue
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, Level
 from p2pavg.tools.doctor.rules.files import (

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.encoding import pack
 from p2pavg.base.errors import UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.reach import service
@@ -250,7 +251,7 @@ class TestHostileAskers:
             streams = [await mine.open_stream(SERVER.peer_id, PROTOCOL, timeout=5.0) for _ in range(10)]
             await trio.sleep(1.0)
             assert sum(found.service._serving.values()) <= service.MAX_SERVED_PER_PEER
-            await trio.sleep(service.REPLY_SECONDS)
+            await trio.sleep(REPLY_SECONDS)
             assert not found.service._serving
             for stream in streams:
                 await stream.reset()

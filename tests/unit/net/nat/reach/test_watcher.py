@@ -12,12 +12,13 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import UnreachableError
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.nat.reach import watcher
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.nat.reach.service import ReachService
-from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, LOOK_AGAIN_SECONDS, ReachWatcher, machine_hosts
+from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, ReachWatcher, machine_hosts
 from p2pavg.net.nat.reach.whoami import SeenEndpoint
 from p2pavg.net.transport import Stream
 from p2pavg.testing import MemoryNetwork
@@ -212,7 +213,7 @@ class TestFindingOut:
         async with stage(lambda found: found.dialable.add((OUTER, PORT))) as found:
             await trio.sleep(3.0)
             found.hosts, found.outer = ["10.0.0.9"], "8.7.6.5"
-            await trio.sleep(2 * LOOK_AGAIN_SECONDS)
+            await trio.sleep(2 * CALM_LOOK_SECONDS)
             assert found.reachability.outer_hosts == ("8.7.6.5",)
             assert not found.reachability.dialable
 
@@ -299,11 +300,11 @@ class TestShortages:
             await trio.sleep(100.0)
             told = list(found.told)
             found.failure = OSError(errno.EMFILE, "Too many open files")
-            await trio.sleep(2 * LOOK_AGAIN_SECONDS)
+            await trio.sleep(2 * CALM_LOOK_SECONDS)
             assert found.told == told
             assert "cannot look at this machine's addresses: Too many open files" in caplog.text
             found.failure, found.hosts = None, ["10.0.0.9"]
-            await trio.sleep(2 * LOOK_AGAIN_SECONDS)
+            await trio.sleep(2 * CALM_LOOK_SECONDS)
             assert found.told != told
 
     async def test_a_lonely_peer_without_a_file_to_open_keeps_looking(
@@ -315,7 +316,7 @@ class TestShortages:
             found.neighbours.clear()
 
         async with stage(alone) as found:
-            await trio.sleep(LOOK_AGAIN_SECONDS)
+            await trio.sleep(CALM_LOOK_SECONDS)
             found.failure = OSError(errno.EMFILE, "Too many open files")
             await trio.sleep(3 * ALONE_SECONDS)
             assert found.mapper is not None
@@ -327,7 +328,7 @@ class TestShortages:
 
         async def watch() -> None:
             async with stage(fail):
-                await trio.sleep(LOOK_AGAIN_SECONDS)
+                await trio.sleep(CALM_LOOK_SECONDS)
 
         with pytest.raises(OSError, match="bad descriptor"):
             await watch()

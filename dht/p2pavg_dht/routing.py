@@ -27,7 +27,7 @@ ESTIMATE_FROM = 16
 MOST_PEERS = 1 << 24
 FIRST_BACKOFF = 2.0
 LONGEST_BACKOFF = 300.0
-# A contact is given up after 2 + 4 + ... + 256 s, about eight minutes of silence.
+# A contact is given up after 2 + 4 + ... + 128 s and the calls between: about five minutes of silence.
 MOST_FAILURES = 8
 MOST_BACKOFFS = 1024
 # A contact that has not answered for so long is called to check that it is still there.
@@ -49,11 +49,12 @@ class _Known:
 @dataclass(frozen=True, slots=True)
 class _Backoff:
     failures: int
+    began: float
     last_failure: float
 
     @property
     def over_at(self) -> float:
-        return self.last_failure + min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** (self.failures - 1))
+        return self.began + min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(self.failures - 1, 10))
 
 
 class RoutingTable:
@@ -119,12 +120,16 @@ class RoutingTable:
 
     def failed(self, contact: Contact, now: float) -> None:
         """Note that a call to `contact` has failed at `now`. It is not named to others until it answers again."""
-        earlier = self._backoffs.pop(contact, None)
-        failures = earlier.failures + 1 if earlier else 1
+        earlier, failures, began = self._backoffs.pop(contact, None), 1, now
+        if earlier is not None:
+            # All calls that are under way fail by one silence, of the other peer or of this one. They are one failure:
+            # a dozen of them would give up a peer that stood still for ten seconds.
+            is_same = now < earlier.over_at
+            failures, began = (earlier.failures, earlier.began) if is_same else (earlier.failures + 1, now)
         known = self._known(contact.peer_id)
         if failures >= MOST_FAILURES and known is not None and known.contact == contact:
             del self._bucket(contact.peer_id)[contact.peer_id]
-        self._backoffs[contact] = _Backoff(failures, now)
+        self._backoffs[contact] = _Backoff(failures, began, now)
         if len(self._backoffs) > MOST_BACKOFFS:
             # Dictionaries keep their order, so the first one failed longest ago.
             del self._backoffs[next(iter(self._backoffs))]

@@ -86,15 +86,28 @@ def test_backing_off_doubles_and_is_capped() -> None:
         now += wait
     assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
     stranger = RoutingTable(ME.peer_id)
-    for _ in range(40):
-        stranger.failed(A, 0.0)
-    assert stranger.usable(A, LONGEST_BACKOFF)
+    for number in range(2000):  # the check of a contact that is gone for a week
+        stranger.failed(A, number * LONGEST_BACKOFF)
+    assert stranger.usable(A, 2000 * LONGEST_BACKOFF)
+
+
+def test_calls_that_fail_together_are_one_failure() -> None:
+    """A peer that stood still for twelve seconds was given up by all, and had given up all."""
+    table = table_of([A])
+    for _ in range(2 * MOST_FAILURES):
+        table.failed(A, 10.0)
+    table.failed(A, 11.9)
+    assert table.usable(A, 12.0)
+    assert table.due(12.0) == [A]
+    table.failed(A, 12.0)
+    assert not table.usable(A, 15.9)
+    assert table.usable(A, 16.0)
 
 
 def test_a_peer_that_fails_too_often_is_forgotten() -> None:
     table = table_of([A])
-    for _ in range(MOST_FAILURES):
-        table.failed(A, 0.0)
+    for number in range(MOST_FAILURES):
+        table.failed(A, number * LONGEST_BACKOFF)
     assert table.due(1e9) == []
 
 

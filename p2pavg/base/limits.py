@@ -24,15 +24,15 @@ KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow
 LOOK_SECONDS = 1.0
 """Between two looks of a task that waits for news, at most. News wake it; a look finds what has woken nobody."""
 CALM_LOOK_SECONDS = 5.0
-"""The same where nobody waits for what is found, and a look asks other peers."""
+"""The same where nobody waits for what is found."""
 FAREWELL_SECONDS = 1.0
 """For what this process tells others when it ends something: they also notice without it, only later."""
 TAIL_SECONDS = 2.0
 """For telling the members of its last round how it ended, when a peer leaves: they may wait for it."""
 WARN_WAIT_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
 MAX_BACKOFF_SECONDS = 600.0
-"""The longest pause of those that double: between two tries with a peer that failed, or two words of the log on one
-wait. The log of a night then shows that it lasted all night."""
+"""The longest pause of those that double: between two groups with a peer that spoiled them, or two words of the log on
+one wait. The log of a night then shows that it lasted all night."""
 BAN_SECONDS = 600.0  # for which a peer that broke the protocol is not met again
 RECORD_LIFE_SECONDS = 600.0  # of records that all peers of a run keep, and renew in time
 CLOCK_SKEW_SECONDS = 60.0  # that peers' clocks may differ by

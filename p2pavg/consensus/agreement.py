@@ -145,14 +145,7 @@ from p2pavg.consensus.events import (
     VoteHeard,
 )
 from p2pavg.consensus.member import FINAL, LIVE, MemberState, OwnResult, Pending, RoundPhase
-from p2pavg.consensus.proof import (
-    has_it,
-    is_bound,
-    is_confirmed,
-    is_left_out,
-    lacks_it,
-    proven,
-)
+from p2pavg.consensus.proof import has_it, is_bound, is_confirmed, is_left_out, lacks_it, proven
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     Accepted,

@@ -23,9 +23,8 @@ Members: TypeAlias = frozenset[int]
 MAX_VOTE_BYTES = 12_288  # a commit with the signatures of 128 members has 9 KB
 MAX_BALLOT = 2**31
 MAX_REASON_CHARS = 300
-DIGEST_BYTES = (
-    32  # of a share, and of the whole result: a reducer that seeks two shares of one digest finds none
-)
+DIGEST_BYTES = 32
+"""Of a share, and of the whole result: a reducer that seeks two shares of one digest finds none."""
 SIGNATURE_BYTES = 64
 OUTPUT_BYTES = 96  # a digest of the inputs and a signature: see :class:`SignedOutput`
 

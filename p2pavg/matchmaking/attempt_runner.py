@@ -12,17 +12,7 @@ import trio
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate, read_candidate
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import (
-    Actions,
-    Close,
-    Expect,
-    Formed,
-    GaveUp,
-    Open,
-    Renew,
-    Report,
-    Send,
-)
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, GaveUp, Open, Renew, Report, Send
 from p2pavg.matchmaking.link import JoinLink
 from p2pavg.matchmaking.messages import (
     OF_FOLLOWERS,

@@ -17,13 +17,7 @@ from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.places.rungs import Ladder, ladder_for, slot_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import (
-    GaveUp,
-    Refuses,
-    Renew,
-    Report,
-    Settings,
-)
+from p2pavg.matchmaking.actions import GaveUp, Refuses, Renew, Report, Settings
 from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Declined, JoinRequest, Nudge, encode

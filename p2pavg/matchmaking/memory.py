@@ -20,9 +20,8 @@ HOLD_OFF_LEADER_SECONDS = 10.0
 Peers leave such a leader within seconds of each other. While all of them hold it off, they find each other.
 """
 FORGIVE_SECONDS = 600.0  # each time this long passes without a wasted wait, half of the count is forgotten
-MAX_LATE = (
-    512  # leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly
-)
+MAX_LATE = 512
+"""Leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly."""
 MAX_PUT_OFF = 512  # candidates that are remembered as put off; a forgotten one may be put off again
 MAX_PROVEN = 256  # peers that are remembered from finished rounds: four groups of the largest size
 

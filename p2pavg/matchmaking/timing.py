@@ -28,9 +28,8 @@ RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadli
 MOVED_SECONDS = 10.0
 """A peer whose reach or addresses have changed has at least so long for its new attempt. Others poll every 4 s."""
 NEXT_ATTEMPT_SECONDS = 0.001  # a deadline is moved by this to name another attempt
-STATUS_SECONDS = (
-    0.25  # followers are told within this time that the group has grown; mostly, it is proposed before
-)
+STATUS_SECONDS = 0.25
+"""Followers are told within this time that the group has grown; mostly, it is proposed before."""
 REUNION_SECONDS = 0.5
 """Members of the last group wait so long for the record of the peer that led it, before they announce themselves. The
 record needs a trip, and two training steps do not end at the same time."""

@@ -18,12 +18,7 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import (
-    ClosedError,
-    ControlError,
-    P2PAvgError,
-    StreamBrokenError,
-)
+from p2pavg.base.errors import ClosedError, ControlError, P2PAvgError, StreamBrokenError
 from p2pavg.base.files import locked
 from p2pavg.base.shortage import is_shortage
 from p2pavg.net.transport import Buffer, Stream

@@ -48,12 +48,7 @@ from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg.verification.evidence.service import EvidenceService
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
-from p2pavg_dht import (
-    Contact,
-    Ed25519Signer,
-    RecordNode,
-    Signer,
-)
+from p2pavg_dht import Contact, Ed25519Signer, RecordNode, Signer
 
 logger = logging.getLogger(__name__)
 

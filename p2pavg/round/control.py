@@ -55,9 +55,8 @@ logger = logging.getLogger(__name__)
 LEADER = 0  # position of the first ballot's leader
 ASK_OUTCOME_SECONDS = 2.0  # for an answer to the question how a round ended
 FLUSH_SECONDS = 2.0  # for the last votes, after the end
-ASK_STREAM_AGAIN_SECONDS = (
-    1.0  # whose stream is missing, and who may have begun the round later than this member
-)
+ASK_STREAM_AGAIN_SECONDS = 1.0
+"""Whose stream is missing, and who may have begun the round later than this member."""
 MISSING_SECONDS = 0.5  # then a member that has sent nothing is asked whether it knows the group
 MAX_UNSENT = 64  # votes to a member that reads none; an honest round takes a few each
 

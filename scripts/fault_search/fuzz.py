@@ -47,13 +47,7 @@ from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.consensus.choice import next_ballot
 from p2pavg.consensus.member import MemberState
-from p2pavg.consensus.statements import (
-    CONTRADICTION,
-    Signed,
-    Statement,
-    encode_evidence,
-    result_digest,
-)
+from p2pavg.consensus.statements import CONTRADICTION, Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import (
     DIGEST_BYTES,
     OUTPUT_BYTES,

@@ -25,12 +25,7 @@ from libp2p.stream_muxer.yamux.yamux import (
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.libp2p import guarded_yamux
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.speed import (
-    MAX_FRAME_BYTES,
-    SMALL_FRAME_BYTES,
-    EagerPackets,
-    WriteStart,
-)
+from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, SMALL_FRAME_BYTES, EagerPackets, WriteStart
 from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES, WRITE_PIECE_BYTES
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream

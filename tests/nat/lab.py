@@ -19,17 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from tests.nat.delay import DelayLine
-from tests.nat.namespaces import (
-    LabError,
-    Namespaces,
-    inside,
-    ip,
-    ip_json,
-    link,
-    may_map_ports,
-    run,
-    settings,
-)
+from tests.nat.namespaces import LabError, Namespaces, inside, ip, ip_json, link, may_map_ports, run, settings
 from tests.nat.routers import (
     FORWARDED_PORT,
     LAN,

@@ -9,11 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import CertificateError
-from p2pavg.consensus.certificate import (
-    MAX_CERTIFICATE_BYTES,
-    encode_certificate,
-    verify_certificate,
-)
+from p2pavg.consensus.certificate import MAX_CERTIFICATE_BYTES, encode_certificate, verify_certificate
 from p2pavg.consensus.statements import Statement
 from p2pavg.consensus.votes import ResultCommit
 from p2pavg.group.candidate import Candidate, sign_candidate

@@ -22,12 +22,7 @@ from p2pavg.optim.base.lineage import Lineage
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.memory import MemoryNetwork
-from p2pavg.testing.simulation import (
-    cancel_when_crashed,
-    simulate,
-    simulated_peer,
-    simulated_signer,
-)
+from p2pavg.testing.simulation import cancel_when_crashed, simulate, simulated_peer, simulated_signer
 
 MBIT = 1e6 / 8
 STATE_VECTORS = 3

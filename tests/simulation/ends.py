@@ -19,12 +19,7 @@ from p2pavg.optim.base.digest import digest_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.memory import MemoryNetwork
-from p2pavg.testing.simulation import (
-    cancel_when_crashed,
-    simulate,
-    simulated_peer,
-    simulated_signer,
-)
+from p2pavg.testing.simulation import cancel_when_crashed, simulate, simulated_peer, simulated_signer
 
 UPDATES = 8
 LAST = 3

@@ -12,15 +12,7 @@ import p2pavg
 from p2pavg.optim import AveragedOptimizer, RunState
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.loops import SimulatedLoop, run_loops
-from tests.simulation.ends import (
-    TOLD_SECONDS,
-    UPDATES,
-    EndSetting,
-    Incident,
-    Plan,
-    draw_setting,
-    play_ends,
-)
+from tests.simulation.ends import TOLD_SECONDS, UPDATES, EndSetting, Incident, Plan, draw_setting, play_ends
 
 both = pytest.mark.parametrize("local", [False, True])
 

@@ -20,12 +20,7 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.state.donor.service import stored_key
-from p2pavg.state.donor.serving import (
-    IDLE_SESSION_SECONDS,
-    SEND_BYTES,
-    YIELD_SECONDS,
-    spared_bytes,
-)
+from p2pavg.state.donor.serving import IDLE_SESSION_SECONDS, SEND_BYTES, YIELD_SECONDS, spared_bytes
 from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, SILENT_DONOR_SECONDS, STALLED_SECONDS
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
 from p2pavg.state.joiner.pieces import MAX_RANGES, PIECE_PATIENCE_SECONDS

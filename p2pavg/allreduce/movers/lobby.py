@@ -27,9 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING_LANES = 8  # of one peer in one group, that no attempt has taken yet
 MAX_REMEMBERED = 256  # rounds that ended
-MAX_RESTING_INBOUND = (
-    2  # streams of votes of one peer between two rounds; it keeps one, and may just open another
-)
+MAX_RESTING_INBOUND = 2
+"""Streams of votes of one peer between two rounds; it keeps one, and may just open another."""
 
 HowItEnded = Callable[[str], Vote]
 """Answer to a peer that asks how a round ended."""

@@ -8,9 +8,8 @@ import torch
 from blake3 import blake3
 
 DIGEST_BYTES = 32
-SHORT_BYTES = (
-    8  # of a digest that peers compare to locate differences; the chance of a false match is 1 in 2^64
-)
+SHORT_BYTES = 8
+"""Of a digest that peers compare to locate differences; the chance of a false match is 1 in 2^64."""
 MANY_BYTES = 2**22  # from which on several threads hash; with less, waking them costs more than it saves
 MAX_CHUNKS = 64  # 512 bytes of a record's 4096
 

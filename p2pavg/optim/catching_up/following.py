@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
-NEWS_SECONDS = (
-    0.25  # between two looks at records, while all that this peer lacks is the news of the next average
-)
+NEWS_SECONDS = 0.25
+"""Between two looks at records, while all that this peer lacks is the news of the next average."""
 MAX_REFUSED = 64  # roots of snapshots that could not be used
 LOST_SECONDS = 10.0
 """If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pavg.base.limits import WARN_WAIT_SECONDS
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
 
 TELL_WAIT_SECONDS = 1.0  # between two events of one wait
-MAX_WARNING_PAUSE_SECONDS = (
-    600.0  # maximum between two warnings: the log of a night shows that it lasted all night
-)
 MAX_NAMED = 5  # peers; they fit on a line of a terminal
 SHORT_ID = 6  # last characters of an id; the first ones are the same for all peers
 
@@ -32,7 +29,7 @@ class GrowingPauses:
         """Return whether to warn now; if so, the next pause begins."""
         if self._pause and now < self._quiet_until:
             return False
-        self._pause = min(2 * self._pause, MAX_WARNING_PAUSE_SECONDS) if self._pause else WARN_WAIT_SECONDS
+        self._pause = min(2 * self._pause, MAX_BACKOFF_SECONDS) if self._pause else WARN_WAIT_SECONDS
         self._quiet_until = now + self._pause
         return True
 

@@ -27,13 +27,7 @@ from p2pavg.base.limits import (
     MIN_BANDWIDTH,
     USUAL_GROUP_SIZE,
 )
-from p2pavg.group.aggregation import (
-    MOST_NORMS,
-    Aggregation,
-    check_codec_for,
-    check_combinable,
-    resolve_rule,
-)
+from p2pavg.group.aggregation import MOST_NORMS, Aggregation, check_codec_for, check_combinable, resolve_rule
 from p2pavg.group.audits import resolve_audits
 from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
 from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups

@@ -12,12 +12,7 @@ from p2pavg.net.addresses import parse_peer_address
 from p2pavg.peer.joining.finding import files_in
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.links import open_delegate
-from p2pavg.runs.membership.certificate import (
-    SERIAL_BYTES,
-    MemberCertificateError,
-    Role,
-    read_certificate,
-)
+from p2pavg.runs.membership.certificate import SERIAL_BYTES, MemberCertificateError, Role, read_certificate
 from p2pavg.runs.membership.tokens import InvitationLink, Token, certify, make_token, token_key
 from p2pavg.runs.records.invitations import Delegate
 from p2pavg.tools.cli.authority import parse_roles, seconds_of

@@ -9,13 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2pavg.allreduce.proofs import (
-    PART_DIGEST_BYTES,
-    SignedShare,
-    Subject,
-    is_signed,
-    part_digest,
-)
+from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, SignedShare, Subject, is_signed, part_digest
 from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES
@@ -23,13 +17,7 @@ from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg.group.shares import part_size
 from p2pavg.net.transport import Buffer
-from p2pavg.verification.audit.layout import (
-    InputManifest,
-    Share,
-    check_inputs,
-    check_manifest,
-    read_manifest,
-)
+from p2pavg.verification.audit.layout import InputManifest, Share, check_inputs, check_manifest, read_manifest
 from p2pavg.verification.audit.recheck import what_is_wrong
 from p2pavg_compression import resolve_codec
 

@@ -18,14 +18,7 @@ from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, SyncError,
 from p2pavg.optim import fedavg as make_fedavg
 from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.large_batch import sync as sync_module
-from tests.integration.optim.company import (
-    Batches,
-    config,
-    loss_of,
-    small_model,
-    train_together,
-    vector_of,
-)
+from tests.integration.optim.company import Batches, config, loss_of, small_model, train_together, vector_of
 
 BATCH = 4
 ENOUGH_SECONDS = 60.0  # for a busy machine; usually a second suffices

@@ -13,13 +13,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.messages import (
-    FRAME_BYTES,
-    Lane,
-    LaneHeader,
-    members_digest,
-    part_frame,
-)
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, members_digest, part_frame
 from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.consensus.votes import DIGEST_BYTES

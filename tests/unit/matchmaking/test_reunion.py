@@ -20,12 +20,7 @@ from p2pavg.matchmaking.reunion import (
     last_group,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import (
-    HEARTBEAT_SECONDS,
-    REUNION_SECONDS,
-    REUNIONS_SECONDS,
-    STATUS_SECONDS,
-)
+from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, REUNION_SECONDS, REUNIONS_SECONDS, STATUS_SECONDS
 from p2pavg.runs.records.run_records import MAX_MATES
 from tests.unit.matchmaking.bus import EPOCH, candidate, settings
 

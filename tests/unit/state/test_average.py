@@ -21,13 +21,7 @@ from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES, ResultCommit
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
-from p2pavg.state.average import (
-    MAX_MANIFEST_BYTES,
-    Expected,
-    LoggedAverage,
-    decode,
-    read_manifest,
-)
+from p2pavg.state.average import MAX_MANIFEST_BYTES, Expected, LoggedAverage, decode, read_manifest
 from p2pavg.state.joiner.transfers import replayed_success
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_compression import resolve_codec

@@ -10,15 +10,7 @@ from p2pavg import Gossip, Star
 from p2pavg.blocking import Averager
 from p2pavg.optim import Cells, LocalUpdates, fedavg
 from p2pavg.population import Choice, LogUniform, Uniform
-from p2pavg.strategies import (
-    Custom,
-    DataParallel,
-    Federated,
-    Local,
-    ModelParallel,
-    PopulationBased,
-    Strategy,
-)
+from p2pavg.strategies import Custom, DataParallel, Federated, Local, ModelParallel, PopulationBased, Strategy
 
 FUNCTION = "tests.unit.strategies.samples:often"
 

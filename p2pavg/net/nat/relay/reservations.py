@@ -33,9 +33,8 @@ logger = logging.getLogger(__name__)
 ASK_RELAY_SECONDS = 6.0
 PING_ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
 AVOID_SECONDS = 60.0
-_LOST_SECONDS = (
-    2.0  # a relay that was lost may have been restarted, or this peer may have changed its network
-)
+_LOST_SECONDS = 2.0
+"""A relay that was lost may have been restarted, or this peer may have changed its network."""
 MAX_AVOIDED = 256
 
 _FAILURES = (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError)

@@ -6,11 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
-from p2pavg.runs.membership.certificate import (
-    Certificate,
-    date_of,
-    is_genuine,
-)
+from p2pavg.runs.membership.certificate import Certificate, date_of, is_genuine
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 

@@ -13,10 +13,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.net.libp2p.speed import (
-    EagerLock,
-    install,
-)
+from p2pavg.net.libp2p.speed import EagerLock, install
 
 
 async def test_a_free_lock_is_taken_at_once() -> None:

@@ -18,10 +18,7 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.utils.varint import encode_delim
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
-from p2pavg.net.libp2p.speed import (
-    EagerMultiselectClient,
-    OneAnswerMultiselect,
-)
+from p2pavg.net.libp2p.speed import EagerMultiselectClient, OneAnswerMultiselect
 
 WATCHDOG_SECONDS = 120.0
 SPOKEN, OTHER, UNKNOWN = TProtocol("/spoken/1"), TProtocol("/other/1"), TProtocol("/unknown/1")

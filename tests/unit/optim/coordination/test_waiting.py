@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from p2pavg.optim.coordination.waiting import (
-    MAX_NAMED,
-    MAX_WARNING_PAUSE_SECONDS,
-    GrowingPauses,
-    Waiting,
-    named,
-)
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
+from p2pavg.optim.coordination.waiting import MAX_NAMED, GrowingPauses, Waiting, named
 
 
 def test_long_wait_is_warned_of_with_growing_pauses() -> None:
@@ -18,7 +13,7 @@ def test_long_wait_is_warned_of_with_growing_pauses() -> None:
     said = [now for now in range(4000) if waiting.waits("no peer came", (), float(now)) is not None]
     assert said[:5] == [10, 20, 40, 80, 160]
     pauses = [later - now for now, later in itertools.pairwise(said)]
-    assert max(pauses) == MAX_WARNING_PAUSE_SECONDS
+    assert max(pauses) == MAX_BACKOFF_SECONDS
 
 
 def test_warning_names_peers_and_reason() -> None:

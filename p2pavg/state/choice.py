@@ -43,6 +43,7 @@ class DonorView:
     Args:
         epoch: number of updates that its parameters have taken.
         update_seconds: usual time between two of its updates; 0 before the second one.
+        since_update: seconds since the last one.
         wanted: true if a peer of the run wants a snapshot.
         snapshot_epoch: update after which its present snapshot was taken; ``None`` without one.
         log_first: first update after which its log of averages begins: it has all averages that came later.
@@ -52,6 +53,7 @@ class DonorView:
 
     epoch: int
     update_seconds: float
+    since_update: float
     wanted: bool
     snapshot_epoch: int | None
     log_first: int
@@ -68,7 +70,10 @@ def alignment(update_seconds: float) -> int:
 
 def takes_snapshot(donor: DonorView) -> bool:
     """Return whether a donor takes a snapshot now, between two updates."""
-    if not donor.wanted or donor.epoch % alignment(donor.update_seconds):
+    # A run that stands still may wait for the peer that asks: it comes to no aligned update.
+    stands_still = donor.since_update >= 2 * ALIGN_SECONDS
+    is_aligned = stands_still or donor.epoch % alignment(donor.update_seconds) == 0
+    if not donor.wanted or not is_aligned:
         return False
     if donor.snapshot_epoch is None or donor.snapshot_epoch > donor.epoch:
         return True

@@ -202,6 +202,7 @@ class States:
         return DonorView(
             epoch=self._common.lineage.epoch,
             update_seconds=statistics.median(self._update_times) if self._update_times else 0.0,
+            since_update=0.0 if self._took_at is None else now - self._took_at,
             wanted=now < self._wanted_at + STATE_LOOK_SECONDS,
             snapshot_epoch=held,
             log_first=shelf.log_first,

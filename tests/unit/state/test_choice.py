@@ -29,6 +29,7 @@ from p2pavg.state.news import MAX_EPOCH, SnapshotOffer, StateNews
 DONOR = DonorView(
     epoch=32,
     update_seconds=60.0,
+    since_update=0.0,
     wanted=True,
     snapshot_epoch=None,
     log_first=0,
@@ -70,6 +71,14 @@ class TestDonors:
         self, seconds: float, updates: int
     ) -> None:
         assert alignment(seconds) == updates
+
+    def test_a_run_that_stands_still_waits_for_no_aligned_update(self) -> None:
+        """It waited for the joiner, which waited for a snapshot of an update that never came."""
+        donor = replace(DONOR, epoch=6, update_seconds=1.3)
+        assert not takes_snapshot(donor)
+        assert not takes_snapshot(replace(donor, since_update=ALIGN_SECONDS))
+        assert takes_snapshot(replace(donor, since_update=2 * ALIGN_SECONDS))
+        assert not takes_snapshot(replace(donor, since_update=2 * ALIGN_SECONDS, wanted=False))
 
     @given(st.floats(0.0, 100.0), st.floats(0.8, 1.25))
     def test_donors_that_measure_slightly_differently_share_updates(

@@ -301,6 +301,8 @@ class AveragedOptimizer(PeerOptimizer):
             hyperparameters(self.inner),
             self.learning_rates,
         )
+        if not self._overlap and self._averager.peer_id not in {*result.peers, *result.observers}:
+            self._averager.clear()  # the others went on without it: its gradients belong to the parameters before
         # If the call is interrupted from here on, the next one finds the mark and fetches the run's state.
         self._touched.begin_update()
         norm = self._update(result.averaged, result)
@@ -328,6 +330,7 @@ class AveragedOptimizer(PeerOptimizer):
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
         """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
         digest, numbers, rates = digest_of(averaged), hyperparameters(self.inner), self.learning_rates
+        self._averager.clear()  # gradients at the parameters that this update replaces
         self._touched.begin_update()
         norm = self._update(averaged, success)
         self._training.replayed(success, numbers, digest, self._parameters)

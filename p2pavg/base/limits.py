@@ -22,9 +22,9 @@ REPLY_SECONDS = 10.0
 """For one word of a peer that is there: to open a stream to it, for its first message, for its answer. A message of 256
 KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow, and not gone."""
 LOOK_SECONDS = 1.0
-"""Between two looks of a task that waits for news, at most. News wake it; a look finds what has woken nobody."""
+"""Between two looks of a task that waits for news, at most. News wake it; a look finds what has not."""
 CALM_LOOK_SECONDS = 5.0
-"""The same where nobody waits for what is found."""
+"""The same where no caller waits for what is found."""
 FAREWELL_SECONDS = 1.0
 """For what this process tells others when it ends something: they also notice without it, only later."""
 TAIL_SECONDS = 2.0

@@ -59,9 +59,9 @@ def test_without_anything_in_the_way_no_peer_stays() -> None:
         assert end.ended_at < end.last_at + 5.0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 302, 483])
 def test_runs_with_naps_stops_and_kills_end_well(seed: int) -> None:
-    """``scripts/faults starts --virtual`` plays more of them."""
+    """``scripts/faults starts --virtual`` plays more of them. It found 302 and 483, in which peers waited for ever."""
     assert play_ends(draw_setting(seed)).findings() == []
 
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
-from p2pavg.base.encoding import pack, unpack
-from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.consensus.votes import MAX_BALLOT
+from p2pavg.base.messages import Hash, Message, pack
+from p2pavg.consensus.votes import Ballot
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
 
@@ -54,48 +55,32 @@ class Lane(enum.IntEnum):
     """Pieces of states, for the peer that has given the sender a ticket: see :mod:`p2pavg.state`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneHeader:
+class LaneHeader(Message, frozen=True):
     """The first message on a stream."""
 
-    group_id: bytes
+    group_id: Hash
     """In a lane of the kind ``STATE``: the ticket."""
     lane: Lane
-    attempt: int = 0
-    reducer: int = 0
+    attempt: Ballot = 0
+    reducer: Annotated[int, Meta(ge=0, lt=256)] = 0
     """Of a share that is passed on: its reducer's position in the roster."""
-    members: bytes = b""
+    members: Annotated[bytes, Meta(max_length=MEMBERS_BYTES)] = b""
     """:func:`members_digest` of a later attempt. Its members are one leader's word, which may differ from member to
     member: without this, two members could mix parts of two attempts. The group id names those of the first attempt."""
     begin: ResumeMark = START
     """In a lane with contributions, where they go on, if some of them came in an earlier attempt."""
 
-
-def encode_header(header: LaneHeader) -> bytes:
-    """The header's bytes."""
-    return pack(
-        header.group_id, int(header.lane), header.attempt, header.reducer, header.members, *header.begin
-    )
+    def __post_init__(self) -> None:
+        if len(self.members) not in (0, MEMBERS_BYTES):
+            raise ValueError("a lane header with a digest of another length")
+        parts, nbytes = self.begin
+        if not (0 <= parts < 2**31 and 0 <= nbytes < 2**31) or ((parts or nbytes) and not self.attempt):
+            raise ValueError("a lane header whose contributions go on at an impossible place")
 
 
 def members_digest(attempt: int, peer_ids: Iterable[str]) -> bytes:
     """Return what a lane's header says of an attempt's members: 16 bytes, or none for the first attempt."""
     return hashlib.sha256(pack(_MEMBERS_DOMAIN, *peer_ids)).digest()[:MEMBERS_BYTES] if attempt else b""
-
-
-def decode_header(message: bytes) -> LaneHeader:
-    """Raises RemoteProtocolError for anything that :func:`encode_header` does not make."""
-    types = (bytes, int, int, int, bytes, int, int)
-    group_id, lane, attempt, reducer, members, parts, nbytes = unpack(message, *types)
-    if len(group_id) != 32 or lane not in list(Lane):
-        raise RemoteProtocolError("a lane header with no group id or of an unknown lane")
-    if not 0 <= attempt <= MAX_BALLOT or not 0 <= reducer < 256:
-        raise RemoteProtocolError("a lane header of an impossible attempt or reducer")
-    if len(members) not in (0, MEMBERS_BYTES):
-        raise RemoteProtocolError("a lane header with a digest of another length")
-    if not (0 <= parts < 2**31 and 0 <= nbytes < 2**31) or ((parts or nbytes) and not attempt):
-        raise RemoteProtocolError("a lane header whose contributions go on at an impossible place")
-    return LaneHeader(group_id, Lane(lane), attempt, reducer, members, ResumeMark(parts, nbytes))
 
 
 def part_frame(index: int) -> bytes:

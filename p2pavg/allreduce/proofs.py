@@ -27,8 +27,8 @@ from cryptography.exceptions import InvalidSignature
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.reduction import PartTracker
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.consensus.votes import SIGNATURE_BYTES
 from p2pavg.net.transport import Buffer
 from p2pavg_dht import Signer

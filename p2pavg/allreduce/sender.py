@@ -13,7 +13,7 @@ from functools import partial
 
 import trio
 
-from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.lane_driver import DirectUse
 from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.movers.reuse import START
@@ -158,7 +158,7 @@ class Sender:
                 wait_inbound=True,
             )
             try:
-                await send_message(stream, encode_header(header))
+                await send_message(stream, header.encode())
                 await send(stream)
             finally:
                 await stream.aclose()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Subject, is_signed
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES
 from p2pavg_dht.identity import PEER_ID_LENGTH
 

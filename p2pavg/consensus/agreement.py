@@ -85,6 +85,8 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from p2pavg.base.codes import FailedCode
 from p2pavg.consensus.choice import Stuck, ballot_leader, next_ballot, share_in_dispute
 from p2pavg.consensus.conditions import (
@@ -411,7 +413,7 @@ def _note_promise(draft: _Draft, event: VoteHeard) -> None:
 def _with_accusations(pending: Pending, sender: int, promise: Promise) -> Promise:
     """Return a promise that includes every accusation of its sender, made before or after the promise."""
     said = {(accused, hostile) for accuser, accused, hostile in pending.accusations if accuser == sender}
-    return replace(
+    return structs.replace(
         promise,
         apart=promise.apart | {accused for accused, _ in said},
         hostile=promise.hostile | {accused for accused, hostile in said if hostile},
@@ -461,7 +463,7 @@ def _begin(draft: _Draft) -> None:
 def _take_up(draft: _Draft, begin: Begin) -> None:
     m = draft.m
     # The leader chose the view from promises. If this member has lost a member of it since, the ballot cannot commit.
-    m.begun, m.trouble = replace(begin, lacking=frozenset()), bool(begin.view & m.apart)
+    m.begun, m.trouble = structs.replace(begin, lacking=frozenset()), bool(begin.view & m.apart)
     # These three outlive a ballot. Signatures name an attempt and no ballot, and accusations last for the round.
     m.pending = Pending(asked=m.pending.asked, commits=m.pending.commits, accusations=m.pending.accusations)
     m.heard = tuple(entry for entry in m.heard if entry[1] > begin.ballot)

@@ -12,8 +12,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import CertificateError, RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.consensus.statements import RESULT_BYTES, Statement, is_signed_by
 from p2pavg.consensus.votes import MAX_BALLOT, ResultCommit
 from p2pavg.group.roster import Roster, read_roster

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES, Members
 from p2pavg_dht.identity import PEER_ID_LENGTH, PeerIdError, public_key_of
 

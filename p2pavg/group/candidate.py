@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import (
     MAX_BANDWIDTH,
@@ -22,6 +21,7 @@ from p2pavg.base.limits import (
     MAX_WEIGHT,
     MIN_BANDWIDTH,
 )
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.base.names import is_name
 from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.reach import Reach

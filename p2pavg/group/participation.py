@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_MBPS, MAX_NAME_CHARS, MAX_TAGS
+from p2pavg.base.messages import pack
 from p2pavg.base.names import is_name
 from p2pavg.group.candidate import Candidate
 

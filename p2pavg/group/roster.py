@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
 from p2pavg.group.places.gossip import COUNTS
 from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges

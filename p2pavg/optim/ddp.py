@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
 from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager, check_meets_all

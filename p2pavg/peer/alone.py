@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from p2pavg.allreduce.vector.accumulation import Accumulation
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.base.result import Success
 
 _DOMAIN = "p2pavg/alone/1"

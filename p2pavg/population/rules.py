@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import Draws, Value
 from p2pavg.population.words import MAX_BASIS, MAX_SCORE, Decision, Standing, Word, in_order

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.messages import pack
 from p2pavg.population.space import (
     MAX_HYPERPARAMETERS,
     MAX_NAME_CHARS,

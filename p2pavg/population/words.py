@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.population.space import MAX_HYPERPARAMETERS, Value, is_name, is_value
 
 TOPIC = "population"

@@ -13,7 +13,7 @@ import trio
 
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.statements import Statement, result_digest
@@ -224,7 +224,7 @@ class RoundAudits:
         )
         try:
             header = LaneHeader(share.subject.group_id, Lane.AUDIT, share.subject.attempt)
-            await send_message(stream, encode_header(header))
+            await send_message(stream, header.encode())
             await send_message(stream, task.request.pack())
             manifest = await self._receive(stream, share.manifest_bytes(len(task.indices)))
             inputs = [

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 import trio
 
-from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import ExpectedGroup, InboundLane
 from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.base.errors import (
@@ -36,15 +36,7 @@ from p2pavg.base.errors import (
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences
-from p2pavg.consensus.votes import (
-    MAX_VOTE_BYTES,
-    MemberPing,
-    Rest,
-    ResultCommit,
-    Vote,
-    decode_vote,
-    encode_vote,
-)
+from p2pavg.consensus.votes import MAX_VOTE_BYTES, MemberPing, Rest, ResultCommit, Vote, decode_vote
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
@@ -302,7 +294,7 @@ class VoteStreams:
                 return None
             try:
                 header = LaneHeader(self._group.group_id, Lane.ASK)
-                await send_message(stream, encode_header(header))
+                await send_message(stream, header.encode())
                 answer = await receive_message(stream, max_bytes=MAX_VOTE_BYTES)
                 vote = None if answer is None else decode_vote(answer, len(self._roster.members))
                 return None if isinstance(vote, Rest) else vote  # which is no answer
@@ -382,7 +374,7 @@ class VoteStreams:
     async def _begin(self, position: int, stream: Stream, *, is_new: bool = True) -> None:
         """Name the group on a stream, vote on it, and let it rest."""
         try:
-            await send_message(stream, encode_header(LaneHeader(self._group.group_id, Lane.CONTROL)))
+            await send_message(stream, LaneHeader(self._group.group_id, Lane.CONTROL).encode())
         # The other side would keep a stream without a header until its timeout.
         except BaseException:
             await stream.reset()
@@ -457,7 +449,7 @@ class VoteStreams:
                 # Read before the write waits: votes that are told meanwhile take another turn, and the last
                 # word comes after them.
                 has_ended = line.ending
-                await send_messages(stream, [*_taken(line), *([encode_vote(Rest())] if has_ended else [])])
+                await send_messages(stream, [*_taken(line), *([Rest().encode()] if has_ended else [])])
                 if has_ended:
                     return
                 continue
@@ -465,7 +457,7 @@ class VoteStreams:
             with trio.move_on_after(MEMBER_PING_SECONDS) as scope:
                 await changed.wait()
             if scope.cancelled_caught:
-                await send_message(stream, encode_vote(MemberPing()))
+                await send_message(stream, MemberPing().encode())
 
     async def _listen(self, position: int, stream: Stream, scope: trio.CancelScope) -> None:
         line = self._lines[position]
@@ -538,4 +530,4 @@ def _taken(line: _PeerStream) -> list[bytes]:
     # On a resting stream, the other side may have closed it: then these votes are sent again.
     if not line.heard:
         line.unanswered += votes
-    return [encode_vote(vote) for vote in votes]
+    return [vote.encode() for vote in votes]

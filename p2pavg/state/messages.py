@@ -22,14 +22,16 @@ import enum
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import Annotated
 
-from p2pavg.base.encoding import pack, unpack
+from msgspec import Meta
+
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
+from p2pavg.base.messages import Hash, Message, cut, decoded, pack
 from p2pavg.base.peer_text import PeerText
 
 PROTOCOL = "/p2pavg/state/1"
-KEY_BYTES = 32
 TICKET_BYTES = 32
 BLOB_ID_BYTES = 32
 DIGEST_BYTES = 32
@@ -46,7 +48,6 @@ MAX_REQUEST_BYTES = 128
 MAX_REFUSAL_BYTES = 800  # 200 characters
 MAX_NUMBER = (1 << 32) - 1
 _MAX_REASON_CHARS = 200
-_VERSION = 1
 _KEY_DOMAIN = "p2pavg/state/1"
 _FRAME = struct.Struct(">BIII")
 FRAME_BYTES = _FRAME.size
@@ -57,115 +58,74 @@ def state_key(run_id: str) -> bytes:
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id)).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class SessionHello:
+class SessionHello(Message, frozen=True, tag=1):
     """The first message of a session."""
 
-    key: bytes
+    key: Hash
     """:func:`state_key` of the run; in a run with an authority, sealed like the keys of its records."""
-    certificate: bytes
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
     """Of the joiner; empty if the run is open to anybody."""
     ticket: bytes
     """32 random bytes by which the joiner knows the session's direct lane; empty if it wants none."""
 
-
-def encode_hello(hello: SessionHello) -> bytes:
-    """Return a hello as bytes."""
-    return pack(_VERSION, hello.key, hello.certificate, hello.ticket)
-
-
-def read_hello(data: bytes) -> SessionHello:
-    """Read a hello; raise RemoteProtocolError for anything that :func:`encode_hello` does not make."""
-    version, key, certificate, ticket = unpack(data, int, bytes, bytes, bytes)
-    if version != _VERSION or len(key) != KEY_BYTES:
-        raise RemoteProtocolError("a hello of another version, or without a run")
-    if len(certificate) > MAX_CERTIFICATE_BYTES or len(ticket) not in (0, TICKET_BYTES):
-        raise RemoteProtocolError("a hello with a certificate or a ticket of another length")
-    return SessionHello(key, certificate, ticket)
+    def __post_init__(self) -> None:
+        if len(self.ticket) not in (0, TICKET_BYTES):
+            raise ValueError(f"a ticket of {len(self.ticket)} bytes")
 
 
-def encode_welcome(refusal: str) -> bytes:
-    """Return the answer to a hello.
+class Welcome(Message, frozen=True, tag=1):
+    """The answer to a hello."""
 
-    Args:
-        refusal: the reason for which the donor serves the joiner nothing; empty if it does.
-    """
-    return pack(_VERSION, refusal[:_MAX_REASON_CHARS])
+    refusal: str
+    """The reason for which the donor serves the joiner nothing; empty if it does."""
 
-
-def read_welcome(data: bytes) -> PeerText:
-    """Return the reason for which a donor serves nothing; empty if it does.
-
-    Raises:
-        RemoteProtocolError: the bytes are no welcome.
-    """
-    version, refusal = unpack(data, int, str)
-    if version != _VERSION or len(refusal) > _MAX_REASON_CHARS or not refusal.isprintable():
-        raise RemoteProtocolError("a welcome of another version, or with a reason that is no short text")
-    return PeerText(refusal)
+    def __post_init__(self) -> None:
+        cut(self, refusal=_MAX_REASON_CHARS)
 
 
 # ---------------------------------------------------------------------- requests
 
+_Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+_Kind = Annotated[int, Meta(ge=0, le=MAX_KIND)]
+_BlobId = Annotated[bytes, Meta(min_length=BLOB_ID_BYTES, max_length=BLOB_ID_BYTES)]
 
-@dataclass(frozen=True, slots=True)
-class AskManifest:
+
+class AskManifest(Message, frozen=True, tag=0):
     """A request for the manifest of a blob."""
 
-    number: int
+    number: _Number
     """Of the request; the joiner counts."""
-    kind: int
-    blob_id: bytes
+    kind: _Kind
+    blob_id: _BlobId
 
 
-@dataclass(frozen=True, slots=True)
-class AskPieces:
+class AskPieces(Message, frozen=True, tag=1):
     """A request for consecutive pieces of a blob."""
 
-    number: int
-    kind: int
-    blob_id: bytes
-    first: int
-    count: int
+    number: _Number
+    kind: _Kind
+    blob_id: _BlobId
+    first: Annotated[int, Meta(ge=0)]
+    count: Annotated[int, Meta(gt=0, le=MAX_RANGE)]
+
+    def __post_init__(self) -> None:
+        if self.first > MAX_PIECES - self.count:
+            raise ValueError(f"a request for pieces from {self.first}")
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message, frozen=True, tag=2):
     """The joiner needs the rest of an answer no longer."""
 
-    number: int
+    number: _Number
 
 
-Message = AskManifest | AskPieces | Cancel
+Request = AskManifest | AskPieces | Cancel
 
 
-def encode_request(request: Message) -> bytes:
-    """Return a request as bytes."""
-    match request:
-        case AskManifest(number, kind, blob_id):
-            return pack(0, number, kind, blob_id, 0, 0)
-        case AskPieces(number, kind, blob_id, first, count):
-            return pack(1, number, kind, blob_id, first, count)
-        case Cancel(number):
-            return pack(2, number, 0, b"", 0, 0)
-
-
-def read_request(data: bytes) -> Message:
-    """Read a request; raise RemoteProtocolError for anything that :func:`encode_request` does not make."""
-    what, number, kind, blob_id, first, count = unpack(data, int, int, int, bytes, int, int)
-    if not 0 <= number <= MAX_NUMBER:
-        raise RemoteProtocolError("a request with an impossible number")
-    if what == 2:
-        if kind or blob_id or first or count:
-            raise RemoteProtocolError("a cancellation with a blob")
-        return Cancel(number)
-    if not 0 <= kind <= MAX_KIND or len(blob_id) != BLOB_ID_BYTES:
-        raise RemoteProtocolError("a request for a blob of an unknown kind, or without an id")
-    if what == 0 and not first and not count:
-        return AskManifest(number, kind, blob_id)
-    if what != 1 or not 0 < count <= MAX_RANGE or not 0 <= first <= MAX_PIECES - count:
-        raise RemoteProtocolError("a request of an unknown sort, or for impossible pieces")
-    return AskPieces(number, kind, blob_id, first, count)
+def read_request(data: bytes) -> Request:
+    """Read a request. Raises RemoteProtocolError for anything else."""
+    request: Request = decoded(data, Request)
+    return request
 
 
 # ---------------------------------------------------------------------- frames

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg_dht import ContactError
 from p2pavg_dht.contact import check_addresses
 

@@ -27,9 +27,9 @@ from typing import Any
 import trio
 
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
-from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
-from p2pavg.base.encoding import pack
+from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.messages import pack
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking import messages as matching
@@ -47,10 +47,10 @@ from p2pavg.runs.records.hello import PROTOCOL as HELLO_PROTOCOL
 from p2pavg.runs.records.hello import QUESTION as HELLO_QUESTION
 from p2pavg.runs.records.invitations import PROTOCOL as INVITE_PROTOCOL
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
-from p2pavg.state.messages import SessionHello, encode_hello, state_key
+from p2pavg.state.messages import SessionHello, state_key
 from p2pavg.tools.control.messages import Question, encode_question
 from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
-from p2pavg.verification.evidence.messages import EvidenceRequest, accusations_key, encode_request
+from p2pavg.verification.evidence.messages import EvidenceRequest, accusations_key
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Ed25519Signer, sign_record
 from p2pavg_dht.messages import Find, Locate, Store
@@ -169,30 +169,27 @@ def first_messages(key: bytes, count: int) -> dict[tuple[str, str, str], list[Me
         (lanes.PROTOCOL, "lane", "a certificate"): [lanes.LaneRequest(certificate).encode()],
         (lanes.PROTOCOL, "lane", "8 KiB that are none"): [pack(bytes(8000))],
         (EXCHANGE_PROTOCOL, "votes and parts", "a header of an unknown group"): [
-            encode_header(LaneHeader(bytes(32), lane))
-            for lane in (Lane.CONTROL, Lane.CONTRIBUTIONS, Lane.ASK)
+            LaneHeader(bytes(32), lane).encode() for lane in (Lane.CONTROL, Lane.CONTRIBUTIONS, Lane.ASK)
         ],
         (RECORDS_PROTOCOL, "records", "64 signed records"): stores,
         (RECORDS_PROTOCOL, "records", "a search"): [encode_records(Find((), key))],
         (RECORDS_PROTOCOL, "records", "a question for contacts"): [encode_records(Locate((), key))],
-        (STATE_PROTOCOL, "state", "a hello"): [encode_hello(SessionHello(state_key(RUN), b"", bytes(32)))],
+        (STATE_PROTOCOL, "state", "a hello"): [SessionHello(state_key(RUN), b"", bytes(32)).encode()],
         (STATE_PROTOCOL, "state", "a hello of another run"): [
-            encode_hello(SessionHello(unknown, bytes(640), bytes(32)))
+            SessionHello(unknown, bytes(640), bytes(32)).encode()
         ],
         (EVIDENCE_PROTOCOL, "evidence", "a question"): [
-            encode_request(EvidenceRequest(accusations_key(RUN), bytes(32), b""))
+            EvidenceRequest(accusations_key(RUN), bytes(32), b"").encode()
         ],
         (HELLO_PROTOCOL, "hello", "a question"): [HELLO_QUESTION],
         (BANDWIDTH_PROTOCOL, "bandwidth", "a measurement"): [BANDWIDTH_QUESTION],
         (INVITE_PROTOCOL, "invitation", "a false token"): [pack(1, bytes(range(100)))],
-        (reaching.PROTOCOL, "reach", "a look"): [reaching.encode(reaching.Look())],
-        (reaching.PROTOCOL, "reach", "a dial-back"): [reaching.encode(reaching.DialBack(9, bytes(16)))],
+        (reaching.PROTOCOL, "reach", "a look"): [reaching.Look().encode()],
+        (reaching.PROTOCOL, "reach", "a dial-back"): [reaching.DialBack(9, bytes(16)).encode()],
         (punches.PROTOCOL, "punch", "a request to dial"): [
             punches.DialMe(("/ip4/203.0.113.1/tcp/4001",)).encode()
         ],
-        (relays.PROTOCOL, "relay", "a circuit"): [
-            relays.encode(relays.Connect(Ed25519Signer(bytes(32)).peer_id))
-        ],
+        (relays.PROTOCOL, "relay", "a circuit"): [relays.Connect(Ed25519Signer(bytes(32)).peer_id).encode()],
         ("/p2pavg/none/1", "any", "a protocol that is not served"): [b"x"],
     }
 

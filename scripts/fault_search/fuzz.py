@@ -42,7 +42,7 @@ import trio
 import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
-from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.consensus.choice import next_ballot
@@ -67,7 +67,6 @@ from p2pavg.consensus.votes import (
     Unknown,
     Vote,
     decode_vote,
-    encode_vote,
 )
 from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
 from p2pavg.group.places.gossip import OUTER_STEP, rounds_of_others
@@ -88,15 +87,7 @@ from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg.verification.evidence.accusation import Named, digest_of, read_accusation
 from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
-from p2pavg.verification.evidence.messages import (
-    EvidenceRequest,
-    Notice,
-    accusations_key,
-    encode_answer,
-    encode_notice,
-    encode_request,
-    read_request,
-)
+from p2pavg.verification.evidence.messages import EvidenceAnswer, EvidenceRequest, Notice, accusations_key
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Ed25519Signer, Record, sign_record
 from p2pavg_dht.messages import Find, Locate, Store
@@ -249,7 +240,7 @@ def some_vote(dice: random.Random, member: MemberState, signing: Signing) -> Vot
     while True:
         vote = dice.choices(votes, weights)[0]()
         try:
-            decode_vote(encode_vote(vote), size)
+            decode_vote(vote.encode(), size)
         except RemoteProtocolError:
             continue
         return vote
@@ -427,7 +418,7 @@ class Hostile:
             ),
         )
         stream = await self.peer.context.transport.open_stream(self._other(), EXCHANGE_PROTOCOL, timeout=1.0)
-        await send_message(stream, encode_header(header))
+        await send_message(stream, header.encode())
         self.sent["lanes"] += 1
         for index in range(self.dice.randint(0, 6)):
             values = torch.randn(PART_ELEMENTS, generator=torch.Generator().manual_seed(index))
@@ -502,14 +493,14 @@ class Hostile:
             key=accusations_key(RUN),
             sequence=int(now * 1e6) + dice.randrange(10**6),
             expiration_time=now + dice.choice([5.0, 600.0]),
-            value=dice.choice([encode_notice(Notice((), named)), dice.randbytes(40)]),
+            value=dice.choice([Notice((), named).encode(), dice.randbytes(40)]),
         )
         request = EvidenceRequest(
             dice.choice([accusations_key(RUN), bytes(32)]), dice.choice(list(self.evidence)), b""
         )
         messages = [
             (RECORDS_PROTOCOL, encode_record_request(Store((), (record,)))),
-            (EVIDENCE_PROTOCOL, dice.choice([encode_request(request), dice.randbytes(9)])),
+            (EVIDENCE_PROTOCOL, dice.choice([request.encode(), dice.randbytes(9)])),
         ]
         protocol, message = dice.choices(messages, [3, 1])[0]
         stream = await self.peer.context.transport.open_stream(self._other(), protocol, timeout=1.0)
@@ -535,10 +526,10 @@ class Hostile:
         request = await receive_message(stream)
         if request is None or self.dice.random() < 0.1:
             return
-        data = self.evidence.get(read_request(request).digest, b"")
+        data = self.evidence.get(EvidenceRequest.decode(request).digest, b"")
         if self.dice.random() < 0.05:
             data = self.dice.randbytes(len(data))
-        await send_message(stream, encode_answer(self.dice.choice(["", "", "", "so it says"])))
+        await send_message(stream, EvidenceAnswer(self.dice.choice(["", "", "", "so it says"])).encode())
         await stream.send_all(data)
         self.sent["evidence"] += 1
         await stream.aclose()

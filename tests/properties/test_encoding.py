@@ -9,9 +9,9 @@ import msgpack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header, encode_header
-from p2pavg.base.encoding import pack, unpack
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack, unpack
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entry
 
@@ -85,15 +85,15 @@ def fits(read: Callable[[bytes], object], again: Callable[[Any], bytes], data: b
 @settings(deadline=None)
 @given(headers)
 def test_every_lane_header_survives_the_wire_and_is_short(header: LaneHeader) -> None:
-    message = encode_header(header)
-    assert decode_header(message) == header
+    message = header.encode()
+    assert LaneHeader.decode(message) == header
     assert len(message) <= MAX_HEADER_BYTES
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=100) | st.lists(objects, max_size=7).map(msgpack.packb))
 def test_arbitrary_lane_headers_and_run_entries(data: bytes) -> None:
-    fits(decode_header, encode_header, data)
+    fits(LaneHeader.decode, LaneHeader.encode, data)
     fits(read_entry, encode_entry, data)
 
 
@@ -101,7 +101,7 @@ def test_arbitrary_lane_headers_and_run_entries(data: bytes) -> None:
 @given(st.integers(0, 5), objects)
 def test_one_field_of_another_type(position: int, value: object) -> None:
     for valid, read, again in (
-        (encode_header(HEADER), decode_header, encode_header),
+        (HEADER.encode(), LaneHeader.decode, LaneHeader.encode),
         (encode_entry(ENTRY), read_entry, encode_entry),
     ):
         parts = msgpack.unpackb(valid)
@@ -115,7 +115,7 @@ def test_one_field_of_another_type(position: int, value: object) -> None:
 )
 def test_changed_bytes(changes: list[tuple[int, int]], length: int) -> None:
     for valid, read, again in (
-        (encode_header(HEADER), decode_header, encode_header),
+        (HEADER.encode(), LaneHeader.decode, LaneHeader.encode),
         (encode_entry(ENTRY), read_entry, encode_entry),
     ):
         data = bytearray(valid)

@@ -10,19 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import first_text
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import first_text
 from p2pavg.verification.evidence.accusation import read_accusation
-from p2pavg.verification.evidence.messages import (
-    EvidenceRequest,
-    Notice,
-    encode_answer,
-    encode_notice,
-    encode_request,
-    read_answer,
-    read_notice,
-    read_request,
-)
+from p2pavg.verification.evidence.messages import EvidenceAnswer, EvidenceRequest, Notice, read_notice
 from tests.unit.verification.evidence.samples import KIND, contradiction, named, signer
 
 PEERS = [signer(number).peer_id for number in range(3)]
@@ -56,21 +47,21 @@ NOTICES = st.builds(
     ).map(tuple),
 )
 DECODERS: list[tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = [
-    (read_notice, encode_notice),
-    (read_request, encode_request),
-    (read_answer, encode_answer),
+    (read_notice, Notice.encode),
+    (EvidenceRequest.decode, EvidenceRequest.encode),
+    (EvidenceAnswer.decode, EvidenceAnswer.encode),
 ]
 
 
 @given(NOTICES)
 def test_notices_survive_the_wire(notice: Notice) -> None:
-    assert read_notice(encode_notice(notice)) == notice
+    assert read_notice(notice.encode()) == notice
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32), st.binary(max_size=256))
 def test_requests_survive_the_wire(key: bytes, digest: bytes, certificate: bytes) -> None:
     request = EvidenceRequest(key, digest, certificate)
-    assert read_request(encode_request(request)) == request
+    assert EvidenceRequest.decode(request.encode()) == request
 
 
 @pytest.mark.parametrize(("read", "encode"), DECODERS, ids=["notice", "request", "answer"])
@@ -87,7 +78,7 @@ def test_any_bytes_are_read_or_refused(
 
 @given(NOTICES, st.integers(0, 10**6), st.integers(1, 255))
 def test_damaged_notices_are_read_or_refused(notice: Notice, where: int, change: int) -> None:
-    data = bytearray(encode_notice(notice))
+    data = bytearray(notice.encode())
     data[where % len(data)] ^= change
     try:
         read_notice(bytes(data))

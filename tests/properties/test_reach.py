@@ -22,9 +22,7 @@ from p2pavg.net.nat.reach.messages import (
     Look,
     Observed,
     Question,
-    encode,
     read_dialled_back,
-    read_observed,
     read_question,
 )
 from p2pavg.net.nat.reach.probes import Probe
@@ -57,25 +55,25 @@ junk = (
 class TestDecoders:
     @given(st.builds(Look) | st.builds(DialBack, ports, nonces))
     def test_questions_come_back(self, question: Question) -> None:
-        assert read_question(encode(question)) == question
+        assert read_question(question.encode()) == question
 
     @given(
         st.builds(Observed, hosts, ports),
         st.builds(DialledBack, nonces, st.sampled_from(DialBackOutcome), reasons),
     )
     def test_answers_come_back(self, observed: Observed, dialled: DialledBack) -> None:
-        assert read_observed(encode(observed)) == observed
-        assert read_dialled_back(encode(dialled), dialled.nonce) == dialled
+        assert Observed.decode(observed.encode()) == observed
+        assert read_dialled_back(dialled.encode(), dialled.nonce) == dialled
 
     @given(junk)
     def test_any_bytes_are_a_valid_message_or_an_error(self, message: bytes) -> None:
-        readers: list[Any] = [read_question, read_observed, lambda found: read_dialled_back(found, NONCE)]
+        readers: list[Any] = [read_question, Observed.decode, lambda found: read_dialled_back(found, NONCE)]
         for reader in readers:
             try:
                 found = reader(message)
             except RemoteProtocolError:
                 continue
-            assert reader(encode(found)) == found
+            assert reader(found.encode()) == found
 
     @given(hosts, ports)
     def test_whoami_answers_come_back(self, host: str, port: int) -> None:

@@ -34,7 +34,6 @@ from p2pavg.consensus.votes import (
     Unknown,
     Vote,
     decode_vote,
-    encode_vote,
 )
 
 SIZE = 8
@@ -194,14 +193,14 @@ def check(data: bytes, size: int = SIZE) -> Vote | None:
     assert members_in(vote) <= frozenset(range(size))
     assert all(0 <= ballot <= MAX_BALLOT for ballot in ballots_in(vote))
     hash(vote)
-    assert decode_vote(encode_vote(vote), size) == vote
+    assert decode_vote(vote.encode(), size) == vote
     return vote
 
 
 @settings(deadline=None)
 @given(votes)
 def test_every_vote_comes_back(vote: Vote) -> None:
-    message = encode_vote(vote)
+    message = vote.encode()
     assert check(message) == vote
     assert len(message) <= MAX_VOTE_BYTES
 
@@ -209,7 +208,7 @@ def test_every_vote_comes_back(vote: Vote) -> None:
 @settings(deadline=None)
 @given(votes, st.integers(1, SIZE))
 def test_a_vote_of_a_larger_group_names_members_only_or_is_refused(vote: Vote, size: int) -> None:
-    found = check(encode_vote(vote), size)
+    found = check(vote.encode(), size)
     assert found in (None, vote)
     assert found is None or members_in(vote) <= frozenset(range(size))
 
@@ -231,7 +230,7 @@ def test_arbitrary_fields_are_read_or_refused(kind: str, fields: list[Any]) -> N
 
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
-    data = bytearray(encode_vote(draw(votes)))
+    data = bytearray(draw(votes).encode())
     for _ in range(draw(st.integers(1, 4))):
         position = draw(st.integers(0, len(data)))
         match draw(st.sampled_from(["change", "insert", "remove", "cut", "repeat"])):
@@ -265,4 +264,4 @@ def replaced(tree: Any, path: list[int], value: object) -> Any:
 @settings(deadline=None)
 @given(votes, st.lists(st.integers(0, 20), min_size=1, max_size=3), objects)
 def test_a_field_of_another_kind_is_read_or_refused(vote: Vote, path: list[int], value: object) -> None:
-    check(msgpack.packb(replaced(msgpack.unpackb(encode_vote(vote)), path, value)))
+    check(msgpack.packb(replaced(msgpack.unpackb(vote.encode()), path, value)))

@@ -11,9 +11,9 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_AT_ONCE, MAX_BLOCKS
 from p2pavg.net.transport import Stream, Transport

@@ -7,7 +7,7 @@ from typing import Any
 
 from trio.testing import MockClock
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.certificate import Certificate

@@ -15,9 +15,9 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.limits import RECORD_LIFE_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit
 from p2pavg.net.framing import receive_message, send_message
@@ -36,13 +36,10 @@ from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
 from p2pavg.verification.evidence.messages import (
     MAX_NAMED,
     PROTOCOL,
+    EvidenceAnswer,
     EvidenceRequest,
     Notice,
     accusations_key,
-    encode_answer,
-    encode_notice,
-    encode_request,
-    read_answer,
 )
 from p2pavg.verification.evidence.spreading import EVIDENCE_LOOK_SECONDS, EVIDENCE_PAUSE_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
@@ -358,7 +355,7 @@ class Accuser:
         peer.context.transport.serve(PROTOCOL, self._serve)
 
     async def name(self, *named: Named) -> None:
-        value = encode_notice(Notice(tuple(self._peer.addresses), named))
+        value = Notice(tuple(self._peer.addresses), named).encode()
         await self._records.publish(KEY, value, ttl=RECORD_LIFE_SECONDS)
 
     async def _serve(self, stream: Stream) -> None:
@@ -369,7 +366,7 @@ class Accuser:
 
 
 async def evidence_of(data: bytes, stream: Stream, _request: bytes) -> None:
-    await send_message(stream, encode_answer(""))
+    await send_message(stream, EvidenceAnswer("").encode())
     await stream.send_all(data)
     await stream.aclose()
 
@@ -379,7 +376,7 @@ async def never(_stream: Stream, _request: bytes) -> None:
 
 
 async def slowly(stream: Stream, _request: bytes) -> None:
-    await send_message(stream, encode_answer(""))
+    await send_message(stream, EvidenceAnswer("").encode())
     while True:
         await trio.sleep(1.0)
         await stream.send_all(b"x")
@@ -510,11 +507,11 @@ async def test_accusations_of_invented_peers_are_bounded_and_delay_no_other(
 async def ask(peer: Peer, of: Peer, key: bytes, digest: bytes, certificate: bytes) -> str:
     """Ask for evidence; return the refusal, or ``"it was shown"``."""
     stream = await peer.context.transport.open_stream(of.id, PROTOCOL, addresses=of.addresses, timeout=5.0)
-    await send_message(stream, encode_request(EvidenceRequest(key, digest, certificate)))
+    await send_message(stream, EvidenceRequest(key, digest, certificate).encode())
     answer = await receive_message(stream)
     if answer is None:
         return "the stream was closed"
-    refusal = read_answer(answer)
+    refusal = EvidenceAnswer.decode(answer).refusal
     if not refusal:
         assert digest_of(await stream.receive_some(10_000)) == digest
     await stream.reset()

@@ -12,9 +12,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ConfigError, InvitationError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.runs.membership.certificate import Certificate, Role, read_certificate

@@ -14,30 +14,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import trio
+from msgspec import structs
 from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.proofs import part_digest
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.sender import Sender
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.messages import pack
 from p2pavg.consensus import agreement
 from p2pavg.consensus.events import Event, VoteHeard
 from p2pavg.consensus.member import MemberState
 from p2pavg.consensus.statements import result_digest
-from p2pavg.consensus.votes import (
-    MAX_VOTE_BYTES,
-    Begin,
-    Gather,
-    ResultHeld,
-    StaleBallot,
-    Trouble,
-    Vote,
-    encode_vote,
-)
+from p2pavg.consensus.votes import MAX_VOTE_BYTES, Begin, Gather, ResultHeld, StaleBallot, Trouble, Vote
 from p2pavg.consensus.votes import ResultCommit as VotedCommit
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
@@ -313,7 +305,7 @@ def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(super().send_to, member)
                 for header in headers:
-                    sent = replace(header, group_id=self._plan.group_id)
+                    sent = structs.replace(header, group_id=self._plan.group_id)
                     transport = self._plan.context.transport
                     nursery.start_soon(open_lane, transport, member.peer_id, sent, parts)
 
@@ -323,7 +315,7 @@ def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
 async def open_lane(transport: Transport, to: str, header: LaneHeader, parts: int = 40) -> None:
     try:
         stream = await transport.open_stream(to, PROTOCOL, timeout=5.0)
-        await send_message(stream, encode_header(header))
+        await send_message(stream, header.encode())
         for index in range(parts):
             await stream.send_all(part_frame(index) + struct.pack("<4f", *[7.0] * 4))
     except (UnreachableError, StreamBrokenError, ClosedError):
@@ -380,7 +372,10 @@ async def test_stranger_that_knows_the_group_changes_nothing(
             for peer in peers:
                 for _ in range(20):
                     nursery.start_soon(
-                        open_lane, transport, peer.id, replace(header(lane, attempt), group_id=group_id)
+                        open_lane,
+                        transport,
+                        peer.id,
+                        structs.replace(header(lane, attempt), group_id=group_id),
                     )
 
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -454,7 +449,7 @@ OTHERS_VOTES: dict[str, Vote] = {
 async def test_votes_beyond_a_members_role_change_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str
 ) -> None:
-    instead(monkeypatch, "VoteStreams", 2, saying(message(encode_vote(OTHERS_VOTES[vote]))))
+    instead(monkeypatch, "VoteStreams", 2, saying(message(OTHERS_VOTES[vote].encode())))
     for result in check_exact(await play(), range(SIZE)):
         assert result.lost == {}
 
@@ -472,7 +467,7 @@ async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader asks a member to pass on the share of another one that was never in that attempt."""
-    votes = b"".join(message(encode_vote(vote)) for vote in ATTEMPT_WITH_STRANGERS)
+    votes = b"".join(message(vote.encode()) for vote in ATTEMPT_WITH_STRANGERS)
     instead(monkeypatch, "VoteStreams", 0, saying(votes))
     swarm = await play()
     for index in (
@@ -505,7 +500,7 @@ async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban
             position = self._positions[stream.remote]
             members = frozenset({0, 1, 2} if position == misled else range(SIZE))
             for vote in (Gather(SIZE), Begin(SIZE, SIZE, members, members, 0, frozenset())):
-                await stream.send_all(message(encode_vote(vote)))
+                await stream.send_all(message(vote.encode()))
             await VoteStreams._speak(self, line, stream)
 
     bans: list[tuple[str, str]] = []
@@ -531,7 +526,7 @@ async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban
 async def test_a_member_that_votes_without_end_is_excluded(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
-    said = message(encode_vote(StaleBallot(1))) * (max_votes(SIZE) + 1)
+    said = message(StaleBallot(1).encode()) * (max_votes(SIZE) + 1)
     instead(monkeypatch, "VoteStreams", liar, saying(said))
     check_costs_itself(await play(), liar, "it sends more votes than a round needs")
 
@@ -542,7 +537,7 @@ async def test_a_member_that_accuses_all_others_is_left_out_itself(
 ) -> None:
     """It repeats the accusation, but answers the leader that it has trouble with no member."""
     accused = [index for index in range(1, SIZE) if index != liar]
-    said = b"".join(message(encode_vote(Trouble(index, False, "so it says"))) for index in accused) * 20
+    said = b"".join(message(Trouble(index, False, "so it says").encode()) for index in accused) * 20
     instead(monkeypatch, "VoteStreams", liar, saying(said))
     check_exact(await play(), honest(liar))
 
@@ -559,7 +554,7 @@ async def test_an_exception_over_a_members_vote_excludes_that_member(
         return advance(member, event)
 
     monkeypatch.setattr(voting, "advance", fault)
-    instead(monkeypatch, "VoteStreams", liar, saying(message(encode_vote(StaleBallot(1)))))
+    instead(monkeypatch, "VoteStreams", liar, saying(message(StaleBallot(1).encode())))
     check_costs_itself(await play(), liar, "its vote cannot be handled: KeyError")
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert errors
@@ -747,7 +742,7 @@ async def test_a_leader_that_does_not_show_all_signatures_makes_no_member_commit
         commit = signed_commit(member)
         if member.me != 0:
             return commit
-        return replace(commit, signatures=tuple(one for one in commit.signatures if one[0] in (0, 1)))
+        return structs.replace(commit, signatures=tuple(one for one in commit.signatures if one[0] in (0, 1)))
 
     monkeypatch.setattr(agreement, "_signed_commit", some)
     swarm = await play()

@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, StreamRouter
 from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
@@ -81,7 +81,7 @@ async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opene
     """Open a lane without sending on it, and wait until the other end closes it."""
     try:
         stream = await transport.open_stream(to, PROTOCOL, timeout=5.0)
-        await send_message(stream, encode_header(header))
+        await send_message(stream, header.encode())
         opened.append(stream)
         await stream.receive_some(1)
     except (UnreachableError, StreamBrokenError):

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.movers import lobby
 from p2pavg.allreduce.movers.resting import REST_SECONDS
-from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, Vote, decode_vote, encode_vote
+from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, Vote, decode_vote
 from p2pavg.net.framing import send_messages
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer
@@ -133,7 +133,7 @@ async def test_a_member_that_says_no_last_word_costs_nothing(
 ) -> None:
     """Such as one that was killed at the end of the round. Its streams are closed after a bounded time."""
     monkeypatch.setattr(
-        control, "encode_vote", lambda vote: encode_vote(MemberPing() if isinstance(vote, Rest) else vote)
+        control, "encode_vote", lambda vote: MemberPing() if isinstance(vote, Rest) else vote.encode()
     )
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([1.0, 5.0])

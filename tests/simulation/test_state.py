@@ -27,15 +27,7 @@ from p2pavg.state.joiner.pieces import MAX_RANGES, PIECE_PATIENCE_SECONDS
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.manifest import BlobManifest
-from p2pavg.state.messages import (
-    FRAME_BYTES,
-    MAX_RANGE,
-    PROTOCOL,
-    Frame,
-    FrameKind,
-    encode_frame,
-    encode_welcome,
-)
+from p2pavg.state.messages import FRAME_BYTES, MAX_RANGE, PROTOCOL, Frame, FrameKind, Welcome, encode_frame
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN
@@ -425,7 +417,7 @@ def raw(*frames: bytes) -> Callable[[Stream], Awaitable[None]]:
 
     async def serve(stream: Stream) -> None:
         await receive_message(stream)
-        await send_message(stream, encode_welcome(""))
+        await send_message(stream, Welcome("").encode())
         await receive_message(stream)
         for frame in frames:
             await stream.send_all(frame)
@@ -467,7 +459,7 @@ async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> N
 
     async def serve(stream: Stream) -> None:
         await receive_message(stream)
-        await send_message(stream, encode_welcome(""))
+        await send_message(stream, Welcome("").encode())
         await stream.send_all(encode_frame(Frame(FrameKind.MANIFEST, 1, 0, len(blob.manifest))))
         while True:
             await trio.sleep(5.0)

@@ -20,15 +20,7 @@ from p2pavg.runs.membership.membership import Membership
 from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
 from p2pavg.state.donor.serving import IDLE_SESSION_SECONDS, MAX_REQUESTS, SEND_PIECE_SECONDS
 from p2pavg.state.joiner.sessions import open_sessions
-from p2pavg.state.messages import (
-    PROTOCOL,
-    AskPieces,
-    Cancel,
-    SessionHello,
-    encode_hello,
-    encode_request,
-    read_welcome,
-)
+from p2pavg.state.messages import PROTOCOL, AskPieces, Cancel, SessionHello, Welcome
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_signer
 from tests.simulation.swarm import LAN
@@ -41,9 +33,9 @@ from tests.unit.state.blobs import KIND, Blob, Held
 async def hello(peer: Peer, to: Peer, key: bytes = b"", certificate: bytes = b"") -> tuple[Stream, str]:
     """Open a session by hand; return the stream and the refusal."""
     stream = await peer.context.transport.open_stream(to.id, PROTOCOL, addresses=to.addresses, timeout=5.0)
-    await send_message(stream, encode_hello(SessionHello(key or stored_key(RUN, None), certificate, b"")))
+    await send_message(stream, SessionHello(key or stored_key(RUN, None), certificate, b"").encode())
     answer = await receive_message(stream)
-    return stream, "it closed the stream" if answer is None else read_welcome(answer)
+    return stream, "it closed the stream" if answer is None else Welcome.decode(answer).refusal
 
 
 async def is_served(peer: Peer, to: Peer, blob: Blob) -> bool:
@@ -98,22 +90,22 @@ ASK = AskPieces(1, KIND, Blob(0, 5, 1 << 20).id, 0, 5)
 
 async def beyond_its_requests(stream: Stream) -> None:
     for number in range(MAX_REQUESTS + 2):
-        await send_message(stream, encode_request(replace(ASK, number=number)))
+        await send_message(stream, replace(ASK, number=number).encode())
 
 
 async def cancelling_without_end(stream: Stream) -> None:
     for number in range(1000):
-        await send_message(stream, encode_request(replace(ASK, number=number)))
-        await send_message(stream, encode_request(Cancel(number)))
+        await send_message(stream, replace(ASK, number=number).encode())
+        await send_message(stream, Cancel(number).encode())
 
 
 async def the_same_number_twice(stream: Stream) -> None:
     for _ in range(2):
-        await send_message(stream, encode_request(ASK))
+        await send_message(stream, ASK.encode())
 
 
 async def reading_nothing(stream: Stream) -> None:
-    await send_message(stream, encode_request(ASK))
+    await send_message(stream, ASK.encode())
 
 
 async def nonsense(stream: Stream) -> None:

@@ -15,7 +15,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.group.candidate import sign_candidate
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.proofs import trailer_bytes
@@ -150,7 +150,7 @@ class DirectUse:
 
     def _begin(self, header: LaneHeader) -> None:
         self.lane.keep_unsent_below(UNSENT_BYTES if self._turns is None else UNSENT_IN_TURNS_BYTES)
-        message = encode_header(header)
+        message = header.encode()
         self.lane.send(len(message).to_bytes(LENGTH_BYTES, "big") + message)
 
     def _send_part(self, part: SharePart, payload: Buffer) -> None:

@@ -15,11 +15,11 @@ from types import TracebackType
 
 import trio
 
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
 from p2pavg.allreduce.movers.resting import REST_SECONDS, RestingStreams
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.consensus.votes import MemberPing, Unknown, Vote, encode_vote
+from p2pavg.consensus.votes import MemberPing, Unknown, Vote
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import DirectLane, Stream
 
@@ -252,7 +252,7 @@ class StreamRouter:
 
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""
-        header = decode_header(await _receive_header(lane))
+        header = LaneHeader.decode(await _receive_header(lane))
         if header.lane is Lane.STATE:
             await self._admit(lane, header.group_id)
             return
@@ -283,7 +283,7 @@ class StreamRouter:
             # A member that asks waits for the stream of votes that this one is to open.
             group.on_asked(stream.remote)
         with trio.move_on_after(REPLY_SECONDS):
-            await send_message(stream, encode_vote(answer))
+            await send_message(stream, answer.encode())
             await stream.aclose()
 
 
@@ -291,7 +291,7 @@ async def _header_within(seconds: float, stream: Stream) -> LaneHeader | None:
     """Return the header that comes on a stream; ``None`` if none comes in time, or the stream ends."""
     with trio.move_on_after(seconds) as scope:
         message = await receive_message(stream, max_bytes=MAX_HEADER_BYTES)
-    return None if scope.cancelled_caught or message is None else decode_header(message)
+    return None if scope.cancelled_caught or message is None else LaneHeader.decode(message)
 
 
 async def _receive_header(lane: DirectLane) -> bytes:

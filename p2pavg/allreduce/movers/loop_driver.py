@@ -18,7 +18,7 @@ import trio
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.lane_driver import COMING_BYTES, UNSENT_BYTES, DirectUse, LaneListener
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.part_schedule import Step
@@ -85,7 +85,7 @@ class LoopUse(DirectUse):
         Raises:
             StreamBrokenError: the lane broke.
         """
-        values, message = self._values, encode_header(header)
+        values, message = self._values, header.encode()
         self.lane.keep_unsent_below(UNSENT_BYTES)
         ready, sent = bytearray(len(message).to_bytes(LENGTH_BYTES, "big") + message), 0
         for position, step in enumerate(steps):

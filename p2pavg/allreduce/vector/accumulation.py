@@ -19,9 +19,9 @@ from typing import cast
 import torch
 
 from p2pavg.allreduce.vector.metrics import MetricMeans, checked_metrics
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import AccumulateError
 from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.base.messages import pack
 from p2pavg.base.result import Tensors
 from p2pavg_compression import MAX_MAGNITUDE
 

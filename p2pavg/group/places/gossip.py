@@ -29,7 +29,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.group.places.meeting import SearchPlace, SearchStage
 
 MAX_CELLS = 2**20

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 
 MAX_PLACE_BYTES = 32
 _DOMAIN = "p2pavg/place/1"

@@ -27,7 +27,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 
 FACTOR = 4
 """Places of a rung in each place of the rung below."""

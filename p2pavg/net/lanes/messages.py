@@ -20,43 +20,32 @@ The lane carries data from the sender to the receiver, whichever of the two has 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from typing import Annotated
 
-from p2pavg.base.encoding import first_text, pack, unpack
-from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.peer_text import PeerText
-from p2pavg.net.addresses import MAX_ADDRESS_CHARS
+from msgspec import Meta
+
+from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import check_certificate
+from p2pavg.net.nat.punch.messages import PeerAddress
 
-PROTOCOL = "/p2pavg/lane/1.1.0"
+PROTOCOL = "/p2pavg/lane/2.0.0"
 MAX_MESSAGE_BYTES = 8192
 MAX_ADDRESSES = 6
 _MAX_REASON = 500
-_BACK, _MEET = "back", "meet"
+_Addresses = Annotated[tuple[PeerAddress, ...], Meta(max_length=MAX_ADDRESSES)]
 
 
-@dataclass(frozen=True)
-class LaneRequest:
+class LaneRequest(Message, frozen=True, tag="lane"):
     """The request for a lane, with the sender's certificate."""
 
     certificate: bytes
 
-    def encode(self) -> bytes:
-        """Return the message as bytes."""
-        return pack(self.certificate)
-
-    @classmethod
-    def decode(cls, message: bytes) -> Self:
-        """Read a message. Raises RemoteProtocolError if it is malformed."""
-        (certificate,) = unpack(message, bytes)
-        check_certificate(certificate)
-        return cls(certificate)
+    def __post_init__(self) -> None:
+        check_certificate(self.certificate)
 
 
-@dataclass(frozen=True)
-class LaneOffer:
+class LaneOffer(Message, frozen=True, tag="offer"):
     """The receiver's certificate, ticket and addresses; or a ``refusal``, which is the reason.
 
     ``punchable`` is true if the receiver takes part in punches.
@@ -65,59 +54,42 @@ class LaneOffer:
     refusal: str = ""
     certificate: bytes = b""
     ticket: bytes = b""
-    addresses: tuple[str, ...] = ()
+    addresses: _Addresses = ()
     punchable: bool = False
 
-    def encode(self) -> bytes:
-        """Return the message as bytes."""
-        addresses = self.addresses[:MAX_ADDRESSES]
-        return pack(self.refusal, self.certificate, self.ticket, addresses, self.punchable)
-
-    @classmethod
-    def decode(cls, message: bytes) -> Self:
-        """Read a message. Raises RemoteProtocolError if it is malformed."""
-        refusal, certificate, ticket, addresses, punchable = unpack(message, str, bytes, bytes, tuple, bool)
-        if refusal:
-            return cls(_checked_reason(refusal))
-        check_certificate(certificate)
-        return cls("", certificate, _checked_ticket(ticket), _checked_addresses(addresses), punchable)
+    def __post_init__(self) -> None:
+        cut(self, refusal=_MAX_REASON, addresses=MAX_ADDRESSES)
+        if self.refusal:
+            if self.certificate or self.ticket or self.addresses or self.punchable:
+                raise ValueError("a refusal with an offer")
+            return
+        check_certificate(self.certificate)
+        _check_ticket(self.ticket)
 
 
-@dataclass(frozen=True)
-class Back:
+class Back(Message, frozen=True, tag="back"):
     """The sender's ticket and addresses, for a dial in the other direction."""
 
     ticket: bytes
-    addresses: tuple[str, ...]
+    addresses: _Addresses
 
-    def encode(self) -> bytes:
-        """Return the message as bytes."""
-        return pack(_BACK, self.ticket, self.addresses[:MAX_ADDRESSES])
-
-    @classmethod
-    def decode(cls, message: bytes) -> Self:
-        """Read a message. Raises RemoteProtocolError if it is malformed."""
-        kind, ticket, addresses = unpack(message, str, bytes, tuple)
-        if kind != _BACK:
-            raise RemoteProtocolError(f"a message of the kind {kind[:64]!r} came instead of {_BACK!r}")
-        return cls(_checked_ticket(ticket), _checked_addresses(addresses))
+    def __post_init__(self) -> None:
+        cut(self, addresses=MAX_ADDRESSES)
+        _check_ticket(self.ticket)
 
 
-@dataclass(frozen=True)
-class Meet:
+class Meet(Message, frozen=True, tag="meet"):
     """The request that both peers connect at once."""
 
-    def encode(self) -> bytes:
-        """Return the message as bytes."""
-        return pack(_MEET)
 
-    @classmethod
-    def decode(cls, message: bytes) -> Self:
-        """Read a message. Raises RemoteProtocolError if it is malformed."""
-        (kind,) = unpack(message, str)
-        if kind != _MEET:
-            raise RemoteProtocolError(f"a message of the kind {kind[:64]!r} came instead of {_MEET!r}")
-        return cls()
+class LaneVerdict(Message, frozen=True, tag="verdict"):
+    """The result of a way: ``reason`` is empty if the dial has made a lane, or if the receiver is ready to punch."""
+
+    attempt: Annotated[int, Meta(ge=1, le=3)]
+    reason: str
+
+    def __post_init__(self) -> None:
+        cut(self, reason=_MAX_REASON)
 
 
 def decode_next_way(message: bytes) -> Back | Meet:
@@ -126,46 +98,10 @@ def decode_next_way(message: bytes) -> Back | Meet:
     Raises:
         RemoteProtocolError: it is malformed, or of another kind.
     """
-    return Meet.decode(message) if first_text(message) == _MEET else Back.decode(message)
+    way: Back | Meet = decoded(message, Back | Meet)
+    return way
 
 
-@dataclass(frozen=True)
-class LaneVerdict:
-    """The result of a way: ``reason`` is empty if the dial has made a lane, or if the receiver is ready to punch."""
-
-    attempt: int
-    reason: str
-
-    def encode(self) -> bytes:
-        """Return the message as bytes."""
-        return pack(self.attempt, self.reason[:_MAX_REASON])
-
-    @classmethod
-    def decode(cls, message: bytes) -> Self:
-        """Read a message. Raises RemoteProtocolError if it is malformed."""
-        attempt, reason = unpack(message, int, str)
-        if attempt not in (1, 2, 3):
-            raise RemoteProtocolError(f"a verdict of attempt {attempt}")
-        return cls(attempt, _checked_reason(reason))
-
-
-def _checked_reason(reason: str) -> PeerText:
-    if len(reason) > _MAX_REASON:
-        raise RemoteProtocolError(f"a reason of {len(reason)} characters")
-    return PeerText(reason)
-
-
-def _checked_ticket(ticket: bytes) -> bytes:
+def _check_ticket(ticket: bytes) -> None:
     if len(ticket) != TICKET_BYTES:
-        raise RemoteProtocolError(f"a ticket of {len(ticket)} bytes")
-    return ticket
-
-
-def _checked_addresses(addresses: tuple[object, ...]) -> tuple[str, ...]:
-    """Check the number and size of addresses. The dial checks that an address belongs to the peer."""
-    if len(addresses) > MAX_ADDRESSES:
-        raise RemoteProtocolError(f"{len(addresses)} addresses were named")
-    for address in addresses:
-        if not isinstance(address, str) or not 0 < len(address) <= MAX_ADDRESS_CHARS:
-            raise RemoteProtocolError("a message holds an address that is empty, too long or not text")
-    return tuple(str(address) for address in addresses)
+        raise ValueError(f"a ticket of {len(ticket)} bytes")

@@ -10,6 +10,7 @@ import ipaddress
 from functools import lru_cache
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+MAX_HOST_CHARS = 45  # an IPv6 address in its longest form
 
 # The smallest networks that are routed on the internet. An attacker with one address of a /24 can often use all of it.
 _PREFIX_BITS = {4: 24, 6: 48}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.optim.base.digest import digest_of
 
 _FIRST = "p2pavg/lineage/first/2"

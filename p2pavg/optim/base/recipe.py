@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from blake3 import blake3
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.optim.base.digest import SHORT_BYTES, tensor_digest
 from p2pavg.optim.base.joined import parts_of
 from p2pavg.state.nested import plain_number

@@ -32,9 +32,9 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.messages import pack, unpack
 from p2pavg.group.aggregation import RobustRule, resolve_rule
 from p2pavg.optim.base.recipe import Settings
 from p2pavg.optim.base.state import checked_amount, checked_count

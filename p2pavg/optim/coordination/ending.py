@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack, unpack
 from p2pavg.optim.coordination.progress import MAX_EPOCH, STATE_BYTES, PeerProgress
 from p2pavg.optim.coordination.waiting import MAX_NAMED, named
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from p2pavg.allreduce.vector.accumulation import MAX_TENSORS
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.base.names import is_name
 from p2pavg.optim.base.digest import DIGEST_BYTES, MAX_CHUNKS, SHORT_BYTES
 from p2pavg.optim.base.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate, first_difference

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import P2PAvgError, RemoteProtocolError
 from p2pavg.base.limits import LOOK_SECONDS, MAX_TIMEOUT_SECONDS
+from p2pavg.base.messages import pack, unpack
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.topology import among_all

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 
 _DOMAIN = "p2pavg/fragments/1"
 _NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import AccumulateError, P2PAvgError
+from p2pavg.base.messages import pack
 from p2pavg.optim.base.digest import tensor_digest
 from p2pavg.optim.ranks.copies import Sharing, are_common, first_difference, sharing_of
 from p2pavg.optim.ranks.mesh import PeerMesh

@@ -21,9 +21,9 @@ from functools import lru_cache
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS, MAX_CERTIFICATE_BYTES, MAX_WEIGHT
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg_dht.identity import PeerIdError, public_key_of
 
 DOMAIN = b"p2pavg-member/1\0"

@@ -13,8 +13,8 @@ from functools import lru_cache
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.runs.membership.certificate import AUTHORITY_BYTES, IDENTIFIER_BYTES, SIGNATURE_BYTES
 
 DOMAIN = b"p2pavg-revoked/2\0"

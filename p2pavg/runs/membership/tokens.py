@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Certificate, Role, issue
 from p2pavg.runs.membership.peer_addresses import MAX_ADDRESS_CHARS, is_peer_address
 

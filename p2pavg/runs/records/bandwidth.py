@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import trio
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.messages import pack, unpack
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
 from p2pavg.net.limits.sources import prefix_of

@@ -17,9 +17,9 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS, LOOK_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg_dht import Published, Record
 
 SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this

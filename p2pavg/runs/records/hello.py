@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 
 PROTOCOL = "/p2pavg/hello/1"
 QUESTION = pack(1)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import (
     BootstrapError,
     ClosedError,
@@ -26,6 +25,7 @@ from p2pavg.base.errors import (
 )
 from p2pavg.base.files import PRIVATE, read_text, replace_file
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.messages import pack, unpack
 from p2pavg.base.peer_text import PeerText
 from p2pavg.base.threads.workers import RunInThread
 from p2pavg.net.framing import receive_message, send_message

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import trio
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import FAREWELL_SECONDS, RECORD_LIFE_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import KnownRevocations, RevocationList, read_revocations
 from p2pavg.runs.records.run_records import RunRecords

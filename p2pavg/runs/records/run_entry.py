@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.messages import pack, unpack
 from p2pavg.base.names import is_rule
 from p2pavg.group.aggregation import topology_in
 from p2pavg.group.candidate import is_codec_name

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
+from p2pavg.base.messages import pack, unpack
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key, unseal

@@ -18,9 +18,9 @@ from enum import Enum, auto
 
 import trio
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import IdentityError, RemoteProtocolError
 from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.messages import pack, unpack
 from p2pavg_dht import Record, RecordNode
 
 logger = logging.getLogger(__name__)

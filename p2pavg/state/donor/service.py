@@ -23,7 +23,7 @@ from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.state.donor.serving import DonorSession, Holdings, Offered
 from p2pavg.state.donor.uploads import OnSent
-from p2pavg.state.messages import MAX_HELLO_BYTES, SessionHello, encode_welcome, read_hello, state_key
+from p2pavg.state.messages import MAX_HELLO_BYTES, SessionHello, Welcome, state_key
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +107,17 @@ class StateService:
                 return
             await self._context.messages.admit(stream)
             with self._context.messages.charged(stream):
-                hello = read_hello(data)
+                hello = SessionHello.decode(data)
                 refusal = self._refusal(peer_id, hello)
             if refusal:
-                await send_message(stream, encode_welcome(refusal))
+                await send_message(stream, Welcome(refusal).encode())
                 await stream.aclose()
         if hello is None or refusal:
             return
         with _counted(self._served, peer_id):
             welcomed = False
             with trio.move_on_after(REPLY_SECONDS):
-                await send_message(stream, encode_welcome(""))
+                await send_message(stream, Welcome("").encode())
                 welcomed = True
             if welcomed:
                 await self._session(stream, hello).run()

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
@@ -344,7 +344,7 @@ class LaneUse:
         """
         # What the system has taken can no longer make way for a round.
         self._lane.keep_unsent_below(UNSENT_BYTES)
-        header = encode_header(LaneHeader(ticket, Lane.STATE))
+        header = LaneHeader(ticket, Lane.STATE).encode()
         self._send(len(header).to_bytes(LENGTH_BYTES, "big") + header)
         while (request := self._requests.get()) is not None:
             for frame, piece, offered in self._frames(request):

@@ -27,11 +27,9 @@ from p2pavg.state.messages import (
     AskManifest,
     AskPieces,
     Cancel,
-    Message,
+    Request,
     SessionHello,
-    encode_hello,
-    encode_request,
-    read_welcome,
+    Welcome,
 )
 from p2pavg.state.session_errors import ENDINGS, of_the_remote
 
@@ -66,7 +64,7 @@ class JoinerSession:
         self._download = download
         self._answers = PendingRequests(ToLoop())
         self._idle = trio.Event()
-        self._ask, self._asked = trio.open_memory_channel[Message | None](math.inf)  # its owner bounds them
+        self._ask, self._asked = trio.open_memory_channel[Request | None](math.inf)  # its owner bounds them
         self._streamed = 0
         self._lane: _LaneReading | None = None
         self._lane_done = trio.Event()
@@ -122,7 +120,7 @@ class JoinerSession:
             request.cancelled = True
             self._ask.send_nowait(Cancel(request.number))
 
-    def _begin(self, request: DonorRequest, message: Message) -> None:
+    def _begin(self, request: DonorRequest, message: Request) -> None:
         if self.ended.is_set():
             raise StreamBrokenError(f"the session with {self.remote} has ended: {self.error}")
         # Expected before it is sent, so that even an immediate answer finds it.
@@ -183,7 +181,7 @@ class JoinerSession:
             if message is None:
                 await self._leave()
                 return
-            await send_message(self._stream, encode_request(message))
+            await send_message(self._stream, message.encode())
 
     async def _leave(self) -> None:
         with trio.move_on_after(END_LANE_SECONDS):
@@ -329,11 +327,9 @@ async def open_session(
             session = JoinerSession(context, lobby, stream, ticket, download)
             # Before the donor knows the ticket: a lane that it has kept may come sooner than the answer.
             lobby.tickets[ticket] = (donor, session.serve_lane)
-            await send_message(
-                stream, encode_hello(SessionHello(key, certificate, ticket if wants_lane else b""))
-            )
+            await send_message(stream, SessionHello(key, certificate, ticket if wants_lane else b"").encode())
             answer = await receive_message(stream, max_bytes=MAX_WELCOME_BYTES)
-            refusal = "it closed the stream" if answer is None else read_welcome(answer)
+            refusal = "it closed the stream" if answer is None else Welcome.decode(answer).refusal
             # From here on, the session owns the stream and the ticket, and gives both up at its end.
             if not refusal:
                 stream = None

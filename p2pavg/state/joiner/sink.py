@@ -18,8 +18,8 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import StateError
+from p2pavg.base.messages import pack
 from p2pavg.net.transport import Buffer
 
 _MAGIC = b"p2pavg pieces 1\n"

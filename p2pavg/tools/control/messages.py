@@ -1,27 +1,25 @@
 """Messages between a daemon and local commands: questions and answers. No I/O, no clock, no random source.
 
-Each message is a msgpack array that begins with its kind and the version of these messages. A daemon may run for months
-while the package is upgraded, so both sides check the version first and say what to do.
+A daemon may run for months while the package is upgraded. So an envelope carries each message, with the version of
+these messages: both sides check it first, and say what to do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
 
-from p2pavg.base.encoding import checked, first_text, pack, unpack
+from msgspec import Meta, structs
+
 from p2pavg.base.errors import ControlError, RemoteProtocolError
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.messages import Count, Message, Seconds, cut, decoded
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXTS = 64
 MAX_TEXT_CHARS = 1024
-
-_STATUS = "status"
-_REFUSED = "refused"
-_DONE = "done"
+_Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+_Texts = Annotated[tuple[_Text, ...], Meta(max_length=MAX_TEXTS)]
 
 
 class Question(StrEnum):
@@ -33,61 +31,74 @@ class Question(StrEnum):
     """End gracefully. Answered with :class:`Done` before the daemon has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class _Envelope(Message, frozen=True):
+    """A question or an answer as bytes, and the version in which it is written."""
+
+    version: Count
+    content: bytes
+
+
+class _Asked(Message, frozen=True):
+    question: Question
+
+
+class Done(Message, frozen=True, tag="done"):
     """The daemon does what it was told."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedRequest:
+class RefusedRequest(Message, frozen=True, tag="refused"):
     """The daemon does not do what it was asked, for a reason."""
 
     reason: str
 
+    def __post_init__(self) -> None:
+        cut(self, reason=MAX_TEXT_CHARS)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonStatus:
+
+class DaemonStatus(Message, frozen=True, tag="status", kw_only=True):
     """The state of a daemon at one moment. Text is empty, and numbers are 0, where there is nothing to say."""
 
-    version: str
+    version: _Text
     """Version of the daemon's package."""
-    pid: int
-    peer_id: str
-    addresses: tuple[str, ...]
+    pid: Count
+    peer_id: _Text
+    addresses: _Texts
     """Addresses at which other peers can dial it."""
-    reachability: str
+    reachability: _Text
     """One sentence: how other peers reach it."""
-    reach_kind: str
+    reach_kind: _Text
     """The same as a word, a value of :class:`p2pavg.net.nat.reach.reachability.Kind`."""
-    run_id: str
+    run_id: _Text
     """The run whose rounds it helps, or whose records it keeps."""
-    roles: tuple[str, ...]
+    roles: _Texts
     """Roles that its certificate grants; empty in a run without an authority."""
     leaving: bool
     """It finishes its rounds and then ends."""
-    uptime: float
+    uptime: Seconds
     """Seconds since its start."""
-    peers: int
+    peers: Count
     """Other peers of the network that answered their last call."""
-    run_peers: int
+    run_peers: Count
     """Other peers that have published an entry of the run."""
-    rounds: int
+    rounds: Count
     """Rounds that it has helped."""
-    failed_rounds: int
-    round_peers: tuple[str, ...]
+    failed_rounds: Count
+    round_peers: _Texts
     """Ids of the other members of the last round."""
-    elements: int
+    elements: Count
     """Elements that it has reduced, in all rounds together."""
-    bytes_sent: int
-    bytes_received: int
-    certificate_expires: float
+    bytes_sent: Count
+    bytes_received: Count
+    certificate_expires: Seconds
     """Seconds since 1970; 0 without a certificate."""
-    refusal: str
+    refusal: _Text
     """The reason for which other members refuse it, such as an expired certificate."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check(each.name, getattr(self, each.name))
+        for name, value in structs.asdict(self).items():
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and not text.isprintable():
+                    raise ValueError(f"{name} is no printable text")
 
     @property
     def is_connected(self) -> bool:
@@ -97,13 +108,10 @@ class DaemonStatus:
 
 Answer = DaemonStatus | Done | RefusedRequest
 
-_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple}
-_STATUS_TYPES = tuple(_TYPES[str(each.type)] for each in fields(DaemonStatus))
-
 
 def encode_question(question: Question) -> bytes:
     """Return the bytes of a question."""
-    return pack(str(question), VERSION)
+    return _Envelope(VERSION, _Asked(question).encode()).encode()
 
 
 def read_question(data: bytes) -> Question:
@@ -112,21 +120,12 @@ def read_question(data: bytes) -> Question:
     Raises:
         RemoteProtocolError: the bytes are no question, or one of another version; the message is for its user.
     """
-    kind, version = unpack(data, str, int)
-    _check_version(version, "this command")
-    try:
-        return Question(kind)
-    except ValueError:
-        raise RemoteProtocolError(f"unknown question {kind[:40]!r}") from None
+    return _Asked.decode(_content(data, "this command")).question
 
 
 def encode_answer(answer: Answer) -> bytes:
     """Return the bytes of an answer."""
-    if isinstance(answer, DaemonStatus):
-        return pack(_STATUS, VERSION, *(getattr(answer, each.name) for each in fields(answer)))
-    if isinstance(answer, RefusedRequest):
-        return pack(_REFUSED, VERSION, answer.reason[:MAX_TEXT_CHARS])
-    return pack(_DONE, VERSION)
+    return _Envelope(VERSION, answer.encode()).encode()
 
 
 def read_answer(data: bytes) -> Answer:
@@ -135,20 +134,8 @@ def read_answer(data: bytes) -> Answer:
     Raises:
         RemoteProtocolError: the bytes are no answer, or one of another version.
     """
-    kind = first_text(data)
-    if kind == _STATUS:
-        _, version, *values = unpack(data, str, int, *_STATUS_TYPES)
-        _check_version(version, "the daemon")
-        return DaemonStatus(
-            **{each.name: value for each, value in zip(fields(DaemonStatus), values, strict=True)}
-        )
-    if kind == _REFUSED:
-        _, version, reason = unpack(data, str, int, str)
-        return RefusedRequest(PeerText(reason))
-    if kind == _DONE:
-        unpack(data, str, int)
-        return Done()
-    raise RemoteProtocolError(f"unknown answer {kind!r}")
+    answer: Answer = decoded(_content(data, "the daemon"), Answer)
+    return answer
 
 
 def answer_of(data: bytes) -> DaemonStatus | Done:
@@ -164,23 +151,11 @@ def answer_of(data: bytes) -> DaemonStatus | Done:
     return answer
 
 
-def _check_version(version: int, whose: str) -> None:
-    if version != VERSION:
+def _content(data: bytes, whose: str) -> bytes:
+    envelope = _Envelope.decode(data)
+    if envelope.version != VERSION:
         raise RemoteProtocolError(
-            f"{whose} speaks version {version} of the control messages, and this process version {VERSION}; "
+            f"{whose} speaks version {envelope.version} of the control messages, and this process version {VERSION}; "
             "start the daemon again with the p2pavg that is installed now"
         )
-
-
-def _check(name: str, value: Any) -> None:
-    if isinstance(value, tuple):
-        if len(value) > MAX_TEXTS:
-            raise RemoteProtocolError(f"{name} has {len(value)} texts, at most {MAX_TEXTS} are allowed")
-        checked(value, (str,) * len(value))
-        for text in value:
-            _check(name, text)
-    elif isinstance(value, str):
-        if len(value) > MAX_TEXT_CHARS or not value.isprintable():
-            raise RemoteProtocolError(f"{name} is no printable text of at most {MAX_TEXT_CHARS} characters")
-    elif value < 0:
-        raise RemoteProtocolError(f"{name} is below 0")
+    return envelope.content

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from enum import IntEnum
+
+from msgspec.structs import asdict
 
 from p2pavg.base.formats import count, in_bytes, in_time
 from p2pavg.runs.membership.certificate import date_of

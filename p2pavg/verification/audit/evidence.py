@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, SignedShare, Subject, is_signed, part_digest
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.roster import Roster, read_roster, share_cutter

@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Annotated
 
 from blake3 import blake3
+from msgspec import Meta
 
 from p2pavg.allreduce import two_averages
-from p2pavg.base.encoding import first_text
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import Hash, Message, first_text
 from p2pavg.consensus import statements
 from p2pavg.verification.audit import evidence as false_average
 
 MAX_EVIDENCE_BYTES = 32 * 1024 * 1024
 """Evidence of any kind: the signed inputs and outputs of a reducer can have some MiB."""
 DIGEST_BYTES = 32
+MAX_KIND_CHARS = 32
 
 
 def digest_of(evidence: bytes) -> bytes:
@@ -29,18 +32,21 @@ def digest_of(evidence: bytes) -> bytes:
     return blake3(evidence).digest(DIGEST_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(Message, frozen=True):
     """The name of a piece of evidence, and what it is said to be."""
 
-    digest: bytes
+    digest: Hash
     """:func:`digest_of` the evidence."""
-    size: int
+    size: Annotated[int, Meta(gt=0, le=MAX_EVIDENCE_BYTES)]
     """Bytes of the evidence."""
     peer_id: str
     """Id of the peer that it accuses."""
-    kind: str
+    kind: Annotated[str, Meta(min_length=1, max_length=MAX_KIND_CHARS)]
     """A key of :data:`KINDS`, or a kind of a newer version."""
+
+    def __post_init__(self) -> None:
+        if not self.kind.isascii() or not self.kind.isprintable():
+            raise ValueError("evidence of a kind that is no short text")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.verification.evidence.messages import (
     MAX_REQUEST_BYTES,
+    EvidenceAnswer,
     EvidenceRequest,
     accusations_key,
-    encode_answer,
-    read_request,
 )
 from p2pavg.verification.evidence.spreading import Accusations, transfer_seconds
 
@@ -96,10 +95,10 @@ class EvidenceService:
                 return
             await self._context.messages.admit(stream)
             with self._context.messages.charged(stream):
-                found = self._find(stream.remote, read_request(data))
+                found = self._find(stream.remote, EvidenceRequest.decode(data))
             evidence = b"" if isinstance(found, str) else found
             with trio.move_on_after(transfer_seconds(len(evidence))):
-                await send_message(stream, encode_answer(found if isinstance(found, str) else ""))
+                await send_message(stream, EvidenceAnswer(found if isinstance(found, str) else "").encode())
                 for start in range(0, len(evidence), _CHUNK_BYTES):
                     await stream.send_all(memoryview(evidence)[start : start + _CHUNK_BYTES])
                 await stream.aclose()

@@ -27,11 +27,9 @@ from p2pavg.verification.evidence.messages import (
     MAX_ANSWER_BYTES,
     MAX_NAMED,
     PROTOCOL,
+    EvidenceAnswer,
     EvidenceRequest,
     Notice,
-    encode_notice,
-    encode_request,
-    read_answer,
     read_notice,
 )
 from p2pavg_dht import Record
@@ -151,7 +149,7 @@ class Accusations:
                 # Records that are stored here are read without a call to any peer.
                 self._hear(records.held(self._key))
             named = self.exclusions.newest(MAX_NAMED)
-            value = encode_notice(Notice(self._addresses(), named)) if named else b""
+            value = Notice(self._addresses(), named).encode() if named else b""
             if value != published:
                 await self._publish(records, value)
                 published = value
@@ -211,9 +209,9 @@ class Accusations:
             stream = await self._context.transport.open_stream(
                 fetch.accuser, PROTOCOL, addresses=fetch.addresses, timeout=REPLY_SECONDS
             )
-            await send_message(stream, encode_request(request))
+            await send_message(stream, request.encode())
             answer = await receive_message(stream, max_bytes=MAX_ANSWER_BYTES)
-            refusal = "it closed the stream" if answer is None else read_answer(answer)
+            refusal = "it closed the stream" if answer is None else EvidenceAnswer.decode(answer).refusal
             if refusal:
                 logger.info(
                     "%s accuses %s and sends no evidence: %s", fetch.accuser, fetch.named.peer_id, refusal

@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.messages import pack
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import acceptor
 from p2pavg.net.lanes.certificates import OwnCertificate

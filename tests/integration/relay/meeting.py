@@ -13,7 +13,7 @@ from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.relay.limits import RelayLimits
-from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, Message, RelayRefusal, decode, encode
+from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, RelayMessage, RelayRefusal, decode
 from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance import ECHO
@@ -75,10 +75,10 @@ async def echoed(stream: Stream, message: bytes) -> bytes | None:
     return await receive_message(stream)
 
 
-async def ask(host: Libp2pTransport, relay: Libp2pTransport, target: str) -> tuple[Stream, Message]:
+async def ask(host: Libp2pTransport, relay: Libp2pTransport, target: str) -> tuple[Stream, RelayMessage]:
     """Ask for a circuit. Return its stream, and the relay's answer."""
     stream = await host.open_stream(relay.peer_id, PROTOCOL, addresses=relay.addresses, timeout=TIMEOUT)
-    answer = await echoed(stream, encode(Connect(target)))
+    answer = await echoed(stream, Connect(target).encode())
     assert answer is not None
     return stream, decode(answer)
 
@@ -91,7 +91,9 @@ async def refusal(host: Libp2pTransport, relay: Libp2pTransport, target: str) ->
     return answer.reason
 
 
-async def open_many(host: Libp2pTransport, relay: Libp2pTransport, target: str, count: int) -> list[Message]:
+async def open_many(
+    host: Libp2pTransport, relay: Libp2pTransport, target: str, count: int
+) -> list[RelayMessage]:
     """Ask for many circuits and keep them. Return the answers."""
     return [(await ask(host, relay, target))[1] for _ in range(count)]
 

@@ -19,7 +19,6 @@ from p2pavg.net.nat.relay.messages import (
     Incoming,
     RelayRefusal,
     decode,
-    encode,
 )
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, watched
@@ -211,11 +210,11 @@ async def test_chains_of_relays_are_refused() -> None:
     async with relay_and_two() as (_, here, there):
         stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
         assert stream.relayed
-        await send_message(stream, encode(Incoming(here.peer_id)))
+        await send_message(stream, Incoming(here.peer_id).encode())
         answer = decode(await receive_message(stream) or b"")
         assert answer == RelayRefusal("a relay is not asked through a relay")
         stream = await here.open_stream(there.peer_id, CIRCUIT_PROTOCOL, timeout=TIMEOUT)
-        await send_message(stream, encode(Incoming(here.peer_id)))
+        await send_message(stream, Incoming(here.peer_id).encode())
         assert isinstance(decode(await receive_message(stream) or b""), RelayRefusal)
 
 
@@ -233,7 +232,7 @@ async def test_a_circuit_from_a_peer_that_is_no_relay_of_this_one_is_refused() -
         give_up_relays(here)
         await eventually(lambda: not here.addresses)
         stream = await stranger.open_stream(here.peer_id, CIRCUIT_PROTOCOL, timeout=TIMEOUT)
-        await send_message(stream, encode(Incoming(relay.peer_id)))
+        await send_message(stream, Incoming(relay.peer_id).encode())
         assert decode(await receive_message(stream) or b"") == RelayRefusal(
             "this peer has no reservation there"
         )
@@ -242,7 +241,7 @@ async def test_a_circuit_from_a_peer_that_is_no_relay_of_this_one_is_refused() -
 @watched
 async def test_a_stream_to_a_relay_that_begins_with_anything_else_is_dropped() -> None:
     async with relay_and_two() as (relay, here, there):
-        for first in (encode(Connected()), encode(Incoming(there.peer_id)), b"\xc1"):
+        for first in (Connected().encode(), Incoming(there.peer_id).encode(), b"\xc1"):
             stream = await here.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
             await send_message(stream, first)
             with pytest.raises(StreamBrokenError):
@@ -259,7 +258,7 @@ async def test_what_was_sent_before_a_close_arrives() -> None:
     async def take(stream: Stream) -> None:
         nonlocal arrived
         await receive_message(stream)
-        await send_message(stream, encode(Connected()))
+        await send_message(stream, Connected().encode())
         while piece := await stream.receive_some(4096):
             arrived += piece
         done.set()

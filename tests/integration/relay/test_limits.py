@@ -21,7 +21,6 @@ from p2pavg.net.nat.relay.messages import (
     RelayPing,
     RelayRefusal,
     Reserve,
-    encode,
 )
 from p2pavg.net.nat.relay.service import MAX_PINGS
 from p2pavg.net.transport import Stream
@@ -57,14 +56,14 @@ async def until_no_more_than(before: Sequence[int], *hosts: Libp2pTransport) -> 
 async def accept(stream: Stream) -> None:
     """Accept a circuit and never read from it."""
     await receive_message(stream)
-    await send_message(stream, encode(Connected()))
+    await send_message(stream, Connected().encode())
     await trio.sleep_forever()
 
 
 async def swallow(stream: Stream) -> None:
     """Accept a circuit and read everything."""
     await receive_message(stream)
-    await send_message(stream, encode(Connected()))
+    await send_message(stream, Connected().encode())
     while await stream.receive_some(64 * 1024):
         pass
 
@@ -226,11 +225,11 @@ async def test_a_peer_that_floods_its_reservation_with_pings_loses_it() -> None:
         give_up_relays(here)
         await eventually(lambda: here.peer_id not in service_of(relay).budget.reserved)
         stream = await here.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
-        assert await echoed(stream, encode(Reserve()))
+        assert await echoed(stream, Reserve().encode())
         for _ in range(MAX_PINGS):
-            assert await echoed(stream, encode(RelayPing())) == encode(RelayPing())
+            assert await echoed(stream, RelayPing().encode()) == RelayPing().encode()
         with pytest.raises(StreamBrokenError):
-            await echoed(stream, encode(RelayPing()))
+            await echoed(stream, RelayPing().encode())
         assert here.peer_id not in service_of(relay).budget.reserved
 
 

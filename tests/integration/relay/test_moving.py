@@ -17,7 +17,7 @@ from p2pavg.net.libp2p import reaching
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.relay import reservations, service
-from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved, decode, encode
+from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved, decode
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, seeds, watched
@@ -75,7 +75,7 @@ class TestRelaysThatEnd:
 
             async def fall_silent(stream: Stream) -> None:
                 assert decode(await receive_message(stream) or b"") == Reserve()
-                await send_message(stream, encode(Reserved(relay.addresses)))
+                await send_message(stream, Reserved(relay.addresses).encode())
                 await trio.sleep_forever()
 
             relay.serve(PROTOCOL, fall_silent)
@@ -95,13 +95,19 @@ class TestRelaysThatEnd:
             give_up_relays(here)
             await here.dial(relay.addresses[0], timeout=TIMEOUT)
             stream = await here.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
-            assert await echoed(stream, encode(Reserve()))
+            assert await echoed(stream, Reserve().encode())
             await eventually(lambda: not service_of(relay).budget.reserved)
             await eventually(lambda: not relay.is_connected(here.peer_id))
 
     @pytest.mark.parametrize(
         "answer",
-        [encode(RelayPing()), b"\xc1", None, encode(Reserved(())), encode(Reserved(("/ip4/1.2.3.4/tcp/1",)))],
+        [
+            RelayPing().encode(),
+            b"\xc1",
+            None,
+            Reserved(()).encode(),
+            Reserved(("/ip4/1.2.3.4/tcp/1",)).encode(),
+        ],
     )
     @watched
     async def test_a_relay_that_answers_nonsense_is_avoided(self, answer: bytes | None) -> None:
@@ -155,7 +161,7 @@ async def hold_on(host: Libp2pTransport, relay: Libp2pTransport) -> None:
     """Have a reservation until it is replaced."""
     while True:
         stream = await host.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
-        if await echoed(stream, encode(Reserve())):
+        if await echoed(stream, Reserve().encode()):
             break
     with pytest.raises(StreamBrokenError):
         await receive_message(stream)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.base.errors import UnreachableError
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Stream, StreamHandler, Transport
@@ -71,7 +71,7 @@ class Reaches(Transport):
 
     def sent(self, peer_id: str, lane: Lane, reducer: int = 0) -> bytes | None:
         """Return the bytes sent to a member on a lane, after the header."""
-        header = encode_header(LaneHeader(GROUP, lane, NUMBER, reducer, self.members))
+        header = LaneHeader(GROUP, lane, NUMBER, reducer, self.members).encode()
         head = len(header).to_bytes(4, "big") + header
         found = [s for s in self.opened if s.remote == peer_id and s.sent.startswith(head)]
         assert len(found) <= 1

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import (
     MAX_REMEMBERED,
     MAX_RESTING_INBOUND,
@@ -40,7 +40,7 @@ def opened(
     lane: Lane, attempt: int = 0, *, group_id: bytes = GROUP, remote: str = "a member", reducer: int = 0
 ) -> Stream:
     """Return an inbound stream on which a peer has sent its header."""
-    return Silent(framed(encode_header(LaneHeader(group_id, lane, attempt, reducer))), remote)
+    return Silent(framed(LaneHeader(group_id, lane, attempt, reducer).encode()), remote)
 
 
 class Inbound:
@@ -365,7 +365,7 @@ class TestHeaders:
     async def test_a_stream_without_a_header_is_closed(self, autojump_clock: MockClock) -> None:
         began = trio.current_time()
         await StreamRouter().serve(Silent(b""))
-        await StreamRouter().serve(Silent(framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)))[:20]))
+        await StreamRouter().serve(Silent(framed(LaneHeader(GROUP, Lane.CONTROL).encode())[:20]))
         assert trio.current_time() - began == pytest.approx(2 * REPLY_SECONDS)
 
     async def test_a_stream_that_closes_at_once_is_closed(self) -> None:
@@ -375,8 +375,8 @@ class TestHeaders:
         "said",
         [
             framed(b"hello"),
-            framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)) + b"\0"),
-            framed(encode_header(LaneHeader(GROUP[1:], Lane.CONTROL))),
+            framed(LaneHeader(GROUP, Lane.CONTROL).encode() + b"\0"),
+            framed(LaneHeader(GROUP[1:], Lane.CONTROL).encode()),
             framed(b"x" * (MAX_HEADER_BYTES + 1)),
             framed(b""),
         ],
@@ -459,7 +459,7 @@ class TestAsking:
                 await trio.sleep_forever()
 
         began = trio.current_time()
-        await StreamRouter().serve(Deaf(framed(encode_header(LaneHeader(GROUP, Lane.ASK)))))
+        await StreamRouter().serve(Deaf(framed(LaneHeader(GROUP, Lane.ASK).encode())))
         assert trio.current_time() - began == pytest.approx(REPLY_SECONDS)
 
     async def test_the_group_is_told_who_asks(self) -> None:
@@ -517,7 +517,7 @@ class Dialogue(Silent):
 
     def say(self, lane: Lane, group_id: bytes = GROUP) -> None:
         """Send a header."""
-        self._sent.send_nowait(framed(encode_header(LaneHeader(group_id, lane))))
+        self._sent.send_nowait(framed(LaneHeader(group_id, lane).encode()))
 
     async def receive_some(self, max_bytes: int) -> bytes:
         if not self._said:

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
 from p2pavg.allreduce.movers import lobby as lobby_module
 from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, InboundLane, Lanes, StreamRouter
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
@@ -27,7 +27,7 @@ def framed(message: bytes) -> bytes:
 
 
 def header(lane: Lane, attempt: int = 0, *, group_id: bytes = GROUP, reducer: int = 0) -> bytes:
-    return framed(encode_header(LaneHeader(group_id, lane, attempt, reducer)))
+    return framed(LaneHeader(group_id, lane, attempt, reducer).encode())
 
 
 @contextmanager
@@ -225,8 +225,8 @@ async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
     "said",
     [
         framed(b"hello"),
-        framed(encode_header(LaneHeader(GROUP, Lane.PARTS)) + b"\0"),
-        framed(encode_header(LaneHeader(GROUP[1:], Lane.PARTS))),
+        framed(LaneHeader(GROUP, Lane.PARTS).encode() + b"\0"),
+        framed(LaneHeader(GROUP[1:], Lane.PARTS).encode()),
         framed(b""),
         framed(b"x" * (MAX_HEADER_BYTES + 1)),
         b"\xff\xff\xff\xff",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg_dht import Ed25519Signer, Record, sign_record

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_METRIC, MAX_WEIGHT
+from p2pavg.base.messages import pack
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.places.gossip import COUNTS
 from p2pavg.group.roster import Roster, read_roster, share_cutter

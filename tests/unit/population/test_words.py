@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack, unpack
 from p2pavg.population import Decision, Word, decide
 from p2pavg.population.history import Ancestor, pack_ancestors, read_ancestors
 from p2pavg.population.space import MAX_HYPERPARAMETERS, MAX_NAME_CHARS

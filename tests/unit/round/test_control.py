@@ -8,22 +8,13 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from p2pavg.allreduce.messages import decode_header
+from p2pavg.allreduce.messages import LaneHeader
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, MEMBER_PING_SECONDS
-from p2pavg.consensus.votes import (
-    MemberPing,
-    Rest,
-    ResultCommit,
-    StaleBallot,
-    Unknown,
-    Vote,
-    decode_vote,
-    encode_vote,
-)
+from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, StaleBallot, Unknown, Vote, decode_vote
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.round.control import ASK_STREAM_AGAIN_SECONDS, FLUSH_SECONDS, VoteStreams
 from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
@@ -51,7 +42,7 @@ class Line(Stream):
         self._rest = b""
 
     def say(self, vote: Vote) -> None:
-        self._said.send_nowait(framed(encode_vote(vote)))
+        self._said.send_nowait(framed(vote.encode()))
 
     def close(self) -> None:
         """Close the other side's half."""
@@ -69,7 +60,7 @@ class Line(Stream):
             count = int.from_bytes(rest[:4], "big")
             messages.append(rest[4 : 4 + count])
             rest = rest[4 + count :]
-        assert decode_header(messages[0]).group_id == three().group_id
+        assert LaneHeader.decode(messages[0]).group_id == three().group_id
         return [decode_vote(message, 3) for message in messages[1:]]
 
     async def send_all(self, data: Buffer) -> None:
@@ -319,7 +310,7 @@ async def test_the_wait_for_a_processor_excuses_for_a_limited_time(autojump_cloc
 
 
 async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock) -> None:
-    side = Side(SaidBefore(framed(encode_vote(Rest())), C))
+    side = Side(SaidBefore(framed(Rest().encode()), C))
     assert await side.control.ask(2) is None
 
 

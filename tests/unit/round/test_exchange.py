@@ -9,10 +9,10 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
+from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.consensus.statements import Statement
-from p2pavg.consensus.votes import Left, ResultCommit, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.consensus.votes import Left, ResultCommit, Unknown, Vote, decode_vote
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.exchange import Exchange
 from p2pavg.round.voting import FIND_OUT_SECONDS
@@ -50,7 +50,7 @@ def exchange(
 
 async def answer(lobby: StreamRouter, remote: str) -> Vote:
     """Return the answer to a peer that asks for the outcome of the round."""
-    header = encode_header(LaneHeader(three().group_id, Lane.ASK))
+    header = LaneHeader(three().group_id, Lane.ASK).encode()
     stream = SaidBefore(framed(header), remote)
     await lobby.serve(stream)
     return decode_vote(bytes(stream.sent[4:]), 3)
@@ -89,7 +89,7 @@ class Tells(Reaches):
         super().__init__(peer_id, unreachable=[A, B, C])
         self.tellers = tellers
         self.end = trio.current_time() + TIMEOUT + 5.0
-        self.said = framed(encode_vote(vote))
+        self.said = framed(vote.encode())
 
     async def open_stream(
         self,

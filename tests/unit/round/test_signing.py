@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from p2pavg.consensus.member import RoundPhase, new_member
 from p2pavg.consensus.statements import Statement, read_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit, ResultHeld
@@ -47,9 +49,9 @@ def test_a_held_vote_needs_the_signature_of_its_sender() -> None:
 def test_a_commit_needs_genuine_signatures_of_all_that_it_names() -> None:
     signing = Signing(SIGNERS[0], three(), "")
     assert signing.wrong_with(LEADER, 1, commit(0, 1, 2)) == ""
-    forged = replace(commit(0, 1), signatures=((0, signature(0)), (1, signature(0))))
+    forged = structs.replace(commit(0, 1), signatures=((0, signature(0)), (1, signature(0))))
     assert "does not verify" in signing.wrong_with(LEADER, 2, forged)
-    assert "does not verify" in signing.wrong_with(LEADER, 2, replace(commit(1), digest=bytes(32)))
+    assert "does not verify" in signing.wrong_with(LEADER, 2, structs.replace(commit(1), digest=bytes(32)))
 
 
 def test_each_signature_is_verified_once_and_none_that_is_not_used() -> None:
@@ -63,7 +65,7 @@ def test_each_signature_is_verified_once_and_none_that_is_not_used() -> None:
     follower = replace(LEADER, seat=replace(LEADER.seat, me=2))
     for member in (ended, follower):
         assert signing.wrong_with(member, 1, ResultHeld(0, DIGESTS, bytes(64))) == ""
-    assert signing.wrong_with(ended, 1, replace(commit(1), signatures=((1, bytes(64)),))) == ""
+    assert signing.wrong_with(ended, 1, structs.replace(commit(1), signatures=((1, bytes(64)),))) == ""
     assert signing.verified == 2
 
 

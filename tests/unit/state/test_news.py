@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack, unpack
 from p2pavg.runs.records.board import MAX_ENTRY_BYTES
 from p2pavg.state.news import (
     MAX_ADDRESSES,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import Message, pack
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import (
     MAX_STATUS_BYTES,
@@ -25,13 +26,26 @@ from p2pavg.telemetry.status import (
 from p2pavg.telemetry.text import harmless, key_of
 from tests.unit.telemetry.statuses import FULL, statuses
 
-GOLDEN = "2aef9291b2b99640cc88e2d2a01ce6ad79c317c03cf63d35c5de43aaa580dba6"
+GOLDEN = "4c638cd8131ce19b289732b137ccbdd402775771f73352d436f64846e06b4139"
+
+
+def with_fields(message: Message, **wrong: Any) -> list[Any]:
+    """Return the fields of a message as a hostile peer writes them."""
+    fields: list[Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    tagged = len(fields) - len(message.__struct_fields__)
+    for name, value in wrong.items():
+        fields[tagged + message.__struct_fields__.index(name)] = value
+    return fields
+
+
+def written(status: PeerStatus, **wrong: Any) -> bytes:
+    return msgspec.msgpack.encode(with_fields(status, **wrong))
 
 
 def test_golden_bytes() -> None:
     """A change of the format needs another version, since peers of the old one would not read it."""
     assert sha256(encode_status(FULL)).hexdigest() == GOLDEN
-    assert encode_status(PeerStatus())[:2].hex() == "dc00"
+    assert encode_status(PeerStatus())[:4].hex() == "dc002502"
 
 
 def test_status_is_read_back_as_it_was() -> None:
@@ -101,7 +115,7 @@ def test_bytes_of_strangers_are_a_status_or_an_error(given_: bytes | tuple[int, 
 )
 def test_statuses_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError):
-        replace(FULL, **wrong)
+        read_status(written(FULL, **wrong))
 
 
 @pytest.mark.parametrize(
@@ -118,15 +132,24 @@ def test_statuses_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     ids=str,
 )
 def test_rounds_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"result": RoundKind.FAILED, "ended": 1.0, "duration": 1.0}
+    good = RoundClaim(result=RoundKind.FAILED, ended=1.0, duration=1.0)
+    assert read_status(PeerStatus(rounds=(good,)).encode()).rounds == (good,)
     with pytest.raises(RemoteProtocolError):
-        RoundClaim(**(good | wrong))
+        read_status(written(PeerStatus(), rounds=(with_fields(good, **wrong),)))
+
+
+def test_own_numbers_out_of_range_are_not_published() -> None:
+    with pytest.raises(RemoteProtocolError, match="<= "):
+        encode_status(replace(FULL, epoch=2**53 + 1))
+    with pytest.raises(ValueError, match="not printable"):
+        replace(FULL, name="two\nlines")
+    assert read_status(encode_status(replace(FULL, uptime=3))).uptime == 3.0
 
 
 def test_status_of_another_version_or_longer_than_allowed_is_refused() -> None:
     packed = encode_status(FULL)
-    with pytest.raises(RemoteProtocolError, match="version"):
-        read_status(packed[:3] + b"\x02" + packed[4:])
+    with pytest.raises(RemoteProtocolError, match="Invalid value 1"):
+        read_status(packed[:3] + b"\x01" + packed[4:])
     with pytest.raises(RemoteProtocolError, match="5000 bytes"):
         read_status(bytes(5000))
     with pytest.raises(RemoteProtocolError):

@@ -204,7 +204,7 @@ class Puncher:
             async with self._half_of(stream.remote, propose) as half:
                 # The asker subtracts this from the round trip, from which it computes when the two begin.
                 busy = trio.current_time() - began
-                await send_message(stream, PunchAnswer("", half.own, busy).encode())
+                await send_message(stream, PunchAnswer("", half.own, min(busy, MAX_BUSY_SECONDS)).encode())
                 Sync.decode(await _next(stream))
                 reason = ""
                 try:

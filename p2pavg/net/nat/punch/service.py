@@ -1,4 +1,4 @@
-"""libp2p connections through two routers: the protocol ``/p2pavg/punch/1``, and both of its sides.
+"""libp2p connections through two routers: the protocol ``/p2pavg/punch/2``, and both of its sides.
 
 The stream may be relayed. :mod:`p2pavg.net.nat.punch.meeting` coordinates the punch on it, and says what an attacker
 can do. This module adds which peers may ask, and turns the punched connection into a libp2p connection. The peer that

@@ -25,9 +25,7 @@ from p2pavg.net.nat.reach.messages import (
     DialledBack,
     Look,
     Observed,
-    encode,
     read_dialled_back,
-    read_observed,
     read_question,
 )
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -119,7 +117,7 @@ class ReachService:
         question = read_question(message)
         answer = self._look(stream) if isinstance(question, Look) else await self._dial_back(stream, question)
         if answer is not None:
-            await send_message(stream, encode(answer))
+            await send_message(stream, answer.encode())
             await stream.aclose()
 
     def _look(self, stream: Stream) -> Answer | None:
@@ -180,7 +178,7 @@ async def look(transport: Transport, peer_id: PeerId) -> Observed:
     """
     message = await _ask(transport, peer_id, Look(), ASK_REACH_SECONDS)
     try:
-        return read_observed(message)
+        return Observed.decode(message)
     except RemoteProtocolError as error:
         raise UnreachableError(f"{peer_id} gave an invalid answer: {error}") from None
 
@@ -206,7 +204,7 @@ async def _ask(transport: Transport, peer_id: PeerId, question: Look | DialBack,
     try:
         with trio.fail_after(timeout):
             stream = await transport.open_stream(peer_id, PROTOCOL, timeout=timeout)
-            await send_message(stream, encode(question))
+            await send_message(stream, question.encode())
             answer = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
     except trio.TooSlowError:
         raise UnreachableError(f"{peer_id} did not answer within {timeout:.0f} s") from None

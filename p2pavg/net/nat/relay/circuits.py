@@ -17,7 +17,6 @@ from p2pavg.net.nat.relay.messages import (
     Connected,
     Incoming,
     RelayRefusal,
-    encode,
 )
 from p2pavg.net.nat.relay.receiving import receive
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -47,7 +46,7 @@ async def open_circuit(transport: Transport, address: CircuitAddress) -> Stream:
         try:
             if stream.relayed:
                 raise UnreachableError(f"the relay {address.relay} is itself only reached by a relay")  # noqa: TRY301
-            await send_message(stream, encode(Connect(address.target)))
+            await send_message(stream, Connect(address.target).encode())
             answer = await receive(stream)
             if isinstance(answer, RelayRefusal):
                 raise UnreachableError(f"the relay {address.relay} gives no circuit: {answer.reason}")  # noqa: TRY301
@@ -83,10 +82,10 @@ class InboundCircuits:
             if not isinstance(message, Incoming):
                 raise RemoteProtocolError(f"a circuit began with {type(message).__name__}")
             if stream.relayed or not self._is_relay(stream.remote):
-                await send_message(stream, encode(RelayRefusal("this peer has no reservation there")))
+                await send_message(stream, RelayRefusal("this peer has no reservation there").encode())
                 await stream.aclose()
                 return
-            await send_message(stream, encode(Connected()))
+            await send_message(stream, Connected().encode())
         if scope.cancelled_caught:
             return
         try:

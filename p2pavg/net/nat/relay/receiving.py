@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message
-from p2pavg.net.nat.relay.messages import MAX_MESSAGE_BYTES, Message, decode
+from p2pavg.net.nat.relay.messages import MAX_MESSAGE_BYTES, RelayMessage, decode
 from p2pavg.net.transport import Stream
 
 
-async def receive(stream: Stream) -> Message:
+async def receive(stream: Stream) -> RelayMessage:
     """Return the next message of a stream.
 
     Raises:

@@ -22,7 +22,6 @@ from p2pavg.net.nat.relay.messages import (
     Reserve,
     Reserved,
     decode,
-    encode,
 )
 from p2pavg.net.nat.relay.receiving import receive
 from p2pavg.net.nat.relay.service import RELAY_PING_SECONDS
@@ -150,7 +149,7 @@ class Reservations:
         # No chains of relays: the relay refuses them as well.
         if stream.relayed:
             raise UnreachableError("the peer is itself only reached by a relay")
-        await send_message(stream, encode(Reserve()))
+        await send_message(stream, Reserve().encode())
         answer = await receive(stream)
         if isinstance(answer, RelayRefusal):
             raise UnreachableError(answer.reason)
@@ -169,7 +168,7 @@ class Reservations:
             # Both tasks may fail at once when the connection ends, so neither raises: a nursery would raise a group.
             try:
                 while trio.current_time() <= heard.at + RELAY_PING_SECONDS + PING_ANSWER_SECONDS:
-                    await send_message(stream, encode(RelayPing()))
+                    await send_message(stream, RelayPing().encode())
                     await trio.sleep(RELAY_PING_SECONDS)
                 # The connection is dead, or a router has forgotten it: nothing else would notice that for minutes.
                 await stream.reset_connection()

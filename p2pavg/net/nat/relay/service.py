@@ -52,7 +52,6 @@ from p2pavg.net.nat.relay.messages import (
     Reserve,
     Reserved,
     decode,
-    encode,
 )
 from p2pavg.net.nat.relay.receiving import receive
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -128,7 +127,7 @@ class RelayService:
         logger.info("%s at %s is reachable through this peer", stream.remote, stream.remote_host)
         try:
             with holding:
-                await send_message(stream, encode(Reserved(tuple(self._addresses()))))
+                await send_message(stream, Reserved(tuple(self._addresses())).encode())
                 await self._answer_pings(stream)
             if holding.cancelled_caught and stream.remote in self.budget.reserved:  # by a newer reservation
                 await stream.reset_connection()
@@ -152,7 +151,7 @@ class RelayService:
                 # Each ping costs an answer, so a peer that sends them without end would use up the relay's time.
                 if pings.take(trio.current_time(), 1.0) > 0.0:
                     raise RemoteProtocolError(f"a peer sent more than {MAX_PINGS} pings at once")
-                await send_message(stream, encode(RelayPing()))
+                await send_message(stream, RelayPing().encode())
             if silence.cancelled_caught:
                 logger.info(
                     "%s was silent for %.0f s: its reservation ends", stream.remote, RELAY_SILENCE_SECONDS
@@ -190,7 +189,7 @@ class RelayService:
         for each in (stream, other):
             each.carry_circuit()
         try:
-            await send_message(stream, encode(Connected()))
+            await send_message(stream, Connected().encode())
             # Closed and not reset: what was sent before the end has to arrive.
             for ended in await self._join(circuit, stream, other):
                 await ended.aclose()
@@ -209,7 +208,7 @@ class RelayService:
             # has just ended, another relay is no way to it.
             if stream.relayed:
                 raise UnreachableError("it is behind another relay")  # noqa: TRY301 - as any other reason
-            await send_message(stream, encode(Incoming(source)))
+            await send_message(stream, Incoming(source).encode())
             answer = await receive(stream)
             if isinstance(answer, RelayRefusal):
                 raise UnreachableError(answer.reason)  # noqa: TRY301
@@ -277,5 +276,5 @@ class RelayService:
 
 
 async def _refuse(stream: Stream, reason: str) -> None:
-    await send_message(stream, encode(RelayRefusal(reason)))
+    await send_message(stream, RelayRefusal(reason).encode())
     await stream.aclose()

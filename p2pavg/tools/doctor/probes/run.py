@@ -9,8 +9,8 @@ from typing import Any
 
 import trio
 
-from p2pavg.base.encoding import unpack
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.messages import unpack
 from p2pavg.group.candidate import Candidate, read_candidate, ready_key
 from p2pavg.group.places.rungs import slot_at
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL

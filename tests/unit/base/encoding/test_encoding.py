@@ -8,8 +8,8 @@ import tracemalloc
 import msgpack
 import pytest
 
-from p2pavg.base.encoding import checked, pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import checked, pack, unpack
 
 
 def test_the_bytes_never_change() -> None:

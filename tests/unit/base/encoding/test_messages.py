@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.allreduce.messages import (
-    MAX_HEADER_BYTES,
-    Lane,
-    LaneHeader,
-    decode_header,
-    encode_header,
-    part_frame,
-    receive_index,
-)
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, part_frame, receive_index
 from p2pavg.allreduce.movers.reuse import ResumeMark
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.messages import pack
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.matchmaking.messages import (
     MAX_REASON_CHARS,
@@ -151,64 +143,64 @@ def test_control_characters_of_strangers_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("header", "fields"),
     [
-        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000c4000000"),
-        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800c4000000"),
-        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c4000000"),
-        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c4000000"),
-        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16 + "0000"),
-        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, begin=ResumeMark(3, 200)), "050900c40003ccc8"),
+        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000c400920000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800c400920000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c400920000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c400920000"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16 + "920000"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, begin=ResumeMark(3, 200)), "050900c4009203ccc8"),
         (
             LaneHeader(
                 b"\x07" * 32, Lane.PARTS, MAX_BALLOT, 255, b"\x08" * 16, ResumeMark(2**31 - 1, 2**31 - 1)
             ),
-            "05ce80000000ccffc410" + "08" * 16 + "ce7fffffff" * 2,
+            "05ce80000000ccffc410" + "08" * 16 + "92" + "ce7fffffff" * 2,
         ),
-        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c4000000"),
-        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccffc4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c400920000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccffc400920000"),
     ],
 )
 def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
-    assert encode_header(header).hex() == "97c420" + "07" * 32 + fields
-    assert decode_header(encode_header(header)) == header
-    assert len(encode_header(header)) <= MAX_HEADER_BYTES
+    assert header.encode().hex() == "96c420" + "07" * 32 + fields
+    assert LaneHeader.decode(header.encode()) == header
+    assert len(header.encode()) <= MAX_HEADER_BYTES
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        (b"\x07" * 31, 0, 0, 0, b"", 0, 0),
-        (b"\x07" * 33, 0, 0, 0, b"", 0, 0),
-        ("7" * 32, 0, 0, 0, b"", 0, 0),
-        (b"\x07" * 32, len(Lane), 0, 0, b"", 0, 0),
-        (b"\x07" * 32, -1, 0, 0, b"", 0, 0),
-        (b"\x07" * 32, True, 0, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, -1, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, 1.0, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, 0, -1, b"", 0, 0),
-        (b"\x07" * 32, 0, 0, 256, b"", 0, 0),
-        (b"\x07" * 32, 0, 0, None, b"", 0, 0),
-        (b"\x07" * 32, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, 0, 0, 0, 0),
-        (b"\x07" * 32, 0, 0, 0, 0, b"", 0, 0),
-        (b"\x07" * 32, 0, 0, 0, b"\x08" * 15, 0, 0),
-        (b"\x07" * 32, 0, 0, 0, "8" * 16, 0, 0),
+        (b"\x07" * 31, 0, 0, 0, b"", (0, 0)),
+        (b"\x07" * 33, 0, 0, 0, b"", (0, 0)),
+        ("7" * 32, 0, 0, 0, b"", (0, 0)),
+        (b"\x07" * 32, len(Lane), 0, 0, b"", (0, 0)),
+        (b"\x07" * 32, -1, 0, 0, b"", (0, 0)),
+        (b"\x07" * 32, True, 0, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, -1, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, 1.0, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, 0, -1, b"", (0, 0)),
+        (b"\x07" * 32, 0, 0, 256, b"", (0, 0)),
+        (b"\x07" * 32, 0, 0, None, b"", (0, 0)),
+        (b"\x07" * 32, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, 0, 0, (0, 0)),
+        (b"\x07" * 32, 0, 0, 0, 0, b"", (0, 0)),
+        (b"\x07" * 32, 0, 0, 0, b"\x08" * 15, (0, 0)),
+        (b"\x07" * 32, 0, 0, 0, "8" * 16, (0, 0)),
         (b"\x07" * 32, 0, 0, 0, b""),
-        (b"\x07" * 32, 0, 9, 0, b"", -1, 0),
-        (b"\x07" * 32, 0, 9, 0, b"", 0, -1),
-        (b"\x07" * 32, 0, 9, 0, b"", 2**31, 0),
-        (b"\x07" * 32, 0, 9, 0, b"", 0, 2**31),
-        (b"\x07" * 32, 0, 9, 0, b"", 0, None),
+        (b"\x07" * 32, 0, 9, 0, b"", (-1, 0)),
+        (b"\x07" * 32, 0, 9, 0, b"", (0, -1)),
+        (b"\x07" * 32, 0, 9, 0, b"", (2**31, 0)),
+        (b"\x07" * 32, 0, 9, 0, b"", (0, 2**31)),
+        (b"\x07" * 32, 0, 9, 0, b"", (0, None)),
         # Nothing came before the first attempt.
-        (b"\x07" * 32, 0, 0, 0, b"", 1, 0),
-        (b"\x07" * 32, 0, 0, 0, b"", 0, 1),
+        (b"\x07" * 32, 0, 0, 0, b"", (1, 0)),
+        (b"\x07" * 32, 0, 0, 0, b"", (0, 1)),
     ],
     ids=str,
 )
 def test_a_malformed_lane_header_is_refused(fields: tuple[object, ...]) -> None:
     with pytest.raises(RemoteProtocolError):
-        decode_header(pack(*fields))
+        LaneHeader.decode(pack(*fields))
 
 
 @pytest.mark.parametrize(("index", "frame"), [(0, "00000000"), (1, "00000001"), (2**32 - 1, "ffffffff")])

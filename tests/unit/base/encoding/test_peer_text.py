@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.base.encoding import pack
+from p2pavg.base.messages import pack
 from p2pavg.base.peer_text import PeerText
 from p2pavg.matchmaking import messages as matches
 from p2pavg.net.lanes import messages as lanes
 from p2pavg.net.nat.punch import messages as punches
-from p2pavg.net.nat.reach.messages import NONCE_BYTES, DialBackOutcome, DialledBack, encode, read_dialled_back
+from p2pavg.net.nat.reach.messages import NONCE_BYTES, DialBackOutcome, DialledBack, read_dialled_back
 from p2pavg.net.nat.relay import messages as relays
-from p2pavg.state.messages import read_reason, read_welcome
+from p2pavg.state.messages import Welcome, read_reason
 from p2pavg.tools.control.messages import RefusedRequest as RefusedCommand
 from p2pavg.tools.control.messages import encode_answer as encode_command_answer
 from p2pavg.tools.control.messages import read_answer as read_command_answer
-from p2pavg.verification.evidence.messages import read_answer
+from p2pavg.verification.evidence.messages import EvidenceAnswer
 
 ROOT = Path(__file__).parents[4]
 MARKUP = "[/b] no {0} %s $x_{ <i>"
@@ -34,7 +34,7 @@ def attribute(name: str, decode: Callable[[bytes], object]) -> Callable[[bytes],
 
 
 def dialled_back(reason: str) -> bytes:
-    return encode(DialledBack(NONCE, DialBackOutcome.FAILED, reason))
+    return DialledBack(NONCE, DialBackOutcome.FAILED, reason).encode()
 
 
 def read_outcome(data: bytes) -> DialledBack:
@@ -71,7 +71,7 @@ DECODERS: dict[str, tuple[Callable[[str], bytes], Callable[[bytes], object]]] = 
         attribute("reason", punches.PunchVerdict.decode),
     ),
     "a relay refuses": (
-        lambda text: relays.encode(relays.RelayRefusal(text)),
+        lambda text: relays.RelayRefusal(text).encode(),
         attribute("reason", relays.decode),
     ),
     "a dial-back failed": (dialled_back, attribute("reason", read_outcome)),
@@ -81,8 +81,8 @@ DECODERS: dict[str, tuple[Callable[[str], bytes], Callable[[bytes], object]]] = 
     ),
 }
 STRICT = {
-    "evidence is refused": (lambda text: pack(1, text), read_answer),
-    "a donor serves nothing": (lambda text: pack(1, text), read_welcome),
+    "evidence is refused": (lambda text: pack(1, text), attribute("refusal", EvidenceAnswer.decode)),
+    "a donor serves nothing": (lambda text: pack(1, text), attribute("refusal", Welcome.decode)),
     "a donor refuses a request": (str.encode, read_reason),
 }
 """Decoders that take no message with control characters at all."""

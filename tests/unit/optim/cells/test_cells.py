@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.optim import Cells
 from p2pavg.optim.cells.between import values_of, write
 from p2pavg.optim.cells.cells import (

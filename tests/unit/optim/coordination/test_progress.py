@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
     MAX_EPOCH,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.optim.base.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate
 from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.optim.coordination.word import (

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import p2pavg
-from p2pavg.base.encoding import pack
 from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import SyncError, sync_parameters

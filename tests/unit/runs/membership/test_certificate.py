@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS, MAX_CERTIFICATE_BYTES, MAX_WEIGHT
+from p2pavg.base.messages import pack
 from p2pavg.runs.membership.certificate import (
     Certificate,
     MemberCertificateError,

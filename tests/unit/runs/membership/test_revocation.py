@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack, unpack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack, unpack
 from p2pavg.runs.membership.revocation import MAX_REVOKED, no_revocations, read_revocations, revoke
 from p2pavg_dht import MAX_VALUE_BYTES
 from tests.unit.runs.membership.runs import Authority

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.runs.membership.certificate import MemberCertificateError, Role, refusal
 from p2pavg.runs.membership.tokens import (
     MAC_BYTES,

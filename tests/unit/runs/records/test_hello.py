@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.runs.records.hello import (
     MAX_CLOCK,
     MAX_PROTOCOL_CHARS,

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entries, read_entry, run_key, why_apart
 from tests.unit.group.samples import SIGNERS, signed
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
+from msgspec.structs import fields
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import ControlError, RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.tools.control.messages import (
     MAX_TEXTS,
     Answer,
@@ -35,24 +34,32 @@ def test_answers_come_back(answer: Answer) -> None:
 
 
 def test_the_encoding_of_a_question_and_an_answer_is_frozen() -> None:
-    assert encode_question(Question.STATUS) == b"\x92\xa6status\x01"
-    assert encode_answer(Done()) == b"\x92\xa4done\x01"
-    assert encode_answer(RefusedRequest("no")) == b"\x93\xa7refused\x01\xa2no"
+    assert encode_question(Question.STATUS) == pack(2, pack("status"))
+    assert encode_answer(Done()) == pack(2, pack("done"))
+    assert encode_answer(RefusedRequest("no")) == pack(2, pack("refused", "no"))
 
 
 def test_another_version_is_named_with_the_remedy() -> None:
     with pytest.raises(
-        RemoteProtocolError, match=r"version 2 of the control messages.*start the daemon again"
+        RemoteProtocolError, match=r"version 3 of the control messages.*start the daemon again"
     ):
-        read_question(pack("status", 2))
-    values = [getattr(STATUS, each.name) for each in fields(DaemonStatus)]
+        read_question(pack(3, pack("status", "with a field that this version does not know")))
     with pytest.raises(RemoteProtocolError, match="version 9"):
-        read_answer(pack("status", 9, *values))
+        read_answer(pack(9, b"what a later version may say"))
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", pack("status"), pack("unknown", 1), pack(1, 1), pack("status", "1"), pack("x" * 100, 1)],
+    [
+        b"",
+        b"\xff",
+        pack("status", 1),
+        pack(2),
+        pack(2, b""),
+        pack(2, pack("unknown")),
+        pack(2, pack("status", 1)),
+        pack(2, pack("done")),
+    ],
 )
 def test_bytes_that_are_no_question_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
@@ -60,7 +67,15 @@ def test_bytes_that_are_no_question_are_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xff", pack("status", 1), pack("other", 1), pack("done", 1, 2), pack(1)]
+    "data",
+    [
+        b"",
+        b"\xff",
+        pack("status", 1),
+        pack(2, pack("other")),
+        pack(2, pack("done", 1)),
+        pack(2, pack("status")),
+    ],
 )
 def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
@@ -86,7 +101,7 @@ def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
 def test_a_status_out_of_range_is_refused(name: str, value: object) -> None:
     values = [value if each.name == name else getattr(STATUS, each.name) for each in fields(DaemonStatus)]
     with pytest.raises(RemoteProtocolError):
-        read_answer(pack("status", 1, *values))
+        read_answer(pack(2, pack("status", *values)))
 
 
 def test_a_refusal_becomes_an_error_with_its_reason() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
-from dataclasses import replace
 
 import pytest
 import trio
+from msgspec.structs import replace
 from rich.console import Console
 from trio.testing import MockClock
 

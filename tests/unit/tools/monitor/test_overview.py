@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import Activity, PeerStatus, RoundClaim, TransferClaim

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.verification.audit import evidence as module
 from p2pavg.verification.audit.evidence import MAGIC, MAX_EVIDENCE_BYTES, read_false_average

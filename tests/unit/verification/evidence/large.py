@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 import pytest
 
-from p2pavg.base.encoding import first_text, pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import first_text, pack
 from p2pavg.verification.evidence import accusation
 from p2pavg.verification.evidence.accusation import EvidenceKind
 from tests.unit.verification.evidence.samples import LIAR

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
+from msgspec import structs
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.verification.evidence import accusation
 from p2pavg.verification.evidence.accusation import (
     EvidenceKind,
@@ -71,7 +71,7 @@ def test_evidence_must_be_what_was_announced(changed: dict[str, object]) -> None
     true = read_accusation(DATA).named
     assert read_named(DATA, true).peer_id == LIAR.peer_id
     with pytest.raises(RemoteProtocolError, match="announced"):
-        read_named(DATA, replace(true, **changed))  # type: ignore[arg-type]
+        read_named(DATA, structs.replace(true, **changed))
 
 
 def test_other_bytes_than_announced_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,25 +6,20 @@ from typing import Any
 
 import pytest
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
-from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES
+from p2pavg.base.messages import pack
+from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES, MAX_KIND_CHARS
 from p2pavg.verification.evidence.messages import (
     MAX_ADDRESSES,
     MAX_ANSWER_BYTES,
-    MAX_KIND_CHARS,
     MAX_NAMED,
     MAX_REQUEST_BYTES,
+    EvidenceAnswer,
     EvidenceRequest,
     Notice,
     accusations_key,
-    encode_answer,
-    encode_notice,
-    encode_request,
-    read_answer,
     read_notice,
-    read_request,
 )
 from tests.unit.verification.evidence.samples import named, signer
 
@@ -41,17 +36,17 @@ LARGEST = Notice(
 def test_the_bytes_never_change() -> None:
     notice = Notice(("/ip4/1.2.3.4/tcp/5",), (named(PEER, 7),))
     assert (
-        encode_notice(notice).hex()
+        notice.encode().hex()
         == pack(1, ["/ip4/1.2.3.4/tcp/5"], [[(7).to_bytes(32, "big"), *NAMED[1:]]]).hex()
     )
-    assert encode_request(EvidenceRequest(b"k" * 32, b"d" * 32, b"c")) == pack(1, b"k" * 32, b"d" * 32, b"c")
-    assert encode_answer("no") == b"\x92\x01\xa2no"
+    assert EvidenceRequest(b"k" * 32, b"d" * 32, b"c").encode() == pack(1, b"k" * 32, b"d" * 32, b"c")
+    assert EvidenceAnswer("no").encode() == b"\x92\x01\xa2no"
     assert accusations_key("run").hex() == "622c2b69421e9acbb58aaf7d3f2f53dd802c8eef0e9ca4260a3841f26621063c"
 
 
 def test_the_largest_notice_fits_into_a_record() -> None:
-    assert len(encode_notice(LARGEST)) <= 4096
-    assert read_notice(encode_notice(LARGEST)) == LARGEST
+    assert len(LARGEST.encode()) <= 4096
+    assert read_notice(LARGEST.encode()) == LARGEST
 
 
 @pytest.mark.parametrize(
@@ -82,11 +77,11 @@ def test_other_notices_are_refused(fields: tuple[Any, ...]) -> None:
 
 def test_requests_and_answers_survive_the_wire_within_their_limits() -> None:
     request = EvidenceRequest(b"k" * 32, b"d" * 32, b"c" * MAX_CERTIFICATE_BYTES)
-    assert read_request(encode_request(request)) == request
-    assert len(encode_request(request)) <= MAX_REQUEST_BYTES
-    assert read_answer(encode_answer("")) == ""
-    assert read_answer(encode_answer("x" * 999)) == "x" * 200
-    assert len(encode_answer("\U0001f600" * 999)) <= MAX_ANSWER_BYTES
+    assert EvidenceRequest.decode(request.encode()) == request
+    assert len(request.encode()) <= MAX_REQUEST_BYTES
+    assert EvidenceAnswer.decode(EvidenceAnswer("").encode()).refusal == ""
+    assert EvidenceAnswer.decode(EvidenceAnswer("x" * 999).encode()).refusal == "x" * 200
+    assert len(EvidenceAnswer("\U0001f600" * 999).encode()) <= MAX_ANSWER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -102,7 +97,7 @@ def test_requests_and_answers_survive_the_wire_within_their_limits() -> None:
 )
 def test_other_requests_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_request(data)
+        EvidenceRequest.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -110,4 +105,4 @@ def test_other_requests_are_refused(data: bytes) -> None:
 )
 def test_other_answers_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_answer(data)
+        EvidenceAnswer.decode(data)

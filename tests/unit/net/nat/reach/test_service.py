@@ -9,9 +9,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.base.encoding import pack
-from p2pavg.base.errors import UnreachableError
+from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.reach import service
@@ -23,8 +23,8 @@ from p2pavg.net.nat.reach.messages import (
     DialledBack,
     Look,
     Observed,
-    encode,
     read_dialled_back,
+    read_question,
 )
 from p2pavg.net.nat.reach.service import ReachService, ask_dial_back, look
 from p2pavg.net.transport import Stream
@@ -289,8 +289,8 @@ class TestHostileServers:
             pack("observed", "0.0.0.0", 1),
             pack("observed", "::ffff:1.2.3.4", 1),
             pack("observed", "1" * 4000, 1),
-            encode(Look()),
-            encode(DialledBack(bytes(NONCE_BYTES), DialBackOutcome.REACHED)),
+            Look().encode(),
+            DialledBack(bytes(NONCE_BYTES), DialBackOutcome.REACHED).encode(),
         ],
     )
     async def test_invalid_observations_are_errors(
@@ -303,8 +303,8 @@ class TestHostileServers:
         "answer",
         [
             None,
-            encode(Observed("1.2.3.4", 1)),
-            encode(DialledBack(bytes(NONCE_BYTES), DialBackOutcome.REACHED)),
+            Observed("1.2.3.4", 1).encode(),
+            DialledBack(bytes(NONCE_BYTES), DialBackOutcome.REACHED).encode(),
             pack("dialled back", bytes(NONCE_BYTES), "perhaps", ""),
         ],
     )
@@ -314,12 +314,15 @@ class TestHostileServers:
 
 
 def test_the_answer_to_another_nonce_is_refused() -> None:
-    answer = encode(DialledBack(b"a" * NONCE_BYTES, DialBackOutcome.REACHED))
+    answer = DialledBack(b"a" * NONCE_BYTES, DialBackOutcome.REACHED).encode()
     assert read_dialled_back(answer, b"a" * NONCE_BYTES).outcome is DialBackOutcome.REACHED
     with pytest.raises(Exception, match="another question"):
         read_dialled_back(answer, b"b" * NONCE_BYTES)
 
 
-def test_impossible_questions_are_not_made() -> None:
-    with pytest.raises(ValueError, match="no dial-back"):
-        DialBack(0, bytes(NONCE_BYTES))
+@pytest.mark.parametrize(
+    "question", [DialBack(0, bytes(NONCE_BYTES)), DialBack(1 << 16, bytes(NONCE_BYTES)), DialBack(1, b"")]
+)
+def test_an_impossible_question_is_refused(question: DialBack) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_question(question.encode())

@@ -1,38 +1,26 @@
 """The messages between a relay and its peers: hostile bytes give a message or a RemoteProtocolError."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from p2pavg.base.encoding import pack
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.net.nat.relay.messages import (
     MAX_MESSAGE_BYTES,
     MAX_RELAY_ADDRESSES,
     Connect,
     Connected,
     Incoming,
-    Message,
+    RelayMessage,
     RelayPing,
     RelayRefusal,
     Reserve,
     Reserved,
     decode,
-    encode,
 )
 from p2pavg_dht import Ed25519Signer
 
 PEER = Ed25519Signer(bytes(32)).peer_id
 ADDRESS = f"/ip4/203.0.113.7/tcp/4001/p2p/{PEER}"
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=6),
-    max_leaves=12,
-)
-kinds = st.sampled_from(
-    ["reserve", "reserved", "ping", "connect", "incoming", "connected", "refused", "other"]
-)
 
 
 @pytest.mark.parametrize(
@@ -48,28 +36,9 @@ kinds = st.sampled_from(
         RelayRefusal("no place is left"),
     ],
 )
-def test_a_message_is_read_as_it_was_written(message: Message) -> None:
-    assert decode(encode(message)) == message
-    assert len(encode(message)) <= MAX_MESSAGE_BYTES
-
-
-@given(st.binary(max_size=MAX_MESSAGE_BYTES))
-def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    try:
-        message = decode(data)
-    except RemoteProtocolError:
-        return
-    assert decode(encode(message)) == message
-
-
-@given(kinds, st.lists(values, max_size=3))
-def test_any_fields_are_a_message_or_refused(kind: str, fields: list[object]) -> None:
-    try:
-        message = decode(pack(kind, *fields))
-    except RemoteProtocolError:
-        return
-    if not isinstance(message, RelayRefusal):  # a reason may be made printable
-        assert decode(encode(message)) == message
+def test_a_message_is_read_as_it_was_written(message: RelayMessage) -> None:
+    assert decode(message.encode()) == message
+    assert len(message.encode()) <= MAX_MESSAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -98,7 +67,8 @@ def test_a_wrong_message_is_refused(fields: tuple[object, ...]) -> None:
 
 
 def test_a_reason_is_one_printable_line() -> None:
-    message = decode(pack("refused", "no\x1b[2Jplace\n"))
-    assert isinstance(message, RelayRefusal)
-    assert message.reason.isprintable()
-    assert decode(encode(RelayRefusal("long " * 100))) == RelayRefusal(("long " * 100)[:200])
+    message = decode(RelayRefusal("no\x1b[2Jplace\n").encode())
+    assert message == RelayRefusal("no?[2Jplace?")
+    with pytest.raises(RemoteProtocolError, match="another way"):
+        decode(pack("refused", "no\x1b[2Jplace\n"))
+    assert decode(RelayRefusal("long " * 100).encode()) == RelayRefusal(("long " * 100)[:200])

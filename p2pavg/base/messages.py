@@ -1,0 +1,182 @@
+"""Messages between peers: structs that are checked while they are read. No I/O, no clock.
+
+A message is a MessagePack array, written and read by msgspec: the name of its kind, if its protocol has several, then
+its fields. Every byte of it may be hostile:
+
+* The struct's annotations bound each field. A text, a list or a number that is too large is refused before anything is
+  allocated for it. (A list's own claim of its length is checked against ``max_length`` first, so every list needs one.)
+* A struct's ``__post_init__`` checks what fields have to do with one another. It runs for the sender, too, so there is
+  no invalid message.
+* A message has one encoding. What is read must encode to the same bytes, so that nobody can write a signed statement in
+  a second way, an integer as a float, or leave out a field that has a default.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Annotated, Any, Self
+
+import msgpack
+import msgspec
+from msgspec import Meta
+
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.peer_text import PeerText
+
+MAX_COUNT = (1 << 63) - 1
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""A number of things, which fits into eight bytes."""
+Seconds = Annotated[float, Meta(ge=0.0, le=1e15)]
+"""Finite, as no comparison holds for a number that is none."""
+Port = Annotated[int, Meta(gt=0, lt=1 << 16)]
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""32 bytes: a digest, a key, an id of a group."""
+
+
+def _to_plain(value: Any) -> str:
+    if isinstance(value, str):  # a `PeerText`: msgspec writes no subclass of `str` itself
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no field of a message")
+
+
+# In deterministic order, a set has one encoding.
+_encoder = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_to_plain)
+
+
+@cache
+def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kinds)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message, or a part of one. Subclasses name their kind with ``tag``, annotate each field, and bound it."""
+
+    def encode(self) -> bytes:
+        """Return the message as bytes."""
+        return _encoder.encode(self)
+
+    def normalised(self) -> Self:
+        """Return the message as its reader gets it: with whole numbers as floats where the field is one.
+
+        Raises:
+            RemoteProtocolError: its reader would refuse it.
+        """
+        try:
+            message: Self = _decoder(type(self)).decode(_encoder.encode(self))
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"no {type(self).__name__}: {error}") from None
+        return message
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Read a message of this kind.
+
+        Raises:
+            RemoteProtocolError: ``data`` is no such message.
+        """
+        message: Self = decoded(data, cls)
+        return message
+
+
+def decoded(data: bytes, kinds: Any) -> Any:
+    """Read a message of one of several kinds.
+
+    Args:
+        kinds: a class of messages, or a union of such classes, each with a tag.
+
+    Raises:
+        RemoteProtocolError: ``data`` is no message of these kinds, or not written as :meth:`Message.encode` writes it.
+    """
+    try:
+        message = _decoder(kinds).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"no {getattr(kinds, '__name__', 'message')}: {error}") from None
+    if _encoder.encode(message) != data:
+        raise RemoteProtocolError(f"a {type(message).__name__} that is written in another way than its own")
+    return message
+
+
+def cut(message: Message, **most: int) -> None:
+    """Shorten fields of a message that is being made: texts, which become printable, and tuples.
+
+    A sender's reason may quote an exception of any length, and its receiver takes a longer one for a breach.
+    """
+    for name, length in most.items():
+        value = getattr(message, name)[:length]
+        msgspec.structs.force_setattr(message, name, PeerText(value) if isinstance(value, str) else value)
+
+
+# ---------------------------------------------------------------------- fields without a struct
+
+_MAX_ITEMS = 256  # no message holds a longer list; a roster has at most 128 members
+_MAX_TEXT = 4096
+_MAX_BINARY = 8192
+_MAX_KIND = 64  # bytes of the name with which a message begins
+
+
+def pack(*fields: Any) -> bytes:
+    """Return fields as the bytes of one array: for digests, signatures and messages that are no structs yet."""
+    return _encoder.encode(fields)
+
+
+def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
+    """Decode a message into its fields, each exactly of the given type (``tuple`` for any list).
+
+    Nothing is allocated that the schema does not allow.
+
+    Raises:
+        RemoteProtocolError: the message does not match the types, or is not msgpack.
+    """
+    try:
+        fields = msgpack.unpackb(
+            message,
+            use_list=False,
+            max_str_len=_MAX_TEXT,
+            max_bin_len=_MAX_BINARY,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message: {error!r}") from None
+    if type(fields) is not tuple or len(fields) != len(types):
+        raise RemoteProtocolError(f"a message of {len(types)} fields was expected")
+    return checked(fields, types)
+
+
+def first_text(message: bytes) -> str:
+    """Return the first field of a message, a text of at most 64 bytes. The rest of the message is not read.
+
+    Raises:
+        RemoteProtocolError: the message is no array, or its first field is no such text.
+    """
+    reader = msgpack.Unpacker(
+        use_list=False, max_str_len=_MAX_KIND, max_bin_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
+    )
+    reader.feed(message[: _MAX_KIND + 16])
+    try:
+        if reader.read_array_header() < 1:
+            raise RemoteProtocolError("a message without fields")
+        first = reader.unpack()
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise RemoteProtocolError(f"a message that begins with no short text: {error!r}") from None
+    if type(first) is not str:
+        raise RemoteProtocolError(f"a message that begins with {type(first).__name__}")
+    return first
+
+
+def checked(fields: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
+    """Return ``fields`` if each has exactly its type and every float is finite.
+
+    Raises:
+        RemoteProtocolError: a field does not match.
+    """
+    if len(fields) != len(types):
+        raise RemoteProtocolError(f"{len(types)} fields were expected, not {len(fields)}")
+    for position, (field, wanted) in enumerate(zip(fields, types, strict=True)):
+        if type(field) is not wanted:
+            raise RemoteProtocolError(f"field {position} is {type(field).__name__}, not {wanted.__name__}")
+        if isinstance(field, float) and not math.isfinite(field):
+            raise RemoteProtocolError(f"field {position} is not finite")
+    return fields

@@ -9,7 +9,7 @@ from p2pavg.base.limits import RECORD_LIFE_SECONDS
 from p2pavg.peer.host import Host
 from p2pavg.round.rounds import Alone
 from p2pavg.runs.records.hello import no_peer_of_the_run
-from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entries, run_key, why_apart
+from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key, why_apart
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.runs.records.spread_records import SpreadRecords
 
@@ -33,7 +33,7 @@ class Presence:
     async def publish(self) -> None:
         """Publish the entry, which stays until :meth:`withdraw`."""
         key = run_key(self._run_id)
-        await self._records.publish(key, encode_entry(self._entry), ttl=RECORD_LIFE_SECONDS)
+        await self._records.publish(key, self._entry.encode(), ttl=RECORD_LIFE_SECONDS)
         await self._records.settle(key)
 
     async def withdraw(self) -> None:

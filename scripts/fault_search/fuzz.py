@@ -82,7 +82,7 @@ from p2pavg.peer.peer import Peer
 from p2pavg.round import control, exchange
 from p2pavg.round.signing import Signing
 from p2pavg.runs.records.board import board_key
-from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
+from p2pavg.runs.records.run_entry import RunEntry, run_key
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg.verification.evidence.accusation import Named, digest_of, read_accusation
@@ -466,7 +466,7 @@ class Hostile:
             key=run_key(RUN),
             sequence=int(now * 1e6) + self.dice.randrange(10**6),
             expiration_time=now + 60.0,
-            value=encode_entry(entry),
+            value=entry.encode(),
         )
         stream = await self.peer.context.transport.open_stream(self._other(), RECORDS_PROTOCOL, timeout=1.0)
         await send_message(stream, encode_record_request(Store((), (record,))))
@@ -556,7 +556,7 @@ class Hostile:
             [
                 (self.key, some_candidate(dice, self.index, self.key, now).record.value),
                 (self.key, dice.randbytes(dice.randint(1, 99))),
-                (run_key(RUN), encode_entry(entry)),
+                (run_key(RUN), entry.encode()),
                 (board_key(RUN, "progress"), encode_progress(progress)),
                 (dice.randbytes(32), b"anything"),
             ]

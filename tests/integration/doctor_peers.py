@@ -31,7 +31,7 @@ from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.runs.records.board import board_key
 from p2pavg.runs.records.calls import RecordCalls
 from p2pavg.runs.records.identity import load_seed
-from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
+from p2pavg.runs.records.run_entry import RunEntry, run_key
 from p2pavg_dht import Contact, Ed25519Signer, RecordNode
 
 LATE_SECONDS = 600.0
@@ -86,7 +86,7 @@ async def publish_recipes(peers: Sequence[Peer]) -> None:
             rule="",
             aggregation="",
         )
-        await each.records.publish(run_key(RECIPES), encode_entry(entry), ttl=600.0)
+        await each.records.publish(run_key(RECIPES), entry.encode(), ttl=600.0)
         await each.records.publish(board_key(RECIPES, TOPIC), encode_word(word), ttl=60.0)
 
 
@@ -110,7 +110,7 @@ async def publish_absent(one: Peer, two: Peer, seed: bytes) -> None:
         auxiliary=False,
         addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{gone.peer_id}"],
     )
-    await node.publish(run_key(ABSENT_RUN), encode_entry(entry), ttl=600.0)
+    await node.publish(run_key(ABSENT_RUN), entry.encode(), ttl=600.0)
     await node.publish(ready.record.key, ready.record.value, ttl=120.0)
 
 
@@ -143,7 +143,7 @@ async def main(arguments: dict[str, dict[str, str]], run_path: str) -> None:
         late_entry = RunEntry(
             schema_hash=bytes(32), tensors=1, elements=9, codec="fp32", group_size=2, rule="", aggregation=""
         )
-        await late.records.publish(run_key(LATE_RUN), encode_entry(late_entry), ttl=500.0)
+        await late.records.publish(run_key(LATE_RUN), late_entry.encode(), ttl=500.0)
         peers = {"one": one, "two": two, "late": late, "old": old}
         print(json.dumps({name: each.addresses[0] for name, each in peers.items()}), flush=True)
         await trio.to_thread.run_sync(partial(sys.stdin.read))

@@ -21,7 +21,7 @@ import pytest
 from p2pavg.testing.swarm import LocalSwarm
 from tests.integration.metrics_work import train
 
-DASHBOARD = Path("docs/grafana.json")
+DASHBOARD = Path("p2pavg/tools/cli/machine_files/grafana.json")
 SECONDS = float(os.environ.get("P2PAVG_SCRAPE_SECONDS", "5"))
 """Time for which Prometheus scrapes before the queries; the documentation's figure is of 60 s."""
 WATCHDOG_SECONDS = 180.0

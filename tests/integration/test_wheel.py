@@ -96,6 +96,20 @@ def test_the_command_runs_from_the_wheel(installed: Path, alone: Path) -> None:
     assert (alone / "lab").is_dir()
 
 
+def test_the_command_writes_the_files_around_a_peer(installed: Path, alone: Path) -> None:
+    command = [str(installed / "bin/p2pavg"), "files", "machine"]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    source = ROOT / "p2pavg/tools/cli/machine_files"
+    assert {each.name: each.read_bytes() for each in (alone / "machine").iterdir()} == {
+        each.name: each.read_bytes() for each in source.iterdir()
+    }
+    (alone / "machine/Containerfile").unlink()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert again.returncode == 1
+    assert "has p2pavg@.service, grafana.json already" in again.stderr
+    assert not (alone / "machine/Containerfile").exists()
+
+
 def test_the_quickstart_trains_from_the_wheel(installed: Path, alone: Path) -> None:
     path = alone / "train.py"
     program = snippets("docs/how-to/train.md")[0]

@@ -15,7 +15,7 @@ from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key
 from p2pavg.runs.records.revocations import revocations_key
-from p2pavg.runs.records.run_entry import RunEntry, encode_entry, run_key
+from p2pavg.runs.records.run_entry import RunEntry, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg.tools.doctor.probes import run as probes
@@ -55,7 +55,7 @@ async def test_only_members_count(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(), 6) as (doctor, *others):
         for peer in others:
             secret = bytes(32) if peer.id == blind else SECRET
-            await publish(peer, certificates[peer.id], run_key("lab"), encode_entry(ENTRY), secret)
+            await publish(peer, certificates[peer.id], run_key("lab"), ENTRY.encode(), secret)
         first, _, second, *_ = others  # the second one's own certificate is on the list
         await publish(first, certificates[good], revocations_key(AUTHORITY.public), lists[1].data)
         await publish(second, certificates[revoked], revocations_key(AUTHORITY.public), lists[0].data)
@@ -101,7 +101,7 @@ async def test_ready_peers_are_dialled(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with simulated_peers(network, 4) as (doctor, *others):
         for peer in others:
-            await peer.records.publish(run_key("open"), encode_entry(ENTRY), ttl=600.0)
+            await peer.records.publish(run_key("open"), ENTRY.encode(), ttl=600.0)
             await peer.records.publish(*ready(peer), ttl=120.0)
         found = await RunReader(doctor, "open", None, simulated_clock).read()
         assert {each.peer_id for each in found.ready} == {peer.id for peer in others}
@@ -117,6 +117,6 @@ async def test_records_of_one_key_are_limited(autojump_clock: MockClock, monkeyp
     monkeypatch.setattr(probes, "MAX_RECORDS", 2)
     async with simulated_peers(MemoryNetwork(), 5) as (doctor, *others):
         for peer in others:
-            await peer.records.publish(run_key("open"), encode_entry(ENTRY), ttl=600.0)
+            await peer.records.publish(run_key("open"), ENTRY.encode(), ttl=600.0)
         found = await RunReader(doctor, "open", None, simulated_clock).read()
     assert len(found.entries) == 2

@@ -18,7 +18,7 @@ from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer, peer_over
-from p2pavg.runs.records.hello import PROTOCOL, QUESTION, PeerHello, encode_hello, read_hello
+from p2pavg.runs.records.hello import PROTOCOL, QUESTION, PeerHello
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peers
 from p2pavg.testing.simulation import run_on_loop, simulated_signer
 
@@ -171,7 +171,7 @@ async def test_other_protocol_version(autojump_clock: MockClock, caplog: pytest.
         async def answer(stream: Stream) -> None:
             await receive_message(stream)
             said = PeerHello(clock=simulated_clock(), protocols=("/p2pavg/match/99.0.0",), runs=1)
-            await send_message(stream, encode_hello(said))
+            await send_message(stream, said.encode())
             await stream.aclose()
 
         newer.context.transport.serve(PROTOCOL, answer)
@@ -209,7 +209,7 @@ async def test_repeated_questions_get_one_answer(autojump_clock: MockClock) -> N
                 answers.append(None)
     assert [answer is not None for answer in answers] == [True, False, False, True]
     assert answers[0] is not None
-    assert read_hello(answers[0]).runs == 0
+    assert PeerHello.decode(answers[0]).runs == 0
 
 
 async def test_sum_above_max_weight_counts_max_weight(

@@ -22,7 +22,7 @@ from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.sealing import seal, sealed_key
 from p2pavg.runs.records.board import board_key
-from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entries, run_key
+from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg_dht import MAX_VALUE_BYTES, Ed25519Signer, sign_record
@@ -99,7 +99,7 @@ async def flood(peers: Sequence[Peer], key: bytes) -> None:
             )
             for known, value in (
                 (key, candidate.record.value),
-                (run_key("sim"), encode_entry(entry)),
+                (run_key("sim"), entry.encode()),
                 (board_key("sim", "topic"), b"invented".ljust(MAX_VALUE_BYTES - 400, b".")),
             ):
                 stored = sealed_key(SECRET, known)

@@ -18,9 +18,7 @@ from p2pavg.runs.records.hello import (
     HelloAnswer,
     PeerHello,
     compare,
-    encode_hello,
     other_versions,
-    read_hello,
     wrong_clock,
 )
 from p2pavg_dht import Contact
@@ -110,7 +108,7 @@ class Greeter:
                 await send_message(stream, QUESTION)
                 answer = await receive_message(stream, max_bytes=MAX_HELLO_BYTES)
                 if answer is not None:
-                    heard.append(compare(read_hello(answer), asked, self._wall_clock()))
+                    heard.append(compare(PeerHello.decode(answer), asked, self._wall_clock()))
             except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
                 logger.debug("no hello of %s: %s", contact.peer_id, error)
         if stream is not None:
@@ -129,5 +127,5 @@ class Greeter:
             if await receive_message(stream, max_bytes=MAX_HELLO_BYTES) is None:
                 return
             mine = PeerHello(clock=self._wall_clock(), protocols=self._protocols, runs=self._runs())
-            await send_message(stream, encode_hello(mine))
+            await send_message(stream, mine.encode())
             await stream.aclose()

@@ -14,10 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import checked, pack, unpack
+from msgspec import Meta
+
+from p2pavg.base.messages import Message, pack
 
 PROTOCOL = "/p2pavg/hello/1"
 QUESTION = pack(1)
@@ -32,14 +33,15 @@ SKEW_SECONDS = 5.0
 _VERSIONED = re.compile(r"/p2pavg/([a-z]{1,16})/([0-9]{1,4}(?:\.[0-9]{1,4}){0,2})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerHello:
+class PeerHello(Message, frozen=True, kw_only=True, tag=1):
     """One peer's answer."""
 
-    clock: float
+    clock: Annotated[float, Meta(ge=0.0, le=MAX_CLOCK)]
     """Wall clock, seconds since 1970."""
-    protocols: tuple[str, ...]
-    runs: int
+    protocols: Annotated[
+        tuple[Annotated[str, Meta(max_length=MAX_PROTOCOL_CHARS)], ...], Meta(max_length=MAX_PROTOCOLS)
+    ]
+    runs: Annotated[int, Meta(ge=0, le=MAX_RUNS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +50,6 @@ class HelloAnswer:
 
     hello: PeerHello
     ahead: float
-
-
-def encode_hello(hello: PeerHello) -> bytes:
-    """Return the bytes of an answer."""
-    return pack(1, float(hello.clock), hello.protocols, hello.runs)
-
-
-def read_hello(message: bytes) -> PeerHello:
-    """Return the answer in a message.
-
-    Raises:
-        RemoteProtocolError: anything that :func:`encode_hello` does not make.
-    """
-    version, clock, protocols, runs = unpack(message, int, float, tuple, int)
-    if version != 1 or not 0 <= clock <= MAX_CLOCK or not 0 <= runs <= MAX_RUNS:
-        raise RemoteProtocolError("a hello with numbers out of range")
-    return PeerHello(clock=clock, protocols=_read_protocols(protocols), runs=runs)
-
-
-def _read_protocols(protocols: tuple[Any, ...]) -> tuple[str, ...]:
-    if len(protocols) > MAX_PROTOCOLS:
-        raise RemoteProtocolError(f"a hello with {len(protocols)} protocols")
-    texts = checked(protocols, (str,) * len(protocols))
-    if any(len(text) > MAX_PROTOCOL_CHARS for text in texts):
-        raise RemoteProtocolError("a hello with a protocol's name that is too long")
-    return texts
 
 
 def compare(hello: PeerHello, asked: float, answered: float) -> HelloAnswer:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.messages import Hash, Message, pack
 from p2pavg.base.names import is_rule
 from p2pavg.group.aggregation import topology_in
 from p2pavg.group.candidate import is_codec_name
@@ -25,19 +27,24 @@ MEAN = "the weighted mean"
 _KEY_DOMAIN = "p2pavg/run/2"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEntry:
+class RunEntry(Message, frozen=True, kw_only=True, tag=3):
     """Description of what one peer of a run averages."""
 
-    schema_hash: bytes
-    tensors: int
-    elements: int
+    schema_hash: Hash
+    tensors: Annotated[int, Meta(ge=1)]
+    elements: Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)]
     codec: str
-    group_size: int
+    group_size: Annotated[int, Meta(ge=2, le=MAX_GROUP_SIZE)]
     rule: str
     """The participation rule, empty if all members contribute, and the mark of a strategy."""
     aggregation: str
     """The text of how contributions are combined; empty for the weighted mean."""
+
+    def __post_init__(self) -> None:
+        if not is_codec_name(self.codec):
+            raise ValueError("a run entry without a codec")
+        if not is_rule(self.rule) or not is_rule(self.aggregation):
+            raise ValueError("a run entry whose rule is too long, or not printable")
 
 
 def run_key(run_id: str) -> bytes:
@@ -45,48 +52,12 @@ def run_key(run_id: str) -> bytes:
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id)).digest()
 
 
-def encode_entry(entry: RunEntry) -> bytes:
-    """Return the value of a record."""
-    return pack(
-        3,
-        entry.schema_hash,
-        entry.tensors,
-        entry.elements,
-        entry.codec,
-        entry.group_size,
-        entry.rule,
-        entry.aggregation,
-    )
-
-
-def read_entry(value: bytes) -> RunEntry:
-    """Read an entry; raise RemoteProtocolError for anything that :func:`encode_entry` does not make."""
-    version, schema_hash, tensors, elements, codec, group_size, rule, aggregation = unpack(
-        value, int, bytes, int, int, str, int, str, str
-    )
-    if version != 3 or len(schema_hash) != 32 or not is_codec_name(codec):
-        raise RemoteProtocolError("a run entry of another version, or without a schema or codec")
-    if not is_rule(rule) or not is_rule(aggregation):
-        raise RemoteProtocolError("a run entry whose rule is too long, or not printable")
-    if tensors < 1 or not 0 <= elements <= MAX_ELEMENTS or not 2 <= group_size <= MAX_GROUP_SIZE:
-        raise RemoteProtocolError("a run entry with numbers out of range")
-    return RunEntry(
-        schema_hash=schema_hash,
-        tensors=tensors,
-        elements=elements,
-        codec=codec,
-        group_size=group_size,
-        rule=rule,
-        aggregation=aggregation,
-    )
-
-
 def read_entries(records: Iterable[Record]) -> dict[str, RunEntry]:
     """Return the entry of each publisher; leave out malformed ones."""
     entries = {}
     for record in records:
         try:
-            entries[record.publisher] = read_entry(record.value)
+            entries[record.publisher] = RunEntry.decode(record.value)
         except RemoteProtocolError:
             continue
     return entries

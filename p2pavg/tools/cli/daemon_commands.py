@@ -1,13 +1,15 @@
-"""The commands ``p2pavg join``, ``p2pavg status`` and ``p2pavg stop``."""
+"""The commands ``p2pavg join``, ``status``, ``stop`` and ``files``: a daemon, and what a machine needs around it."""
 
 from __future__ import annotations
 
 import sys
+from importlib.resources import files as resources
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from p2pavg.base.errors import ConfigError
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, naming
 from p2pavg.tools.cli.logs import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
@@ -182,3 +184,27 @@ def stop(
     text, code = work.stop(work.homes_of(run, home), timeout=timeout)
     typer.echo(text)
     raise typer.Exit(code)
+
+
+MACHINE_FILES = {
+    "p2pavg@.service": "a unit for systemd, one instance for each run",
+    "Containerfile": "a container of a peer, built in a clone or an unpacked sdist",
+    "grafana.json": "a dashboard for Grafana, of the metrics of p2pavg",
+}
+
+
+def files(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made when missing.")],
+) -> None:
+    """Write a unit for systemd, a container file and a dashboard for Grafana into a folder."""
+    packaged = resources("p2pavg.tools.cli") / "machine_files"
+    # All are looked at before one is written: what a person has changed stays, and none is left half done.
+    present = [name for name in MACHINE_FILES if (folder / name).exists()]
+    if present:
+        raise ConfigError(
+            f"{folder} has {', '.join(present)} already; name another folder, or move them away"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, what in MACHINE_FILES.items():
+        (folder / name).write_bytes((packaged / name).read_bytes())
+        typer.echo(f"{folder / name}: {what}")

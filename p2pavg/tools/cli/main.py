@@ -23,7 +23,7 @@ from p2pavg.base.errors import (
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
-from p2pavg.tools.cli.daemon_commands import join, status, stop
+from p2pavg.tools.cli.daemon_commands import files, join, status, stop
 from p2pavg.tools.cli.logs import (
     FORMAT,
     LEVEL,
@@ -62,7 +62,7 @@ app = typer.Typer(
     # ``main`` prints what goes wrong, with an exit code for each kind of error.
     pretty_exceptions_enable=False,
 )
-for command in (join, status, stop):
+for command in (join, status, stop, files):
     app.command()(command)
 app.add_typer(run_app)
 app.add_typer(checkpoint_app)

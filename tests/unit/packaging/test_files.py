@@ -13,8 +13,9 @@ from p2pavg.tools.daemon.life import FINISH_SECONDS
 from p2pavg.tools.daemon.words import ExitCode
 
 ROOT = Path(__file__).parents[3]
-UNIT = ROOT / "packaging" / "p2pavg@.service"
-CONTAINERFILE = ROOT / "packaging" / "Containerfile"
+FILES = ROOT / "p2pavg" / "tools" / "cli" / "machine_files"
+UNIT = FILES / "p2pavg@.service"
+CONTAINERFILE = FILES / "Containerfile"
 WATCHDOG_SECONDS = 60.0
 MOST_EXPOSURE = 20
 """Tenths of systemd's own measure, from 0 (safe) to 100."""

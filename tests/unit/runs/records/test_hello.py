@@ -16,10 +16,8 @@ from p2pavg.runs.records.hello import (
     HelloAnswer,
     PeerHello,
     compare,
-    encode_hello,
     no_peer_of_the_run,
     other_versions,
-    read_hello,
     wrong_clock,
 )
 
@@ -38,14 +36,14 @@ def test_the_protocol_never_changes() -> None:
     """Peers of all versions need to understand it."""
     assert PROTOCOL == "/p2pavg/hello/1"
     assert QUESTION == b"\x91\x01"
-    said = encode_hello(hello(1.5, "/p2pavg/match/2.0.0", runs=3))
+    said = hello(1.5, "/p2pavg/match/2.0.0", runs=3).encode()
     assert said == b"\x94\x01\xcb\x3f\xf8\x00\x00\x00\x00\x00\x00\x91\xb3/p2pavg/match/2.0.0\x03"
-    assert read_hello(said) == hello(1.5, "/p2pavg/match/2.0.0", runs=3)
+    assert PeerHello.decode(said) == hello(1.5, "/p2pavg/match/2.0.0", runs=3)
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
     most = hello(MAX_CLOCK, *["x" * MAX_PROTOCOL_CHARS] * MAX_PROTOCOLS, runs=MAX_RUNS)
-    assert read_hello(encode_hello(most)) == most
+    assert PeerHello.decode(most.encode()) == most
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
 )
 def test_malformed_hello_is_refused(said: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_hello(said)
+        PeerHello.decode(said)
 
 
 @pytest.mark.parametrize(

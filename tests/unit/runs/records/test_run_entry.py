@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec import structs
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
-from p2pavg.runs.records.run_entry import RunEntry, encode_entry, read_entries, read_entry, run_key, why_apart
+from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key, why_apart
 from tests.unit.group.samples import SIGNERS, signed
 
 MINE = RunEntry(
@@ -23,56 +22,54 @@ MINE = RunEntry(
 
 
 def entry(**changes: object) -> RunEntry:
-    return dataclasses.replace(MINE, **changes)  # type: ignore[arg-type]
+    return structs.replace(MINE, **changes)
 
 
 def test_the_bytes_never_change() -> None:
     assert run_key("albert-base").hex() == "be12e0964f7bbf7d681ac421132d1bd018bd1b90e834506b8a7c9b9920396900"
-    assert (
-        encode_entry(MINE).hex() == "9803c420" + "01" * 32 + "61cd03e8ad" + b"blockwise8:64".hex() + "04a0a0"
-    )
-    assert read_entry(encode_entry(MINE)) == MINE
+    assert MINE.encode().hex() == "9803c420" + "01" * 32 + "61cd03e8ad" + b"blockwise8:64".hex() + "04a0a0"
+    assert RunEntry.decode(MINE.encode()) == MINE
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "", ""), "another version"),
-        ((3, b"\1" * 31, 97, 1000, "fp32", 4, "", ""), "without a schema or codec"),
-        ((3, b"\1" * 32, 97, 1000, "", 4, "", ""), "without a schema or codec"),
-        ((3, b"\1" * 32, 97, 1000, "x" * 65, 4, "", ""), "without a schema or codec"),
-        ((3, b"\1" * 32, 97, 1000, "fp32\n\x1b[2J", 4, "", ""), "without a schema or codec"),
-        ((3, b"\1" * 32, 0, 1000, "fp32", 4, "", ""), "numbers out of range"),
-        ((3, b"\1" * 32, 97, -1, "fp32", 4, "", ""), "numbers out of range"),
-        ((3, b"\1" * 32, 97, 2**34 + 1, "fp32", 4, "", ""), "numbers out of range"),
-        ((3, b"\1" * 32, 97, 1000, "fp32", 1, "", ""), "numbers out of range"),
-        ((3, b"\1" * 32, 97, 1000, "fp32", 65, "", ""), "numbers out of range"),
-        ((3, b"\1" * 32, 97, 1000, "fp32", 4, ""), "8 fields"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "", ""), "Invalid value 2"),
+        ((3, b"\1" * 31, 97, 1000, "fp32", 4, "", ""), "length >= 32"),
+        ((3, b"\1" * 32, 97, 1000, "", 4, "", ""), "without a codec"),
+        ((3, b"\1" * 32, 97, 1000, "x" * 65, 4, "", ""), "without a codec"),
+        ((3, b"\1" * 32, 97, 1000, "fp32\n\x1b[2J", 4, "", ""), "without a codec"),
+        ((3, b"\1" * 32, 0, 1000, "fp32", 4, "", ""), ">= 1"),
+        ((3, b"\1" * 32, 97, -1, "fp32", 4, "", ""), ">= 0"),
+        ((3, b"\1" * 32, 97, 2**34 + 1, "fp32", 4, "", ""), "<= 17179869184"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 1, "", ""), ">= 2"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 65, "", ""), "<= 64"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, ""), "length 8"),
         ((3, b"\1" * 32, 97, 1000, "fp32", 4, "x" * 513, ""), "rule is too long"),
         ((3, b"\1" * 32, 97, 1000, "fp32", 4, "a\x1b[2J", ""), "rule is too long, or not printable"),
-        ((3, b"\1" * 32, 97, 1000, "fp32", 4, b"rule", ""), "field 6 is bytes"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, b"rule", ""), "got `bytes`"),
         ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", "x" * 513), "rule is too long"),
         ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", "a\x1b[2J"), "rule is too long, or not printable"),
-        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", b"median"), "field 7 is bytes"),
-        ((3, b"\1" * 32, 97.0, 1000, "fp32", 4, "", ""), "field 2 is float"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", b"median"), "got `bytes`"),
+        ((3, b"\1" * 32, 97.0, 1000, "fp32", 4, "", ""), "got `float`"),
     ],
 )
 def test_malformed_entry_is_refused(fields: tuple[object, ...], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
-        read_entry(pack(*fields))
+        RunEntry.decode(pack(*fields))
 
 
 @pytest.mark.parametrize("rule", ["", "x" * 512, "tags ['gpu'] bandwidth 0x0.0p+0", "Übung"])
 def test_rule_survives_encoding(rule: str) -> None:
-    assert read_entry(encode_entry(entry(rule=rule))) == entry(rule=rule)
+    assert RunEntry.decode(entry(rule=rule).encode()) == entry(rule=rule)
 
 
 def test_malformed_entry_hides_no_other() -> None:
     records = [
-        signed(0, encode_entry(MINE)),
+        signed(0, MINE.encode()),
         signed(1, b"nonsense"),
         signed(2, b""),
-        signed(3, encode_entry(MINE)),
+        signed(3, MINE.encode()),
     ]
     assert read_entries(records) == {SIGNERS[0].peer_id: MINE, SIGNERS[3].peer_id: MINE}
 

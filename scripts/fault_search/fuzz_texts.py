@@ -11,9 +11,9 @@ import io
 import json
 import random
 from collections import Counter
-from dataclasses import fields
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -25,7 +25,7 @@ from p2pavg.metrics.figures import Figures
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.logging.display import RunProgress
 from p2pavg.telemetry.events import RoundEnded, RoundKind, UpdateTaken
-from p2pavg.telemetry.status import PeerStatus, encode_status, read_status
+from p2pavg.telemetry.status import PeerStatus, read_status
 from p2pavg.telemetry.words import round_sentence
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg.tools.monitor.terminal import screen
@@ -48,16 +48,15 @@ def some_text(dice: random.Random, most: int) -> str:
 
 def some_status(dice: random.Random) -> bytes:
     """Draw the bytes of a status, as a peer without any check writes them."""
-    status = object.__new__(PeerStatus)
     texts: dict[str, Any] = {"name": 40, "software": 32, "role": 32, "reach_sentence": 200, "drift": 200}
     texts = {name: some_text(dice, most) for name, most in texts.items() if dice.random() < 0.4}
     if dice.random() < 0.5:
         texts["metrics"] = ((some_text(dice, 32), dice.random()),)
         texts["history_of"], texts["history"] = texts["metrics"][0][0], ((1, 1.0), (2, 0.5))
-    honest = PeerStatus()
-    for each in fields(PeerStatus):
-        object.__setattr__(status, each.name, texts.get(each.name, getattr(honest, each.name)))
-    return encode_status(status)
+    written: list[Any] = msgspec.to_builtins(PeerStatus(), builtin_types=(bytes,))
+    for name, text in texts.items():
+        written[1 + PeerStatus.__struct_fields__.index(name)] = text
+    return msgspec.msgpack.encode(written)
 
 
 def shown(told: PeerStatus) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from p2pavg.base.errors import CertificateError
 from p2pavg.consensus.certificate import MAX_CERTIFICATE_BYTES, encode_certificate, verify_certificate
@@ -110,14 +111,14 @@ FALSE: dict[str, ResultCommit] = {
     "a signature of an auxiliary": signed(ROSTER, {0, 1, 2, 3}),
     "a signature of no member of the attempt": signed(ROSTER, {0, 1}, 4, {0, 3}),
     "members that the group has not": signed(ROSTER, {0}, 0, {0, 1, SIZE}),
-    "a signature about another attempt": replace(signed(ROSTER, {0, 1, 2}), attempt=1),
-    "a signature about other members": replace(signed(ROSTER, {0, 1}), members=frozenset({0, 1})),
-    "a signature about another result": replace(signed(ROSTER, {0, 1}), digest=bytes(32)),
-    "another member's signature": replace(
+    "a signature about another attempt": structs.replace(signed(ROSTER, {0, 1, 2}), attempt=1),
+    "a signature about other members": structs.replace(signed(ROSTER, {0, 1}), members=frozenset({0, 1})),
+    "a signature about another result": structs.replace(signed(ROSTER, {0, 1}), digest=bytes(32)),
+    "another member's signature": structs.replace(
         signed(ROSTER, {0}), signatures=((1, signed(ROSTER, {0}).signatures[0][1]),)
     ),
     "a signature about another group": signed(replace(ROSTER, proposal=2), {0, 1, 2}),
-    "signers in another order": replace(
+    "signers in another order": structs.replace(
         signed(ROSTER, {0, 1}), signatures=signed(ROSTER, {0, 1}).signatures[::-1]
     ),
 }

@@ -132,9 +132,7 @@ async def test_a_member_that_says_no_last_word_costs_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as one that was killed at the end of the round. Its streams are closed after a bounded time."""
-    monkeypatch.setattr(
-        control, "encode_vote", lambda vote: MemberPing() if isinstance(vote, Rest) else vote.encode()
-    )
+    monkeypatch.setattr(Rest, "encode", lambda _: MemberPing().encode())
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([1.0, 5.0])
     rounds.check()

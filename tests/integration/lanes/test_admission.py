@@ -201,14 +201,14 @@ DER = OwnCertificate("me").der
 
 
 BAD_OFFERS = [
-    pack("", b"no certificate", bytes(16), (), False),
-    pack("", DER, bytes(15), (), False),
-    pack("", DER, bytes(16), (1,), False),
-    pack("", DER, bytes(16), ("/ip4/127.0.0.1/tcp/1",) * 7, False),
-    pack("", DER, bytes(16), ("x" * 1000,), False),
-    pack("x" * 1000, b"", b"", (), False),
-    pack(0, DER, bytes(16), (), False),
-    pack("", DER, bytes(16), (), 0),
+    pack("offer", "", b"no certificate", bytes(16), (), False),
+    pack("offer", "", DER, bytes(15), (), False),
+    pack("offer", "", DER, bytes(16), (1,), False),
+    pack("offer", "", DER, bytes(16), ("/ip4/127.0.0.1/tcp/1",) * 7, False),
+    pack("offer", "", DER, bytes(16), ("x" * 1000,), False),
+    pack("offer", "x" * 1000, b"", b"", (), False),
+    pack("offer", 0, DER, bytes(16), (), False),
+    pack("offer", "", DER, bytes(16), (), 0),
     b"x" * 8000,
 ]
 
@@ -253,7 +253,7 @@ def test_a_certificate_is_checked_before_openssl_reads_it() -> None:
     with pytest.raises(RemoteProtocolError, match="not a certificate"):
         LaneOffer.decode(BAD_OFFERS[0])
     with pytest.raises(RemoteProtocolError, match="not a certificate"):
-        LaneRequest.decode(pack(b"\x30\x00"))
+        LaneRequest.decode(pack("lane", b"\x30\x00"))
 
 
 @watched

@@ -12,6 +12,7 @@ import trio.lowlevel
 import trio.testing
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.messages import pack
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p import reaching
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
@@ -106,7 +107,7 @@ class TestRelaysThatEnd:
             b"\xc1",
             None,
             Reserved(()).encode(),
-            Reserved(("/ip4/1.2.3.4/tcp/1",)).encode(),
+            pack("reserved", ("/ip4/1.2.3.4/tcp/1",)),
         ],
     )
     @watched

@@ -95,6 +95,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "log_level": (["--log-level"], False, LogLevel.WARNING),
     },
     "identity": {"file": (["file"], False, None)},
+    "files": {"folder": (["folder"], False, None)},
     "doctor": {
         "listen": (["--listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
         "bootstrap": (["--bootstrap"], True, []),
@@ -215,6 +216,7 @@ def test_required_arguments() -> None:
         "peer": set(),
         "monitor": {"run"},
         "identity": {"file"},
+        "files": {"folder"},
         "doctor": set(),
         "run create": {"name"},
         "run invite": {"run_file", "peer_id", "max_weight", "days"},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import trio
+from msgspec import structs
 from trio.testing import MockClock
 
 from p2pavg.base.errors import StreamBrokenError
@@ -90,12 +90,12 @@ ASK = AskPieces(1, KIND, Blob(0, 5, 1 << 20).id, 0, 5)
 
 async def beyond_its_requests(stream: Stream) -> None:
     for number in range(MAX_REQUESTS + 2):
-        await send_message(stream, replace(ASK, number=number).encode())
+        await send_message(stream, structs.replace(ASK, number=number).encode())
 
 
 async def cancelling_without_end(stream: Stream) -> None:
     for number in range(1000):
-        await send_message(stream, replace(ASK, number=number).encode())
+        await send_message(stream, structs.replace(ASK, number=number).encode())
         await send_message(stream, Cancel(number).encode())
 
 

@@ -24,6 +24,7 @@ from msgspec import Meta
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.peer_text import PeerText
 
+_MAX_ERROR_CHARS = 200
 MAX_COUNT = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """A number of things, which fits into eight bytes."""
@@ -91,7 +92,9 @@ def decoded(data: bytes, kinds: Any) -> Any:
     try:
         message = _decoder(kinds).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"no {getattr(kinds, '__name__', 'message')}: {error}") from None
+        # msgspec quotes the peer as it is, which would end up in logs, terminals and the reason of a loss.
+        said = f"no {getattr(kinds, '__name__', 'message')}: {error}"
+        raise RemoteProtocolError(PeerText(said[:_MAX_ERROR_CHARS])) from None
     if _encoder.encode(message) != data:
         raise RemoteProtocolError(f"a {type(message).__name__} that is written in another way than its own")
     return message

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
-from p2pavg.base.messages import Message, cut, decoded
+from p2pavg.base.messages import Hash, Message, cut, decoded
 
 MAX_VOTE_BYTES = 12_288  # a commit with the signatures of 128 members has 9 KB
 MAX_BALLOT = 2**31
@@ -33,7 +33,6 @@ Ballot = Annotated[int, Meta(ge=0, le=MAX_BALLOT)]
 Position = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Members = Annotated[frozenset[Position], Meta(max_length=MAX_MEMBERS)]
 """Members, by their positions in the roster; on the wire in order, so that a set has one encoding."""
-Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _DigestOrNone = Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
 Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
@@ -116,7 +115,7 @@ class ResultHeld(Message, frozen=True, tag="held"):
     """The member holds the whole result. It sends one digest per share; a member that needs no result sends none."""
 
     ballot: Ballot
-    digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_MEMBERS)]
+    digests: Annotated[tuple[Hash, ...], Meta(max_length=MAX_MEMBERS)]
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
     """Of :class:`~p2pavg.consensus.statements.Statement`; empty if there are no digests."""
 
@@ -132,7 +131,7 @@ class SignedOutput(Message, frozen=True, tag="shown"):
     attempt: Ballot
     reducer: Position
     """Position of the share's reducer in the roster."""
-    digest: Digest
+    digest: Hash
     """Of the share."""
     output: Annotated[bytes, Meta(min_length=OUTPUT_BYTES, max_length=OUTPUT_BYTES)]
     """The bytes that followed the share's last average: see :class:`p2pavg.allreduce.proofs.SignedShare`."""

@@ -1,4 +1,4 @@
-"""The messages of ``/p2pavg/state/1``, with which a joiner fetches blobs from a donor. No I/O, no clock.
+"""The messages of ``/p2pavg/state/2``, with which a joiner fetches blobs from a donor. No I/O, no clock.
 
 A *blob* is a snapshot or one average of a run's log. Its *manifest* says of which *pieces* it consists.
 
@@ -31,9 +31,8 @@ from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.base.messages import Hash, Message, cut, decoded, pack
 from p2pavg.base.peer_text import PeerText
 
-PROTOCOL = "/p2pavg/state/1"
+PROTOCOL = "/p2pavg/state/2"
 TICKET_BYTES = 32
-BLOB_ID_BYTES = 32
 DIGEST_BYTES = 32
 MAX_KIND = 15
 MAX_PIECE_BYTES = 4 * 1024 * 1024
@@ -87,7 +86,6 @@ class Welcome(Message, frozen=True, tag=1):
 
 _Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 _Kind = Annotated[int, Meta(ge=0, le=MAX_KIND)]
-_BlobId = Annotated[bytes, Meta(min_length=BLOB_ID_BYTES, max_length=BLOB_ID_BYTES)]
 
 
 class AskManifest(Message, frozen=True, tag=0):
@@ -96,7 +94,7 @@ class AskManifest(Message, frozen=True, tag=0):
     number: _Number
     """Of the request; the joiner counts."""
     kind: _Kind
-    blob_id: _BlobId
+    blob_id: Hash
 
 
 class AskPieces(Message, frozen=True, tag=1):
@@ -104,7 +102,7 @@ class AskPieces(Message, frozen=True, tag=1):
 
     number: _Number
     kind: _Kind
-    blob_id: _BlobId
+    blob_id: Hash
     first: Annotated[int, Meta(ge=0)]
     count: Annotated[int, Meta(gt=0, le=MAX_RANGE)]
 

@@ -31,14 +31,16 @@ class Question(StrEnum):
     """End gracefully. Answered with :class:`Done` before the daemon has ended."""
 
 
-class _Envelope(Message, frozen=True):
+class ControlEnvelope(Message, frozen=True):
     """A question or an answer as bytes, and the version in which it is written."""
 
     version: Count
     content: bytes
 
 
-class _Asked(Message, frozen=True):
+class ControlQuestion(Message, frozen=True):
+    """A question as a message."""
+
     question: Question
 
 
@@ -111,7 +113,7 @@ Answer = DaemonStatus | Done | RefusedRequest
 
 def encode_question(question: Question) -> bytes:
     """Return the bytes of a question."""
-    return _Envelope(VERSION, _Asked(question).encode()).encode()
+    return ControlEnvelope(VERSION, ControlQuestion(question).encode()).encode()
 
 
 def read_question(data: bytes) -> Question:
@@ -120,12 +122,12 @@ def read_question(data: bytes) -> Question:
     Raises:
         RemoteProtocolError: the bytes are no question, or one of another version; the message is for its user.
     """
-    return _Asked.decode(_content(data, "this command")).question
+    return ControlQuestion.decode(_content(data, "this command")).question
 
 
 def encode_answer(answer: Answer) -> bytes:
     """Return the bytes of an answer."""
-    return _Envelope(VERSION, answer.encode()).encode()
+    return ControlEnvelope(VERSION, answer.encode()).encode()
 
 
 def read_answer(data: bytes) -> Answer:
@@ -152,7 +154,7 @@ def answer_of(data: bytes) -> DaemonStatus | Done:
 
 
 def _content(data: bytes, whose: str) -> bytes:
-    envelope = _Envelope.decode(data)
+    envelope = ControlEnvelope.decode(data)
     if envelope.version != VERSION:
         raise RemoteProtocolError(
             f"{whose} speaks version {envelope.version} of the control messages, and this process version {VERSION}; "

@@ -1,4 +1,4 @@
-"""Messages of ``/p2pavg/state/1``: what is sent is read back, and no bytes do harm."""
+"""Messages of ``/p2pavg/state/2``: what is sent is read back, and no bytes do harm."""
 
 from __future__ import annotations
 

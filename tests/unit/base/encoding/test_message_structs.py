@@ -1,4 +1,4 @@
-"""What holds for the structs of all protocols: bounds, and one encoding."""
+"""Bounds of the structs of all protocols, and their one encoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import pytest
 from msgspec import Meta, inspect
 
@@ -145,6 +144,16 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         decoded(data, Sample | Other)
 
 
+@pytest.mark.parametrize("kind", ["\x1b[2J", "a\nb", "\u202e", "x" * 5000])
+def test_an_error_quotes_a_peer_in_one_short_printable_line(kind: str) -> None:
+    """It ends up in logs, terminals and the reason of a loss."""
+    with pytest.raises(RemoteProtocolError) as refused:
+        decoded(pack(kind, 1), Sample | Other)
+    (said,) = refused.value.args
+    assert said.isprintable()
+    assert len(said) < 300
+
+
 def test_a_reason_is_shortened_by_its_sender_and_can_only_be_shown() -> None:
     message = Sample(1, reason="a\x1b[2J and more")
     assert message.reason == "a?[2J"
@@ -155,4 +164,3 @@ def test_a_reason_is_shortened_by_its_sender_and_can_only_be_shown() -> None:
 def test_a_field_that_is_no_part_of_a_message_is_an_error_of_the_sender() -> None:
     with pytest.raises(TypeError, match="no field of a message"):
         Sample(1, names=(object(),)).encode()  # type: ignore[arg-type]
-    assert issubclass(Message, msgspec.Struct)

@@ -519,7 +519,7 @@ class PeerOptimizer(TorchOptimizer):
         # It replaces the look of the training run, and includes it.
         self._together.on_look = self._look
         # A peer with states mends by itself that it is behind. One without them is told to load a newer state.
-        self._together.comes_back = True
+        self._together.run.comes_back = True
         self._together.has_later = self._states.has_later
         self._together.pauses = self._states.pauses
 

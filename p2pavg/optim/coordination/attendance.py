@@ -13,6 +13,9 @@ with it, its *known* peers:
 A peer without known peers has just begun, or all of them are gone. It believes everything but samples. This gap remains
 as long as any peer may join: most of the words that such a peer sees may be invented.
 
+Peers that have slept, or have come to a state by fetching it, are no evidence that the run has stayed there. Their
+number does not outweigh a later state, which a few others have reached meanwhile, until they had time to follow it.
+
 At the start, every peer that is present is waited for. Later a peer is waited for once it has computed a batch, and
 until it has computed nothing for a few of its own batch times. All calls are given ``now``, in seconds of any clock.
 """
@@ -52,6 +55,9 @@ NEWCOMERS = 4
 REPLAY_SECONDS = 1.0
 """Time for which a peer that replays the last updates is waited for: it hears of the last one, and fetches it. All
 other peers wait for it, and one peer gains an update. So it is short."""
+WOKEN_SECONDS = 30.0
+"""Time after its pause or its arrival for which a peer does not count against a later state: long enough to follow the
+peers that are there. It is short because one peer that claims a later state in vain holds up the woken ones for it."""
 KNOWN_UPDATES = 8
 """A peer that took none of this peer's last updates is a newcomer again."""
 CLAIM_MARGIN = 10.0
@@ -77,6 +83,8 @@ class _Peer:
     """Time at which its words last showed progress."""
     observes: bool
     """True if it will only observe the next round."""
+    counts_from: float = -math.inf
+    """It counts against later states from this time on; see :data:`WOKEN_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,7 @@ class PeerTrust:
         self._fruitless = 0  # consecutive updates to which newcomers were expected and none came
         self._newcomers_from = 0  # epoch from which newcomers are expected again
         self._missed.clear()
+        self._self: _Peer | None = None  # this peer's own word, judged as those of the others are
 
     @property
     def known(self) -> frozenset[str]:
@@ -160,6 +169,7 @@ class PeerTrust:
                 votes=self._votes(peer, mine, known, now),
                 expected=peer in expected,
                 observes=self._peers[peer].observes,
+                stays=self._stays(self._peers[peer], now),
             )
             for peer, samples in seen.items()
         )
@@ -183,11 +193,35 @@ class PeerTrust:
                 # Peers with other parameters do not hold up the start, since they will not be in this peer's rounds.
                 if word.state == mine.state and not self.started:
                     self._news_at = now
-                self._peers[peer] = _Peer(word, now, now, observes)
+                took_part = word.state == mine.state and peer in self._companions
+                self._peers[peer] = _Peer(
+                    word, now, now, observes, -math.inf if took_part else now + WOKEN_SECONDS
+                )
                 continue
-            went_on = word.samples != last.progress.samples or word.waiting
-            computed_at = now if went_on else last.computed_at
-            self._peers[peer] = _Peer(word, last.since, computed_at, observes)
+            self._peers[peer] = self._went_on(last, word, observes, now)
+
+    def _went_on(self, last: _Peer, word: PeerProgress, observes: bool, now: float) -> _Peer:
+        """Return what is noted of a peer that has another word at the same state."""
+        if word.samples == last.progress.samples and not word.waiting:
+            return _Peer(word, last.since, last.computed_at, observes, last.counts_from)
+        slept = not self._was_awake(last, self._pause_seconds, now)
+        return _Peer(word, last.since, now, observes, now + WOKEN_SECONDS if slept else last.counts_from)
+
+    def stays(self, mine: PeerProgress, now: float) -> bool:
+        """Return whether this peer itself counts against later states."""
+        last = self._self
+        if last is None or last.progress.state != mine.state:
+            by_round = self._took_at > -math.inf
+            self._self = _Peer(mine, now, now, False, -math.inf if by_round else now + WOKEN_SECONDS)
+        else:
+            # It looks when it computes and when it waits: only while it sleeps, it does not.
+            self._self = self._went_on(last, replace(mine, waiting=True), False, now)
+        return self._stays(self._self, now)
+
+    def _stays(self, peer: _Peer, now: float) -> bool:
+        if peer.progress.epoch == 0:  # nothing was missed yet
+            return True
+        return now >= peer.counts_from and self._was_awake(peer, self._pause_seconds, now)
 
     def _takes_soon(self, word: PeerProgress, now: float) -> bool:
         """Return whether a peer of the last round will take its result, if it has not done so."""
@@ -264,9 +298,11 @@ class PeerTrust:
     def _is_awake(self, peer: str, at_least: float, now: float) -> bool:
         """Return whether a peer has computed something lately, compared with its batch time."""
         word = self._peers[peer]
-        return word.progress.waiting or now < word.computed_at + max(
-            PAUSE_BATCHES * word.progress.batch_seconds, at_least
-        )
+        return word.progress.waiting or self._was_awake(word, at_least, now)
+
+    def _was_awake(self, peer: _Peer, at_least: float, now: float) -> bool:
+        """Return whether a peer's last sign of progress is no longer ago than its batches explain."""
+        return now < peer.computed_at + max(PAUSE_BATCHES * peer.progress.batch_seconds, at_least)
 
     def _expected(self, mine: PeerProgress, known: Collection[str], now: float) -> set[str]:
         here = [peer for peer, word in self._peers.items() if word.progress.state == mine.state]

@@ -194,7 +194,7 @@ class Parting:
             topic.wait(topic.version, LOOK_SECONDS)
             words = run.words
         last_words = read_last_words(_values(topic))
-        return run_end(run.mine, group, words, last_words, follows=self._together.comes_back)
+        return run_end(run.mine, group, words, last_words, follows=run.comes_back)
 
 
 def _values(topic: Topic) -> dict[str, bytes]:

@@ -113,6 +113,8 @@ class SeenPeer:
     """True if it is expected in the next round, provided that it has this peer's state."""
     observes: bool = False
     """True if it will only observe that round."""
+    stays: bool = True
+    """True if it counts against later states, as a peer that was awake since it took its last update does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +158,15 @@ class Survey:
     """Known differences in training between this peer and others; empty if there are none."""
 
 
-def survey(mine: PeerProgress, others: Iterable[SeenPeer], differs: Sequence[str] = ()) -> Survey:
+def survey(
+    mine: PeerProgress, others: Iterable[SeenPeer], differs: Sequence[str] = (), *, stays: bool = True
+) -> Survey:
     """Summarise the words of ``others`` for the peer with the progress ``mine``.
 
     Args:
         differs: known differences in training between this peer and others, as sentences: the reason why they began
             otherwise.
+        stays: true if this peer itself counts against later states.
     """
     seen = list(others)
     with_me = [other for other in seen if other.progress.state == mine.state]
@@ -169,7 +174,7 @@ def survey(mine: PeerProgress, others: Iterable[SeenPeer], differs: Sequence[str
     elsewhere = [other.progress for other in seen if other.progress.state != mine.state]
     # Only voters decide: a stranger could otherwise invent peers that are ahead, and this one would wait for
     # a state.
-    ahead, state = _ahead(mine, [other.progress for other in seen if other.votes])
+    ahead, state = _ahead(mine, [other for other in seen if other.votes], stays)
     why = "; ".join(differs)
     return Survey(
         peers=1 + len(expected),
@@ -182,7 +187,7 @@ def survey(mine: PeerProgress, others: Iterable[SeenPeer], differs: Sequence[str
         others=len(elsewhere),
         ahead=ahead,
         # For the log only: after a split, each part takes the peers of the other one for strangers.
-        unmet_ahead=None if ahead else _ahead(mine, [other.progress for other in seen])[0],
+        unmet_ahead=None if ahead else _ahead(mine, seen, stays)[0],
         claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
         others_wait=bool(expected) and all(other.progress.waiting for other in expected),
         computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
@@ -195,17 +200,26 @@ def survey(mine: PeerProgress, others: Iterable[SeenPeer], differs: Sequence[str
     )
 
 
-def _ahead(mine: PeerProgress, others: Iterable[PeerProgress]) -> tuple[tuple[int, int] | None, bytes]:
-    counts = Counter((other.state, other.epoch) for other in others)
-    with_me = 1 + sum(count for (state, _), count in counts.items() if state == mine.state)
-    further = {
+def _ahead(
+    mine: PeerProgress, others: Collection[SeenPeer], stays: bool
+) -> tuple[tuple[int, int] | None, bytes]:
+    counts = Counter((other.progress.state, other.progress.epoch) for other in others)
+    here = [other.stays for other in others if other.progress.state == mine.state]
+    with_me, that_stay = 1 + len(here), stays + sum(here)
+    # A total order, so that two parts of equal size do not each wait for the other one's state. For the same reason,
+    # all count against another state of the same epoch.
+    further = [
         (count, epoch, state)
         for (state, epoch), count in counts.items()
-        if epoch >= mine.epoch and state != mine.state
-    }
-    # A total order, so that two parts of equal size do not each wait for the other one's state.
+        if state != mine.state
+        and (
+            that_stay <= count
+            if epoch > mine.epoch
+            else epoch == mine.epoch and (count, state) > (with_me, mine.state)
+        )
+    ]
     most, epoch, state = max(further, default=(0, 0, b""))
-    return ((epoch, most) if (most, epoch, state) > (with_me, mine.epoch, mine.state) else None), state
+    return ((epoch, most) if most else None), state
 
 
 def _apart(mine: PeerProgress, elsewhere: Iterable[PeerProgress], differs: str) -> str:

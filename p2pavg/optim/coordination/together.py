@@ -110,8 +110,6 @@ class RoundCoordinator:
         self.waiting = Waiting()
         self._waited_for_start: int | None = None
         """Number of peers that were there when a call had waited in vain for the peers to start with."""
-        self.comes_back = False
-        """True if this peer fetches the run's state by itself when it is behind."""
         self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._regroups = False
         self._stopped = False
@@ -412,7 +410,7 @@ class RoundCoordinator:
             return None
         if not self._behind.is_due(time.monotonic()):
             return decision
-        if self.comes_back:
+        if self.run.comes_back:
             logger.info("this peer is behind, and fetches the run's state: %s", decision.reason)
         else:
             logger.warning(

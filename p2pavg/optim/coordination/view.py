@@ -104,6 +104,8 @@ class RunView:
         self._overlaps = overlaps
         self.hurries = False
         """True if the next round is to be without the peers that still compute."""
+        self.comes_back = False
+        """True if this peer can fetch the run's state when it is behind; an optimizer that shares states sets it."""
         self.differs: Callable[[], tuple[str, ...]] = lambda: ()
         """Returns the known differences in training between this peer and others; an optimizer replaces it."""
         self._board = averager.board(TOPIC)
@@ -268,8 +270,12 @@ class RunView:
 
     def survey(self) -> Survey:
         """Return the run as this peer sees it."""
-        seen = self._attendance.hear(self._mine, self._words(), time.monotonic())
-        return survey(self._mine, seen, self.differs())
+        now = time.monotonic()
+        seen = self._attendance.hear(self._mine, self._words(), now)
+        stays = self._attendance.stays(self._mine, now)
+        if not self.comes_back:  # it could not follow those that went on, so it goes on with those that are here
+            stays, seen = True, tuple(replace(peer, stays=True) for peer in seen)
+        return survey(self._mine, seen, self.differs(), stays=stays)
 
     @property
     def mine(self) -> PeerProgress:

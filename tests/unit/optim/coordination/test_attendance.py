@@ -23,6 +23,7 @@ from p2pavg.optim.coordination.attendance import (
     NEWCOMERS,
     PAUSE_BATCHES,
     REPLAY_SECONDS,
+    WOKEN_SECONDS,
     PeerTrust,
 )
 from p2pavg.optim.coordination.progress import MAX_BATCH_SECONDS, PeerProgress, Survey, survey
@@ -75,7 +76,8 @@ class World:
         self.says(*peers, samples=0.0, started=True)
 
     def seen(self) -> Survey:
-        return survey(self.mine, self.attendance.hear(self.mine, self.words, self.now))
+        heard = self.attendance.hear(self.mine, self.words, self.now)
+        return survey(self.mine, heard, stays=self.attendance.stays(self.mine, self.now))
 
     def is_settled(self, peers_to_start: int = 2) -> bool:
         return self.attendance.is_settled(self.mine, self.seen().peers, peers_to_start, self.now)
@@ -191,6 +193,79 @@ class TestPauses:
         world.seen()
         world.now += 599.0
         assert world.seen().peers == 2
+
+
+class TestLaterStates:
+    """Which peers count against a later state that fewer peers have."""
+
+    def sleeps(self, world: World, *others: str) -> None:
+        """Let this peer and others sleep, and compute a batch each when they have woken."""
+        world.seen()
+        world.now += 20.0
+        world.samples += 8.0
+        world.says(*others, samples=world.samples, started=True)
+
+    def test_a_known_peer_alone_does_not_move_peers_that_were_awake(self, running: World) -> None:
+        running.seen()
+        running.says("b", state=ELSEWHERE, epoch=3)
+        running.now += BATCH_SECONDS
+        running.samples += 8.0
+        running.says("a", samples=8.0, started=True)
+        assert running.seen().ahead is None
+
+    def test_peers_that_slept_do_not_outweigh_one_that_went_on(self, running: World) -> None:
+        self.sleeps(running, "a")
+        running.says("b", state=ELSEWHERE, epoch=3)
+        assert running.seen().ahead == (3, 1)
+
+    def test_a_peer_that_sleeps_does_not_count(self, running: World) -> None:
+        for _ in range(4):
+            running.says("b", state=ELSEWHERE, epoch=3)
+            running.seen()
+            running.now += 5.0
+            running.samples += 8.0
+        assert running.seen().ahead == (3, 1), "a sleeps, so it is one against one"
+
+    def test_one_word_holds_woken_peers_up_for_a_while_only(self, running: World) -> None:
+        self.sleeps(running, "a")
+        running.says("b", state=ELSEWHERE, epoch=3)
+        woke = running.now
+        while running.seen().ahead is not None:
+            assert running.now < woke + 2 * WOKEN_SECONDS
+            running.now += 1.0
+            running.samples += 1.0
+            running.says("a", samples=running.samples, started=True)
+        assert running.now == woke + WOKEN_SECONDS
+
+    def test_peers_that_have_fetched_this_state_do_not_outweigh_those_that_went_on(self, running: World) -> None:
+        self.sleeps(running)
+        running.says("new", "newer", "newest", samples=8.0, started=False)
+        running.says("a", "b", state=ELSEWHERE, epoch=2)
+        assert running.seen().ahead == (2, 2)
+
+    def test_the_same_for_a_peer_that_has_fetched_this_state_itself(self) -> None:
+        world = World()
+        world.epoch = 7
+        world.says("new", "newer", samples=8.0)
+        world.says("a", state=ELSEWHERE, epoch=8)
+        assert world.seen().ahead == (8, 1)
+
+    def test_halves_of_one_epoch_do_not_swap_their_states(self, running: World) -> None:
+        """Each would follow the other one, if those that slept did not count."""
+        other = World()
+        other.says("c", "d")
+        other.seen()
+        other.took("c", "d")
+        for world, there in ((running, "b"), (other, "d")):
+            self.sleeps(world, "a" if world is running else "c")
+            world.says(there, state=ELSEWHERE)
+            assert world.seen().ahead is None
+
+    def test_before_the_first_update_none_has_missed_anything(self, world: World) -> None:
+        world.says("a", "b")
+        world.says("c", state=ELSEWHERE, epoch=2)
+        world.now += 40.0
+        assert world.seen().ahead is None
 
 
 class TestJoining:

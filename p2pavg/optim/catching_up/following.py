@@ -109,6 +109,7 @@ class Follower:
         owner: the optimizer.
         ranks: the ranks of this peer.
         companions: returns the peers that took one of the last updates with this one.
+        members: returns this peer's id, and the other members of its last groups.
         on_progress: called about once a second while a transfer runs.
     """
 
@@ -120,13 +121,14 @@ class Follower:
         ranks: Ranks,
         *,
         companions: Callable[[], Collection[str]],
+        members: Callable[[], tuple[str, Collection[str]]],
         on_progress: Callable[[StateProgress], None] | None,
     ) -> None:
         self._sharing = sharing
         self._common = common
         self._owner = owner
         self._ranks = ranks
-        self._companions = companions
+        self._companions, self._members = companions, members
         self.pace = UpdatePace()
         self._snapshot: SnapshotTransfer | None = None
         self._averages: deque[AverageTransfer] = deque()
@@ -140,6 +142,7 @@ class Follower:
         """Epoch and state of the snapshot that the first rank fetches."""
         self._began_at: float | None = None
         self._trusted: frozenset[str] = frozenset()
+        self._follows_few = False
         self._last_found = 0.0
         self._attempts = Attempts()
         self._teller = ProgressReporter(sharing, on_progress)
@@ -182,21 +185,34 @@ class Follower:
         self.is_useless = self.is_useless or snapshot
         self._needs_snapshot = self._needs_snapshot or self.is_useless
 
-    def advance(self, *, behind: bool, over: bool = False) -> Following:
+    def advance(self, *, behind: bool, few: Collection[str] = (), over: bool = False) -> Following:
         """Do what can be done now, without waiting for the network.
 
         Args:
-            behind: true if most peers of the run have another state than this one.
+            behind: true if the run goes on with another state than this peer's.
+            few: the peers that have that state, if they are few: then at least two members of this peer's last groups
+                must have made each average, and no others, and a snapshot proves nothing.
             over: true if the caller's time is over.
         """
         self.begin()
         now = time.monotonic()
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._trusted)
+        deciding = deciding & frozenset(few) if few else deciding
         head = head_of(news, deciding)
         if deciding:
             self.pace.note(head, now)
-        if self._needs_snapshot:
+        if bool(few) != self._follows_few and behind:
+            self._follows_few = bool(few)
+            self._drop_averages()  # they were chosen by other peers
+        if self._follows_few and not behind:
+            found, reason = SyncStatus(ready=Ready.END, epoch=self._common.lineage.epoch), ""
+        elif self._follows_few and self._needs_snapshot:
+            found, reason = (
+                SyncStatus(),
+                "peers that are no more than those of this state have no averages that lead on",
+            )
+        elif self._needs_snapshot:
             found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
             found, reason = self._along_the_log(news, deciding, head, now, behind=behind)
@@ -258,7 +274,7 @@ class Follower:
         self._drop_snapshot()
         self._drop_averages()
         self._began_at = None
-        self._needs_snapshot = False
+        self._needs_snapshot = self._follows_few = False
 
     # ------------------------------------------------------------------ the snapshot
 
@@ -408,8 +424,10 @@ class Follower:
             return SyncStatus(failed=first.failure), first.failure
         # The certificate comes before the average, and names the state that the update began from.
         if first.before not in (None, self._common.lineage.state):
-            self._lose_the_log(now)  # before the average itself was fetched
+            self._lose_the_log(now, forked=True)  # before the average itself was fetched
             return SyncStatus(), "this peer's updates are not those of the run: it needs a snapshot"
+        if self._follows_few and first.before is not None and not self._is_of_members(first):
+            return SyncStatus(), f"the average of update {epoch + 1} is not one of this peer's last groups"
         if not first.ended:
             if first.stands_still and not any(first.group_id in said.log for said in news.values()):
                 self._lose_the_log(now)  # it has left all logs while it was fetched
@@ -419,6 +437,12 @@ class Follower:
                 )
             return SyncStatus(), reason
         return SyncStatus(ready=Ready.AVERAGE, epoch=epoch + 1), reason
+
+    def _is_of_members(self, transfer: AverageTransfer) -> bool:
+        """Return whether several members of this peer's last groups have made an average, and no other peer."""
+        me, others = self._members()
+        made = {member.peer_id for member in transfer.proven().roster.contributors} - {me}
+        return len(made) > 1 and made <= frozenset(others)
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
         epoch = self._common.lineage.epoch
@@ -462,11 +486,13 @@ class Follower:
         while self._averages:
             self._averages.popleft().cancel()
 
-    def _lose_the_log(self, now: float) -> None:
+    def _lose_the_log(self, now: float, *, forked: bool = False) -> None:
+        """Fetch a snapshot instead; ``forked`` if the run has taken other updates than this peer."""
         self._drop_averages()
         self._needs_snapshot = True
-        # An earlier snapshot would take back updates. One of this update counts: most peers may hold another state.
-        self._at_least = self._common.lineage.epoch
+        # An earlier snapshot would take back updates, and lead to the same average that could not be used. After a
+        # fork it is what is needed: the log leads from there to the run's updates, and this peer's own are lost anyway.
+        self._at_least = 0 if forked else self._common.lineage.epoch
         self._last_found = now
 
     def _without_average(self, head: int, now: float) -> str:
@@ -476,7 +502,7 @@ class Follower:
             # At first, the next average may just not be made yet.
             # If this lasts, the others have taken another update than this peer.
             if now >= self._last_found + LOST_SECONDS:
-                self._lose_the_log(now)
+                self._lose_the_log(now, forked=True)
             return f"no peer offers a later state than that of update {epoch}"
         self._lose_the_log(now)
         return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"

@@ -100,6 +100,7 @@ class States:
             owner,
             ranks,
             companions=lambda: together.run.companions,
+            members=lambda: (averager.peer_id, together.run.last_members),
             on_progress=partial(_moved, averager, run_state),
         )
         self._looked_at = self._wanted_at = self._said_at = -UNWANTED_SECONDS
@@ -366,7 +367,8 @@ class States:
             if is_alone:
                 self._go_on_alone()
                 return Following(over=True)
-            following = self.follower.advance(behind=run.is_behind(), over=over)
+            behind, few = run.is_behind_few()
+            following = self.follower.advance(behind=behind, few=few, over=over)
             # The others keep no place for a contribution of a peer that says so.
             run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)

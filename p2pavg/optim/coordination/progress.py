@@ -154,6 +154,9 @@ class Survey:
     """Known reason why no more peers share this peer's state; empty if there is none."""
     ahead_peers: tuple[str, ...] = ()
     """Ids of the peers of ``ahead``."""
+    few_ahead: bool = False
+    """True if they are not more than the peers of this peer's state, some of which do not count against later states.
+    One of the few may lie: what they say has to be proven by signatures of this peer's own companions."""
     differs: str = ""
     """Known differences in training between this peer and others; empty if there are none."""
 
@@ -174,7 +177,7 @@ def survey(
     elsewhere = [other.progress for other in seen if other.progress.state != mine.state]
     # Only voters decide: a stranger could otherwise invent peers that are ahead, and this one would wait for
     # a state.
-    ahead, state = _ahead(mine, [other for other in seen if other.votes], stays)
+    ahead, state, few = _ahead(mine, [other for other in seen if other.votes], stays)
     why = "; ".join(differs)
     return Survey(
         peers=1 + len(expected),
@@ -196,13 +199,15 @@ def survey(
         expected=tuple(sorted(other.peer_id for other in expected)),
         apart=_apart(mine, elsewhere, why) if seen else "no other peer of this run is seen",
         ahead_peers=tuple(sorted(other.peer_id for other in seen if ahead and other.progress.state == state)),
+        few_ahead=few,
         differs=why,
     )
 
 
 def _ahead(
     mine: PeerProgress, others: Collection[SeenPeer], stays: bool
-) -> tuple[tuple[int, int] | None, bytes]:
+) -> tuple[tuple[int, int] | None, bytes, bool]:
+    """Return the part of the run that is ahead, its state, and whether it is ahead of peers that do not count only."""
     counts = Counter((other.progress.state, other.progress.epoch) for other in others)
     here = [other.stays for other in others if other.progress.state == mine.state]
     with_me, that_stay = 1 + len(here), stays + sum(here)
@@ -219,7 +224,8 @@ def _ahead(
         )
     ]
     most, epoch, state = max(further, default=(0, 0, b""))
-    return ((epoch, most) if most else None), state
+    few = bool(most) and (most, epoch, state) < (with_me, mine.epoch, mine.state)
+    return ((epoch, most) if most else None), state, few
 
 
 def _apart(mine: PeerProgress, elsewhere: Iterable[PeerProgress], differs: str) -> str:

@@ -255,6 +255,12 @@ class RunView:
         """Return whether the run goes on with another state than this peer's."""
         return isinstance(self.decide(), LeftBehind)
 
+    def is_behind_few(self) -> tuple[bool, frozenset[str]]:
+        """Return :meth:`is_behind`, and the peers that are ahead if they are few (:attr:`Survey.few_ahead`)."""
+        seen = self.survey()
+        behind = isinstance(self.decide(seen), LeftBehind)
+        return behind, frozenset(seen.ahead_peers if behind and seen.few_ahead else ())
+
     @property
     def version(self) -> int:
         """A number that grows whenever a word of another peer changes."""
@@ -273,7 +279,9 @@ class RunView:
         now = time.monotonic()
         seen = self._attendance.hear(self._mine, self._words(), now)
         stays = self._attendance.stays(self._mine, now)
-        if not self.comes_back:  # it could not follow those that went on, so it goes on with those that are here
+        if (
+            not self.comes_back
+        ):  # it could not follow those that went on, so it goes on with those that are here
             stays, seen = True, tuple(replace(peer, stays=True) for peer in seen)
         return survey(self._mine, seen, self.differs(), stays=stays)
 

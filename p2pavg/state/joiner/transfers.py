@@ -183,7 +183,7 @@ class AverageTransfer(Transfer):
         return None if self._proof is None else self._proof.state
 
     def proven(self) -> ProvenAverage:
-        """Return the certificate's content, after the transfer has succeeded."""
+        """Return the certificate's content, once :attr:`before` is known."""
         assert self._proof is not None
         return self._proof
 

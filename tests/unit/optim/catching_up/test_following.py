@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -91,9 +92,11 @@ class Proven:
     certificate = b""
     robust = False
 
-    def __init__(self, epoch: int, state: bytes) -> None:
+    def __init__(self, epoch: int, state: bytes, made: Sequence[str]) -> None:
         self.group_id, self.state = group_at(epoch), state
-        self.roster = cast(Any, type("Roster", (), {"contributors": (), "holders": (), "members": ()}))()
+        members = tuple(cast(Any, SimpleNamespace(peer_id=name, weight=1.0)) for name in made)
+        self.roster = cast(Any, type("Roster", (), {"holders": (), "members": ()}))()
+        self.roster.contributors = members
         self.roster.total_weight, self.roster.observers = 1.0, ()
         self.roster.metrics_by = lambda **_: {}
 
@@ -111,6 +114,7 @@ class Transfer:
         self.content: memoryview = memoryview(b"")
         self.state = b""
         self.decodes = True
+        self.made: Sequence[str] = ()
 
     def set_donors(self, donors: Mapping[str, Any]) -> None:
         self.donors = donors
@@ -131,9 +135,12 @@ class Transfer:
     def before(self) -> bytes | None:
         return self.state if self.ended else None
 
+    def proven(self) -> ProvenAverage:
+        epoch = int.from_bytes(self.group_id, "big") - 1000
+        return cast(ProvenAverage, Proven(epoch, self.state, self.made))
+
     def success(self, averaged: list[torch.Tensor]) -> Any:
-        proven = Proven(int.from_bytes(self.group_id, "big") - 1000, self.state)
-        return replayed_success(cast(ProvenAverage, proven), averaged)
+        return replayed_success(self.proven(), averaged)
 
     def decode(self) -> list[torch.Tensor]:
         if not self.decodes:
@@ -225,12 +232,15 @@ class World:
         self.owner = Owner(self.common)
         self.progress: list[StateProgress] = []
         self.behind = True
+        self.few: tuple[str, ...] = ()
+        self.members: tuple[str, ...] = ()
         self.follower = Follower(
             cast(StateSharing, self.sharing),
             cast(CommonState, self.common),
             cast(Any, self.owner),
             Ranks(None),
             companions=frozenset,
+            members=lambda: ("me", self.members),
             on_progress=self.progress.append,
         )
 
@@ -243,14 +253,18 @@ class World:
 
     def advance(self, seconds: float = 0.0) -> Following:
         self.clock.now += seconds
-        return self.follower.advance(behind=self.behind)
+        return self.follower.advance(behind=self.behind, few=self.few)
 
-    def averages_come(self) -> None:
-        """End all transfers of averages that are on their way, each with the right content."""
+    def averages_come(self, made: Sequence[str] = ()) -> None:
+        """End all transfers of averages that are on their way, each with the right content.
+
+        Args:
+            made: the contributors of their groups.
+        """
         for transfer in self.sharing.averages:
             epoch = int.from_bytes(transfer.group_id, "big") - 1000
             transfer.state, transfer.averaged = state_at(epoch - 1), [torch.tensor(float(epoch))]
-            transfer.ended = True
+            transfer.ended, transfer.made = True, made
 
     def snapshot_comes(self, content: memoryview) -> None:
         transfer = self.sharing.snapshots[-1]
@@ -351,6 +365,70 @@ def test_an_average_of_another_lineage_leads_to_a_snapshot(world: World) -> None
     assert world.common.value == 6.0
     assert all(transfer.cancelled for transfer in world.sharing.averages[1:])
     assert "fetching the state of update 5" in world.advance().reason
+
+
+def test_after_a_fork_a_snapshot_of_an_earlier_update_leads_to_the_run(world: World) -> None:
+    """The donors keep it: for all other joiners, their logs lead on from it."""
+    world.run_is_at(5, snapshot=offer_of(2))
+    world.advance()
+    world.averages_come()
+    world.sharing.averages[0].state = b"x" * 32
+    world.advance()
+    assert "fetching the state of update 2" in world.advance().reason
+
+
+def few_are_ahead(world: World) -> None:
+    """Let c go on with a, while this peer, a and b, its last group, slept. a and b are no part of it."""
+    world.members = ("a", "b", "c")
+    world.run_is_at(3, peers="ab")
+    others = world.sharing.others
+    world.run_is_at(5, peers="c", snapshot=offer_of(5))
+    world.sharing.others = others | world.sharing.others
+    world.few = ("c",)
+
+
+def test_few_peers_that_are_ahead_are_followed_along_the_averages_of_members(world: World) -> None:
+    few_are_ahead(world)
+    assert "fetching the average of update 4" in world.advance().reason
+    world.averages_come(made="ac")
+    world.advance()
+    assert world.common.lineage.epoch == 4
+
+
+@pytest.mark.parametrize("made", ["c", "cx", "acx", ("me", "c"), ()])
+def test_few_peers_that_are_ahead_prove_nothing_without_two_members(
+    world: World, made: Sequence[str]
+) -> None:
+    """One member that lies can make a group of itself and a stranger, or withhold who made it."""
+    few_are_ahead(world)
+    world.advance()
+    world.averages_come(made=made)
+    assert "is not one of this peer's last groups" in world.advance(LOST_SECONDS).reason
+    assert (world.common.value, world.common.lineage.epoch) == (6.0, 3)
+    world.behind, world.few = False, ()  # it has waited long enough for them
+    assert world.advance().caught_up
+    assert (world.common.value, world.common.lineage.epoch) == (6.0, 3)
+
+
+def test_a_snapshot_of_few_peers_is_not_taken(world: World) -> None:
+    few_are_ahead(world)
+    world.sharing.others["c"] = StateNews(wants=False, epoch=5, snapshot=offer_of(5), log=(group_at(5),))
+    for _ in range(100):
+        assert not world.advance(1.0).caught_up
+    assert not world.sharing.snapshots
+
+
+def test_averages_that_few_peers_have_chosen_are_dropped_when_most_are_ahead(world: World) -> None:
+    few_are_ahead(world)
+    world.advance()
+    first = world.sharing.averages[0]
+    world.few = ()
+    world.run_is_at(5)
+    world.advance()
+    assert first.cancelled
+    world.behind = False
+    assert world.follow().caught_up
+    assert world.common.lineage.epoch == 5
 
 
 @pytest.mark.parametrize("value", [None, torch.nan, torch.inf])

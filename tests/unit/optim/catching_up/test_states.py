@@ -131,8 +131,13 @@ class Run:
         self.followed: list[bool] = []
         self.remembered: frozenset[str] = frozenset()
 
+    last_members: frozenset[str] = frozenset()
+
     def is_behind(self) -> bool:
         return self.behind
+
+    def is_behind_few(self) -> tuple[bool, frozenset[str]]:
+        return self.behind, frozenset()
 
     def are_asleep(self, peers: Collection[str]) -> bool:
         return False

@@ -216,7 +216,11 @@ class TestLaterStates:
     def test_peers_that_slept_do_not_outweigh_one_that_went_on(self, running: World) -> None:
         self.sleeps(running, "a")
         running.says("b", state=ELSEWHERE, epoch=3)
-        assert running.seen().ahead == (3, 1)
+        seen = running.seen()
+        assert (seen.ahead, seen.ahead_peers, seen.few_ahead) == ((3, 1), ("b",), True)
+        running.says("a", state=ELSEWHERE, epoch=3)
+        seen = running.seen()
+        assert (seen.ahead, seen.few_ahead) == ((3, 2), False), "these are more than this peer"
 
     def test_a_peer_that_sleeps_does_not_count(self, running: World) -> None:
         for _ in range(4):
@@ -237,7 +241,9 @@ class TestLaterStates:
             running.says("a", samples=running.samples, started=True)
         assert running.now == woke + WOKEN_SECONDS
 
-    def test_peers_that_have_fetched_this_state_do_not_outweigh_those_that_went_on(self, running: World) -> None:
+    def test_peers_that_have_fetched_this_state_do_not_outweigh_those_that_went_on(
+        self, running: World
+    ) -> None:
         self.sleeps(running)
         running.says("new", "newer", "newest", samples=8.0, started=False)
         running.says("a", "b", state=ELSEWHERE, epoch=2)

@@ -14,8 +14,9 @@ its fields. Every byte of it may be hostile:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import msgpack
 import msgspec
@@ -80,6 +81,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return message
 
 
+_M = TypeVar("_M", bound=Message)
+
+
 def decoded(data: bytes, kinds: Any) -> Any:
     """Read a message of one of several kinds.
 
@@ -98,6 +102,17 @@ def decoded(data: bytes, kinds: Any) -> Any:
     if _encoder.encode(message) != data:
         raise RemoteProtocolError(f"a {type(message).__name__} that is written in another way than its own")
     return message
+
+
+def decoded_all(said: Mapping[str, bytes], kind: type[_M]) -> dict[str, _M]:
+    """Return each peer's message, by peer id; leave out malformed ones, which must not hide those of the others."""
+    found = {}
+    for peer_id, value in said.items():
+        try:
+            found[peer_id] = kind.decode(value)
+        except RemoteProtocolError:
+            continue
+    return found
 
 
 def cut(message: Message, **most: int) -> None:

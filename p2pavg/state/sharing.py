@@ -16,6 +16,7 @@ from typing import TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import decoded_all
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.transport import PeerId
 from p2pavg.runs.records.board import Board
@@ -28,7 +29,7 @@ from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.joiner.transfers import AverageTransfer, SharedRun, SnapshotTransfer, Transfer
 from p2pavg.state.manifest import BlobManifest
-from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews, encode_news, read_all
+from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews
 from p2pavg.state.tree import CHUNK_BYTES, chunk_count, chunk_digests, root_of
 from p2pavg_dht.contact import MAX_ADDRESS_LENGTH
 
@@ -97,7 +98,8 @@ class StateSharing:
 
     def news(self) -> dict[str, StateNews]:
         """Return the records of the other peers."""
-        return read_all({peer_id: said.value for peer_id, said in self._board.entries.items()})
+        said = {peer_id: entry.value for peer_id, entry in self._board.entries.items()}
+        return decoded_all(said, StateNews)
 
     def deciding(self, news: Mapping[str, StateNews], companions: Collection[str]) -> frozenset[str]:
         """Return the peers whose offers decide; see :func:`~p2pavg.state.choice.voters`."""
@@ -137,7 +139,7 @@ class StateSharing:
         # A publication costs calls to the peers that store it, so an unchanged record is not sent.
         if said != self._said:
             self._said = said
-            self._board.publish(encode_news(said))
+            self._board.publish(said.encode())
 
     # ------------------------------------------------------------------ this peer's own states
 

@@ -76,7 +76,7 @@ from p2pavg.matchmaking import messages
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
-from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.mixing.mixing import is_too_far
 from p2pavg.peer.auxiliary import is_known
 from p2pavg.peer.peer import Peer
@@ -558,7 +558,7 @@ class Hostile:
                 (self.key, some_candidate(dice, self.index, self.key, now).record.value),
                 (self.key, dice.randbytes(dice.randint(1, 99))),
                 (run_key(RUN), entry.encode()),
-                (board_key(RUN, "progress"), encode_progress(progress)),
+                (board_key(RUN, "progress"), progress.encode()),
                 (dice.randbytes(32), b"anything"),
             ]
         )

@@ -12,7 +12,7 @@ import torch
 
 from p2pavg.base.result import Success
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
-from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.runs.records.board import Entry
 from tests.simulation.stage import Player, Stage
 
@@ -206,17 +206,15 @@ class TestReasons:
 
 
 def invented(state: bytes, epoch: int, *, samples: float, waiting: bool, started: bool) -> bytes:
-    return encode_progress(
-        PeerProgress(
-            epoch=epoch,
-            state=state,
-            samples=samples,
-            samples_per_second=1e9,
-            waiting=waiting,
-            batch_seconds=600.0,
-            started=started,
-        )
-    )
+    return PeerProgress(
+        epoch=epoch,
+        state=state,
+        samples=samples,
+        samples_per_second=1e9,
+        waiting=waiting,
+        batch_seconds=600.0,
+        started=started,
+    ).encode()
 
 
 class TestInventedWords:

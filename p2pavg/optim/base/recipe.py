@@ -10,14 +10,16 @@ import functools
 import numbers
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from blake3 import blake3
+from msgspec import Meta
 
-from p2pavg.base.messages import pack
+from p2pavg.base.messages import Message, pack
 from p2pavg.optim.base.digest import SHORT_BYTES, tensor_digest
 from p2pavg.optim.base.joined import parts_of
+from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.state.nested import plain_number
 
 MAX_FIELDS = 40  # fields of up to 96 bytes, name and text together, fit into a record beside the rest
@@ -155,15 +157,17 @@ def _is_shown(name: str) -> bool:
     return len(name.encode()) <= 32 and (not group or int(group) < MAX_SHOWN_GROUPS)
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(Message, frozen=True):
     """The hyperparameters of one update, and of all later ones until the next :class:`Rate`."""
 
-    update: int
-    digest: bytes
-    """8 bytes."""
-    text: str
+    update: Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+    digest: Annotated[bytes, Meta(min_length=SHORT_BYTES, max_length=SHORT_BYTES)]
+    text: Annotated[str, Meta(max_length=MAX_FIELD_CHARS)]
     """The learning rates as readable text."""
+
+    def __post_init__(self) -> None:
+        if not self.text.isprintable():
+            raise ValueError("hyperparameters whose text is not printable")
 
 
 def numbers_digest(settings: Settings) -> bytes:

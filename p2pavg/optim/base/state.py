@@ -8,7 +8,7 @@ from typing import Any
 
 from p2pavg.optim.base.digest import DIGEST_BYTES
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.progress import MAX_EPOCH, STATE_BYTES
+from p2pavg.optim.coordination.progress import MAX_EPOCH
 
 MAX_AMOUNT = 1e300
 
@@ -60,7 +60,7 @@ def lineage_of(saved: Mapping[str, Any]) -> Lineage:
         epoch, state = saved["lineage"]["epoch"], bytes.fromhex(saved["lineage"]["state"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"state: it holds no lineage: {error!r}") from None
-    if type(epoch) is not int or not 0 <= epoch <= MAX_EPOCH or len(state) != STATE_BYTES:
+    if type(epoch) is not int or not 0 <= epoch <= MAX_EPOCH or len(state) != DIGEST_BYTES:
         raise ValueError("state: its lineage is out of range")
     return Lineage(epoch, state)
 

@@ -13,7 +13,6 @@ from p2pavg.optim.cells.cells import (
     CellNews,
     Cells,
     choose_cell,
-    encode_news,
     news_of,
     read_news,
     refuge,
@@ -127,4 +126,4 @@ class CellBoard:
         news = news_of(self._cells, cell, members)
         if news != self._said:
             self._said = news
-            self._board.publish(encode_news(news), now=True)
+            self._board.publish(news.encode(), now=True)

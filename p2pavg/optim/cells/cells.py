@@ -31,10 +31,13 @@ import hashlib
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from msgspec import Meta
+
+from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_GROUP_SIZE
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.messages import Message, decoded_all, pack
 from p2pavg.group.aggregation import RobustRule, resolve_rule
 from p2pavg.optim.base.recipe import Settings
 from p2pavg.optim.base.state import checked_amount, checked_count
@@ -43,7 +46,6 @@ MAX_SHARES = 64
 SPEAKERS = 3
 """Members of each cell that publish its size: few records for newcomers, and one that lies is outvoted by two."""
 UNDECIDED = -1
-_VERSION = 1
 _ORDER = "p2pavg/cells/order/1"
 _HOLDER = "p2pavg/cells/holder/1"
 _SPEAKER = "p2pavg/cells/speaker/1"
@@ -173,26 +175,19 @@ def speakers(roster: Collection[str]) -> frozenset[str]:
 # ---------------------------------------------------------------------- what peers say of cells
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellNews:
-    """The news that one peer publishes of its cell.
+class CellNews(Message, frozen=True, kw_only=True, tag=2):
+    """The news that one peer publishes of its cell."""
 
-    Raises:
-        RemoteProtocolError: a number is out of range.
-    """
-
-    cell: int
+    cell: Annotated[int, Meta(ge=UNDECIDED, lt=MAX_GROUP_SIZE)]
     """Its cell, or :data:`UNDECIDED`."""
-    members: int
+    members: Annotated[int, Meta(ge=0, le=MAX_GROUP_SIZE)]
     """Contributors of the cell's last update; 0 from a newcomer, which has taken none yet."""
     rules: tuple[int, int, int, int]
     """``count``, ``every``, ``shares`` and ``delay`` of its :class:`Cells`."""
 
     def __post_init__(self) -> None:
-        if not UNDECIDED <= self.cell < MAX_GROUP_SIZE or not 0 <= self.members <= MAX_GROUP_SIZE:
-            raise RemoteProtocolError("news of a cell with a number out of range")
         if self.cell == UNDECIDED and self.members:
-            raise RemoteProtocolError("news of the size of no cell")
+            raise ValueError("news of the size of no cell")
 
 
 def news_of(cells: Cells, cell: int, members: int) -> CellNews:
@@ -200,26 +195,16 @@ def news_of(cells: Cells, cell: int, members: int) -> CellNews:
     return CellNews(cell=cell, members=members, rules=_numbers(cells))
 
 
-def encode_news(news: CellNews) -> bytes:
-    """Return the bytes that a peer publishes on the board."""
-    return pack(_VERSION, news.cell, news.members, *news.rules)
-
-
 def read_news(said: Mapping[str, bytes], cells: Cells) -> tuple[dict[str, CellNews], int]:
     """Return each peer's news, and the number of peers with other settings; leave out what is malformed."""
-    found, others = {}, 0
-    for peer, value in said.items():
-        try:
-            version, cell, members, *rules = unpack(value, int, int, int, int, int, int, int)
-            news = CellNews(cell=cell, members=members, rules=(rules[0], rules[1], rules[2], rules[3]))
-        except RemoteProtocolError:
-            continue
-        # Peers with other settings would mix at other updates. They are counted, so that the user can be told.
-        if version != _VERSION or news.rules != _numbers(cells) or news.cell >= cells.count:
-            others += 1
-        else:
-            found[peer] = news
-    return found, others
+    heard = decoded_all(said, CellNews)
+    # Peers with other settings would mix at other updates. They are counted, so that the user can be told.
+    same = {
+        peer: news
+        for peer, news in heard.items()
+        if news.rules == _numbers(cells) and news.cell < cells.count
+    }
+    return same, len(heard) - len(same)
 
 
 def _numbers(cells: Cells) -> tuple[int, int, int, int]:

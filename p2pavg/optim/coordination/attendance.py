@@ -26,7 +26,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from p2pavg.optim.coordination.progress import PeerProgress, SeenPeer, following
 

@@ -16,48 +16,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
-from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import pack, unpack
-from p2pavg.optim.coordination.progress import MAX_EPOCH, STATE_BYTES, PeerProgress
+from msgspec import Meta
+
+from p2pavg.base.messages import Hash, Message
+from p2pavg.optim.coordination.progress import MAX_EPOCH, PeerProgress
 from p2pavg.optim.coordination.waiting import MAX_NAMED, named
 
-_VERSION = 1
 
+class LastWord(Message, frozen=True, tag=2):
+    """The last update of a peer that takes no further one."""
 
-@dataclass(frozen=True, slots=True)
-class LastWord:
-    """The last update of a peer that takes no further one.
-
-    Raises:
-        RemoteProtocolError: a field is out of range.
-    """
-
-    epoch: int
-    state: bytes
+    epoch: Annotated[int, Meta(ge=1, le=MAX_EPOCH)]
+    state: Hash
     """State of the lineage after it."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
-            raise RemoteProtocolError("a last word with an epoch or a state out of range")
-
-
-def encode_last_word(word: LastWord) -> bytes:
-    """Return the bytes that a peer publishes."""
-    return pack(_VERSION, word.epoch, word.state)
-
-
-def read_last_words(said: Mapping[str, bytes]) -> dict[str, LastWord]:
-    """Return each peer's last word; leave out malformed ones."""
-    found = {}
-    for peer_id, value in said.items():
-        try:
-            version, epoch, state = unpack(value, int, int, bytes)
-            if version == _VERSION:
-                found[peer_id] = LastWord(epoch, state)
-        except RemoteProtocolError:
-            continue
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.states import States
 from p2pavg.optim.coordination.ending import (
@@ -22,8 +23,6 @@ from p2pavg.optim.coordination.ending import (
     Handover,
     LastWord,
     RunEnd,
-    encode_last_word,
-    read_last_words,
     run_end,
 )
 from p2pavg.optim.coordination.together import RoundCoordinator
@@ -126,7 +125,7 @@ class Parting:
             finally:
                 self.stepping.release()
         served_at = -math.inf if states is None else states.served_at
-        said = read_last_words(_values(self._topic()))
+        said = decoded_all(_values(self._topic()), LastWord)
         words = run.words
         members = [
             GroupMember(
@@ -161,7 +160,7 @@ class Parting:
 
     def _say_last(self) -> None:
         lineage = self._together.run.lineage
-        self._topic().publish(encode_last_word(LastWord(lineage.epoch, lineage.state)), now=True)
+        self._topic().publish(LastWord(lineage.epoch, lineage.state).encode(), now=True)
 
     def _topic(self) -> Topic:
         """Return the board of last words, which this peer opens when it first needs it.
@@ -193,7 +192,7 @@ class Parting:
             topic.look()
             topic.wait(topic.version, LOOK_SECONDS)
             words = run.words
-        last_words = read_last_words(_values(topic))
+        last_words = decoded_all(_values(topic), LastWord)
         return run_end(run.mine, group, words, last_words, follows=run.comes_back)
 
 

@@ -8,42 +8,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import pack, unpack
+from msgspec import Meta
+from msgspec.structs import replace
+
+from p2pavg.base.messages import Hash, Message
 
 MAX_SAMPLES = 1e15
 MAX_EPOCH = 2**53
 MAX_BATCH_SECONDS = 600.0  # the default sync_timeout: no peer is waited for longer
-STATE_BYTES = 32
-_VERSION = 3
-_LEFT = 4
-"""The version of the word of a peer that has left. Earlier programs cannot read it: to them, the peer has gone."""
 
 # Which of both is told by the peers' recipes, a few seconds later: a guess would often be wrong.
 ANOTHER_BEGINNING = "with other first parameters or settings"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerProgress:
-    """The progress that one peer publishes, its *word*.
+_Samples = Annotated[float, Meta(ge=0.0, le=MAX_SAMPLES)]
+# The bounds keep the sums and medians that are made of words finite.
 
-    Raises:
-        RemoteProtocolError: a number is out of range.
-    """
 
-    epoch: int
+class PeerProgress(Message, frozen=True, kw_only=True, tag=5):
+    """The progress that one peer publishes, its *word*."""
+
+    epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
     """Updates since the run began."""
-    state: bytes
-    samples: float
+    state: Hash
+    samples: _Samples
     """Samples accumulated since the last update."""
-    samples_per_second: float
+    samples_per_second: _Samples
     waiting: bool
     """True if it computes no more until the next update."""
-    batch_seconds: float = 0.0
+    batch_seconds: Annotated[float, Meta(ge=0.0, le=MAX_BATCH_SECONDS)] = 0.0
     """Seconds that a batch of this peer takes, the median of the last few; 0 before the first one."""
     started: bool = False
     """True if it has taken an update with others since it began, or since it loaded a state."""
@@ -51,52 +48,6 @@ class PeerProgress:
     """True if it replays the run's last updates, and will observe the next round as soon as it has caught up."""
     left: bool = False
     """True if it takes no further update: it has finished, and stays only to hand over what other peers lack."""
-
-    def __post_init__(self) -> None:
-        # Words come from any peer of the run. These bounds keep the sums and medians that are made of them
-        # finite.
-        if not 0 <= self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
-            raise RemoteProtocolError("progress with an epoch or a state out of range")
-        if not (0 <= self.samples <= MAX_SAMPLES and 0 <= self.samples_per_second <= MAX_SAMPLES):
-            raise RemoteProtocolError("progress with samples out of range")
-        if not 0 <= self.batch_seconds <= MAX_BATCH_SECONDS:
-            raise RemoteProtocolError("progress with batches of a duration out of range")
-
-
-def encode_progress(progress: PeerProgress) -> bytes:
-    """Return the bytes that a peer publishes on the board."""
-    return pack(
-        _LEFT if progress.left else _VERSION,
-        progress.epoch,
-        progress.state,
-        # The reader takes exact types, so a whole number would be refused.
-        float(progress.samples),
-        float(progress.samples_per_second),
-        progress.waiting,
-        float(progress.batch_seconds),
-        progress.started,
-        progress.follows,
-    )
-
-
-def read_progress(value: bytes) -> PeerProgress:
-    """Read a peer's progress; raise RemoteProtocolError for anything that :func:`encode_progress` does not make."""
-    version, epoch, state, samples, speed, waiting, batch, started, follows = unpack(
-        value, int, int, bytes, float, float, bool, float, bool, bool
-    )
-    if version not in (_VERSION, _LEFT):
-        raise RemoteProtocolError(f"progress of version {version}")
-    return PeerProgress(
-        epoch=epoch,
-        state=state,
-        samples=samples,
-        samples_per_second=speed,
-        waiting=waiting,
-        batch_seconds=batch,
-        started=started,
-        follows=follows,
-        left=version == _LEFT,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,15 +335,3 @@ def following(progress: PeerProgress, earlier: Collection[bytes], mine: PeerProg
         waiting=progress.follows,
         started=not progress.follows,
     )
-
-
-def read_all(said: Mapping[str, bytes]) -> dict[str, PeerProgress]:
-    """Return each peer's progress; leave out malformed words."""
-    found = {}
-    for peer_id, value in said.items():
-        try:
-            found[peer_id] = read_progress(value)
-        # Its publisher is not seen then. It must not hide the words of the others.
-        except RemoteProtocolError:
-            continue
-    return found

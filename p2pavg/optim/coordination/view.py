@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from functools import partial
 
+from msgspec.structs import replace
+
+from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.attendance import KNOWN_UPDATES, MIN_ABSENCE_SECONDS, PAUSE_BATCHES, PeerTrust
@@ -24,8 +27,6 @@ from p2pavg.optim.coordination.progress import (
     Survey,
     WaitForPeers,
     decide,
-    encode_progress,
-    read_all,
     survey,
 )
 
@@ -180,7 +181,7 @@ class RunView:
         self._left = False
 
     def _publish(self, *, now: bool = False) -> None:
-        self._board.publish(encode_progress(self._mine), now=now)
+        self._board.publish(self._mine.encode(), now=now)
         self._tell(self._mine)
 
     def leave(self) -> None:
@@ -191,11 +192,11 @@ class RunView:
         return PeerProgress(
             epoch=self.lineage.epoch,
             state=self.lineage.state,
-            samples=samples,
-            samples_per_second=self._pace.samples_per_second,
+            samples=float(samples),  # readers refuse a whole number
+            samples_per_second=float(self._pace.samples_per_second),
             # A peer that replays updates computes no batch, so the others need not wait for one.
             waiting=waiting or self._follows,
-            batch_seconds=self._pace.batch_seconds,
+            batch_seconds=float(self._pace.batch_seconds),
             started=self._attendance.started,
             follows=self._follows,
             left=self._left,
@@ -279,10 +280,8 @@ class RunView:
         now = time.monotonic()
         seen = self._attendance.hear(self._mine, self._words(), now)
         stays = self._attendance.stays(self._mine, now)
-        if (
-            not self.comes_back
-        ):  # it could not follow those that went on, so it goes on with those that are here
-            stays, seen = True, tuple(replace(peer, stays=True) for peer in seen)
+        if not self.comes_back:  # it cannot follow those that went on: it goes on with those that are here
+            stays, seen = True, tuple(dataclasses.replace(peer, stays=True) for peer in seen)
         return survey(self._mine, seen, self.differs(), stays=stays)
 
     @property
@@ -296,7 +295,8 @@ class RunView:
         return self._words()
 
     def _words(self) -> dict[str, PeerProgress]:
-        return read_all({peer_id: word.value for peer_id, word in self._board.entries.items()})
+        said = {peer_id: word.value for peer_id, word in self._board.entries.items()}
+        return decoded_all(said, PeerProgress)
 
     @property
     def is_called(self) -> bool:

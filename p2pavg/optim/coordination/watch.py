@@ -6,10 +6,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 
+from msgspec.structs import replace
+
 from p2pavg.base.limits import CALM_LOOK_SECONDS
+from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.digest import SHORT_BYTES, short_digests
 from p2pavg.optim.base.lineage import Lineage
@@ -23,7 +25,6 @@ from p2pavg.optim.coordination.word import (
     differences,
     encode_word,
     keeps_apart,
-    read_words,
 )
 
 logger = logging.getLogger(__name__)
@@ -124,8 +125,8 @@ class DriftMonitor:
         if version == self._seen and now < self._looked_at + CALM_LOOK_SECONDS:
             return
         self._seen, self._looked_at = version, now
-        words = self._words = read_words(
-            {peer_id: said.value for peer_id, said in self._board.entries.items()}
+        words = self._words = decoded_all(
+            {peer_id: said.value for peer_id, said in self._board.entries.items()}, RecipeRecord
         )
         mine = replace(self._word, rates=tuple(self._rates), until=self._update)
         self.differs = differences(mine, words.values())

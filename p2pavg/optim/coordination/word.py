@@ -6,12 +6,14 @@ A record may come from any stranger: lengths, ranges and characters are checked 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from p2pavg.allreduce.vector.accumulation import MAX_TENSORS
-from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import checked, pack, unpack
+from p2pavg.base.messages import Hash, Message
 from p2pavg.base.names import is_name
 from p2pavg.optim.base.digest import DIGEST_BYTES, MAX_CHUNKS, SHORT_BYTES
 from p2pavg.optim.base.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate, first_difference
@@ -23,99 +25,44 @@ MAX_RATES = 24  # published changes of the hyperparameters: more updates than it
 MAX_WORD_BYTES = 3500  # of a record's 4096: the rest is for its signature and key
 MAX_TOLD = 3  # reported differences of one kind of peers, and reported kinds of peers
 
-_VERSION = 1
 
+class RecipeRecord(Message, frozen=True, kw_only=True, tag=2):
+    """One peer's record of its recipe and parameters."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeRecord:
-    """One peer's record of its recipe and parameters.
-
-    Raises:
-        RemoteProtocolError: something is out of range.
-    """
-
-    recipe: bytes
-    """32 bytes: :attr:`p2pavg.optim.base.recipe.Recipe.digest`."""
-    origin: bytes
-    """32 bytes: digest of the parameters with which its run began."""
-    tensors: int
-    elements: int
+    recipe: Hash
+    """:attr:`p2pavg.optim.base.recipe.Recipe.digest`."""
+    origin: Hash
+    """Digest of the parameters with which its run began."""
+    tensors: Annotated[int, Meta(ge=1, le=MAX_TENSORS)]
+    elements: Annotated[int, Meta(ge=0, le=MAX_ELEMENTS)]
     """Number of elements of the parameters that it trains."""
-    fields: tuple[tuple[str, str], ...]
+    fields: Annotated[tuple[tuple[str, str], ...], Meta(max_length=MAX_FIELDS)]
     """Its recipe as readable text."""
-    rates: tuple[Rate, ...] = ()
+    rates: Annotated[tuple[Rate, ...], Meta(max_length=MAX_RATES)] = ()
     """Hyperparameters of its updates, one entry for each change, the newest last."""
-    until: int = 0
+    until: Annotated[int, Meta(ge=0, le=MAX_EPOCH)] = 0
     """Last update that ``rates`` covers."""
-    epoch: int = 0
+    epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)] = 0
     """Update after which it took the digests of its parameters; 0 before the first time."""
-    state: bytes = b""
+    state: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
     """State of its lineage at that update, 32 bytes; empty before the first time."""
-    digests: bytes = b""
+    digests: Annotated[bytes, Meta(max_length=MAX_CHUNKS * SHORT_BYTES)] = b""
     """Digests of its parameters, 8 bytes per chunk."""
 
     def __post_init__(self) -> None:
-        if len(self.recipe) != DIGEST_BYTES or len(self.origin) != DIGEST_BYTES:
-            raise RemoteProtocolError("a recipe with a digest of another length")
-        if not 0 < self.tensors <= MAX_TENSORS or not 0 <= self.elements <= MAX_ELEMENTS:
-            raise RemoteProtocolError("a recipe with numbers of parameters out of range")
-        if len(self.fields) > MAX_FIELDS or not all(_is_field(*field) for field in self.fields):
-            raise RemoteProtocolError("a recipe with a field that is too long, or not printable")
-        if len(self.rates) > MAX_RATES or not all(_is_rate(rate) for rate in self.rates):
-            raise RemoteProtocolError("a recipe with hyperparameters out of range")
-        if not (0 <= self.until <= MAX_EPOCH and 0 <= self.epoch <= MAX_EPOCH):
-            raise RemoteProtocolError("a recipe with an update out of range")
+        if not all(is_name(name) and _is_text(text) for name, text in self.fields):
+            raise ValueError("a recipe with a field that is too long, or not printable")
         if len(self.state) != (DIGEST_BYTES if self.epoch else 0):
-            raise RemoteProtocolError("a recipe with a state of another length")
-        chunks, rest = divmod(len(self.digests), SHORT_BYTES)
-        if rest or chunks > MAX_CHUNKS or bool(chunks) != bool(self.epoch):
-            raise RemoteProtocolError("a recipe with digests of another length")
+            raise ValueError("a recipe with a state of another length")
+        if len(self.digests) % SHORT_BYTES or bool(self.digests) != bool(self.epoch):
+            raise ValueError("a recipe with digests of another length")
 
 
 def encode_word(word: RecipeRecord) -> bytes:
     """Return a record's value; leave out the last fields if it would be too long."""
-    fields = word.fields
-    while len(packed := _packed(word, fields)) > MAX_WORD_BYTES:
-        fields = fields[:-1]
+    while len(packed := word.encode()) > MAX_WORD_BYTES:
+        word = msgspec.structs.replace(word, fields=word.fields[:-1])
     return packed
-
-
-def _packed(word: RecipeRecord, fields: tuple[tuple[str, str], ...]) -> bytes:
-    rates = tuple((rate.update, rate.digest, rate.text) for rate in word.rates)
-    counts = (word.tensors, word.elements, word.until, word.epoch)
-    return pack(_VERSION, word.recipe, word.origin, *counts, fields, rates, word.state, word.digests)
-
-
-def read_word(value: bytes) -> RecipeRecord:
-    """Read a word; raise RemoteProtocolError for anything that :func:`encode_word` does not make."""
-    version, recipe, origin, tensors, elements, until, epoch, fields, rates, state, digests = unpack(
-        value, int, bytes, bytes, int, int, int, int, tuple, tuple, bytes, bytes
-    )
-    if version != _VERSION:
-        raise RemoteProtocolError(f"a recipe of version {version}")
-    return RecipeRecord(
-        recipe=recipe,
-        origin=origin,
-        tensors=tensors,
-        elements=elements,
-        fields=tuple(_pair(field) for field in fields[: MAX_FIELDS + 1]),
-        rates=tuple(_rate(rate) for rate in rates[: MAX_RATES + 1]),
-        until=until,
-        epoch=epoch,
-        state=state,
-        digests=digests,
-    )
-
-
-def read_words(said: Mapping[str, bytes]) -> dict[str, RecipeRecord]:
-    """Return each peer's word; leave out malformed ones."""
-    found = {}
-    for peer_id, value in said.items():
-        try:
-            found[peer_id] = read_word(value)
-        except RemoteProtocolError:
-            continue
-    return found
 
 
 def differences(mine: RecipeRecord, others: Iterable[RecipeRecord]) -> tuple[str, ...]:
@@ -192,17 +139,3 @@ def _is_field(name: str, text: str) -> bool:
 
 def _is_text(text: str) -> bool:
     return len(text) <= MAX_FIELD_CHARS and text.isprintable()
-
-
-def _is_rate(rate: Rate) -> bool:
-    in_range = 0 <= rate.update <= MAX_EPOCH and len(rate.digest) == SHORT_BYTES
-    return in_range and _is_text(rate.text)
-
-
-def _pair(field: object) -> tuple[str, str]:
-    name, text = checked(field if isinstance(field, tuple) else (), (str, str))
-    return name, text
-
-
-def _rate(field: object) -> Rate:
-    return Rate(*checked(field if isinstance(field, tuple) else (), (int, bytes, str)))

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from p2pavg.base.errors import P2PAvgError, RemoteProtocolError
+from p2pavg.base.errors import P2PAvgError
 from p2pavg.base.limits import LOOK_SECONDS, MAX_TIMEOUT_SECONDS
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.messages import Hash, Message, decoded_all
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.topology import among_all
 from p2pavg.optim.base.arguments import check_averager
-from p2pavg.optim.base.digest import DIGEST_BYTES, digest_of
+from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.state import checked_amount
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.records.board import Topic
@@ -27,7 +27,12 @@ RUN_SUFFIX = "/sync"
 TOPIC = "sync"
 FAILED_SYNC_PAUSE_SECONDS = 0.2  # pause after a failed round
 
-_VERSION = 1
+
+class _Received(Message, frozen=True, tag=2):
+    """What a peer says after a round: the digest of the tensors that it received."""
+
+    group: Hash
+    digest: Hash
 
 
 class SyncError(P2PAvgError):
@@ -162,7 +167,7 @@ def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float
         SyncError: a member received other tensors, or published no digest in time.
     """
     group = bytes.fromhex(result.group_id)
-    board.publish(pack(_VERSION, group, digest), now=True)
+    board.publish(_Received(group, digest).encode(), now=True)
     # The source's digest is required, even if the source was lost after it had sent everything.
     members = {*result.peers, *(set(result.observers) - result.lost.keys())} - {me}
     while True:
@@ -186,12 +191,5 @@ def _peers(ids: list[str]) -> str:
 
 def _told_of(board: Topic, group: bytes) -> dict[str, bytes]:
     """Return the digests that peers published for one round; leave out malformed ones."""
-    found = {}
-    for peer_id, said in board.entries.items():
-        try:
-            version, of_group, digest = unpack(said.value, int, bytes, bytes)
-        except RemoteProtocolError:
-            continue
-        if (version, of_group, len(digest)) == (_VERSION, group, DIGEST_BYTES):
-            found[peer_id] = digest
-    return found
+    said = decoded_all({peer_id: entry.value for peer_id, entry in board.entries.items()}, _Received)
+    return {peer_id: word.digest for peer_id, word in said.items() if word.group == group}

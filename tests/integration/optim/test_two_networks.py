@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from p2pavg import NoPeers
+from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, StepReport
-from p2pavg.optim.coordination.progress import read_all
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.coordination.view import TOPIC
 from tests.integration.loopback import config, two_averagers
 
@@ -55,7 +56,7 @@ def hear_of_a_batch(averager: Averager) -> None:
     board = averager.board(TOPIC)
     while True:
         version = board.version
-        words = read_all({peer_id: word.value for peer_id, word in board.entries.items()})
+        words = decoded_all({peer_id: word.value for peer_id, word in board.entries.items()}, PeerProgress)
         if any(word.samples > 0 for word in words.values()):
             return
         board.wait(version, WATCHDOG_SECONDS)

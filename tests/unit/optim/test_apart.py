@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
-from p2pavg.optim.coordination.word import encode_word, read_word
+from p2pavg.optim.coordination.word import RecipeRecord, encode_word
 from tests.unit.optim.fakes import Alone, both, large_batch, local, parameter
 from tests.unit.optim.loops import Either, Make, batch, plain, with_talk
 
@@ -129,7 +129,7 @@ class TestRatesSetByHand:
             optimizer.param_groups[0]["lr"] = 1.0 / 2**update
             weights.grad = torch.ones(1)
             assert optimizer.step(samples=4).differs == ()
-        said = read_word(talk.mine)
+        said = RecipeRecord.decode(talk.mine)
         assert [rate.text for rate in said.rates] == ["lr 1", "lr 0.5", "lr 0.25", "lr 0.125"]
         talk.others["a"] = talk.mine
         weights.grad = torch.ones(1)
@@ -150,10 +150,10 @@ class TestRatesSetByHand:
         optimizer = large_batch(averager, SGD([weights], lr=0.1))
         weights.grad = torch.ones(1)
         optimizer.step(samples=4)
-        assert read_word(talk.mine).until == 0
+        assert RecipeRecord.decode(talk.mine).until == 0
         optimizer._training.watch.look(forked=True)
-        assert read_word(talk.mine).until == 1
-        assert [rate.text for rate in read_word(talk.mine).rates] == ["lr 0.1"]
+        assert RecipeRecord.decode(talk.mine).until == 1
+        assert [rate.text for rate in RecipeRecord.decode(talk.mine).rates] == ["lr 0.1"]
 
 
 class TestResult:
@@ -328,7 +328,7 @@ class TestDrift:
         for _ in range(2):
             weights.grad = torch.ones(1)
             optimizer.step(samples=4)
-        word = read_word(talk.mine)
+        word = RecipeRecord.decode(talk.mine)
         talk.others = {
             "a": encode_word(replace(word, state=b"x" * 32)),
             "b": encode_word(replace(word, epoch=99)),

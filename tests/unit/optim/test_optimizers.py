@@ -15,7 +15,7 @@ from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates
 from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.recipe import hyperparameters, numbers_digest
-from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress
 from tests.unit.optim.fakes import GROUP, Alone, Make, both, large_batch, local, parameter
 
 
@@ -268,6 +268,6 @@ def after(optimizer: LocalUpdates, averager: Alone) -> bytes:
     """Return the word of a peer that has taken the running round's update."""
     result = digest_of(averager.taken())
     taken = optimizer.lineage.after(GROUP, result, numbers_digest(hyperparameters(optimizer.outer)))
-    return encode_progress(
-        PeerProgress(epoch=taken.epoch, state=taken.state, samples=0.0, samples_per_second=1.0, waiting=False)
-    )
+    return PeerProgress(
+        epoch=taken.epoch, state=taken.state, samples=0.0, samples_per_second=1.0, waiting=False
+    ).encode()

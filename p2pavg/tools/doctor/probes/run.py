@@ -10,12 +10,12 @@ from typing import Any
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.messages import unpack
+from p2pavg.base.messages import decoded_all, unpack
 from p2pavg.group.candidate import Candidate, read_candidate, ready_key
 from p2pavg.group.places.rungs import slot_at
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.transport import Transport
-from p2pavg.optim.coordination.word import TOPIC, read_words
+from p2pavg.optim.coordination.word import TOPIC, RecipeRecord
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import refusal
@@ -69,7 +69,7 @@ class RunReader:
             entries=entries,
             ready=await self._ready(entries),
             refused=self._refused,
-            words=read_words({record.publisher: record.value for record in said}),
+            words=decoded_all({record.publisher: record.value for record in said}, RecipeRecord),
             sealed=self._file is not None,
             **_settings(self._file),
         )

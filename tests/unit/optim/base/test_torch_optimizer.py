@@ -18,7 +18,7 @@ import p2pavg
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.optim import AveragedOptimizer, StepReport, diloco
-from p2pavg.optim.coordination.word import read_word
+from p2pavg.optim.coordination.word import RecipeRecord
 from p2pavg.peer.averager import DecentralizedAverager
 from tests.unit.optim.fakes import Alone, Make, both, large_batch, local, parameter
 from tests.unit.optim.loops import batch, plain, with_talk
@@ -250,7 +250,7 @@ class TestSchedulers:
         assert stepped(optimizer, 1.0).learning_rates == (0.125,)
         for _ in range(10):
             stepped(optimizer, 1.0)
-        told = [rate.text for rate in read_word(talk.mine).rates]
+        told = [rate.text for rate in RecipeRecord.decode(talk.mine).rates]
         assert told == ["lr 1", "lr 0.125"]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from p2pavg.optim.coordination import attendance
 from p2pavg.optim.coordination.attendance import (

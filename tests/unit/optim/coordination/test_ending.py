@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import pack
 from p2pavg.optim.coordination.ending import (
     Goes,
     GroupMember,
     Handover,
     LastWord,
     Stays,
-    encode_last_word,
-    read_last_words,
     run_end,
 )
-from p2pavg.optim.coordination.progress import MAX_EPOCH, STATE_BYTES, PeerProgress
+from p2pavg.optim.coordination.progress import MAX_EPOCH, PeerProgress
 
-LATER, OTHER, MINE = (bytes([number]) * STATE_BYTES for number in (20, 21, 17))
+LATER, OTHER, MINE = (bytes([number]) * 32 for number in (20, 21, 17))
 NEVER = float("-inf")
 
 
@@ -142,18 +139,11 @@ class TestHandover:
 
 
 class TestWords:
-    @given(epoch=st.integers(1, MAX_EPOCH), state=st.binary(min_size=STATE_BYTES, max_size=STATE_BYTES))
-    def test_a_last_word_is_read_as_it_was_said(self, epoch: int, state: bytes) -> None:
-        assert read_last_words({"a": encode_last_word(LastWord(epoch, state))}) == {
-            "a": LastWord(epoch, state)
-        }
-
-    @given(st.binary(max_size=200))
-    def test_any_other_bytes_are_left_out(self, value: bytes) -> None:
-        found = read_last_words({"a": value, "b": encode_last_word(last(3))})
-        assert found["b"] == last(3)
+    def test_the_bytes_never_change(self) -> None:
+        assert last(3).encode() == pack(2, 3, LATER)
+        assert LastWord.decode(pack(2, 3, LATER)) == last(3)
 
     @pytest.mark.parametrize(("epoch", "state"), [(0, LATER), (MAX_EPOCH + 1, LATER), (-1, LATER), (3, b"")])
     def test_values_out_of_range_are_refused(self, epoch: int, state: bytes) -> None:
         with pytest.raises(RemoteProtocolError):
-            LastWord(epoch, state)
+            LastWord.decode(pack(2, epoch, state))

@@ -15,7 +15,7 @@ from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResu
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.attendance import FOLLOW_SECONDS, MIN_ABSENCE_SECONDS
-from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers, encode_progress
+from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers
 from p2pavg.optim.coordination.together import OBSERVER_LOOK_SECONDS, RoundCoordinator
 from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.events import AnyEvent, Waits
@@ -104,7 +104,7 @@ class Company:
             samples_per_second=1.0,
             waiting=waiting,
         )
-        self.rounds.word.entries[peer] = Entry(encode_progress(progress), self._sequence, 1e12)
+        self.rounds.word.entries[peer] = Entry(progress.encode(), self._sequence, 1e12)
 
     def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
         self.together.took(success(*peers, lost=lost))

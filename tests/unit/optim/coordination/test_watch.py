@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.digest import short_digests, tensor_digest

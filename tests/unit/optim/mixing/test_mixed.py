@@ -14,7 +14,7 @@ import p2pavg
 from p2pavg.base.codes import FailedCode
 from p2pavg.blocking import Averager
 from p2pavg.optim import MixedUpdates, StepReport, gossip, noloco
-from p2pavg.optim.coordination.progress import PeerProgress, encode_progress
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.ddp import _speaker_of
 from p2pavg.optim.mixing.mixed_steps import SKETCH
 from p2pavg.optim.mixing.mixing import ROUND
@@ -160,15 +160,13 @@ class TestRounds:
     def test_a_peer_that_is_far_behind_does_not_average(self) -> None:
         averager, weight = Partner(), parameter(1.0)
         optimizer = optimizer_of(averager, weight, max_lag=8)
-        averager.progress_board.other = encode_progress(
-            PeerProgress(
-                epoch=9,
-                state=optimizer.lineage.state,
-                samples=1.0,
-                samples_per_second=1.0,
-                waiting=False,
-            )
-        )
+        averager.progress_board.other = PeerProgress(
+            epoch=9,
+            state=optimizer.lineage.state,
+            samples=1.0,
+            samples_per_second=1.0,
+            waiting=False,
+        ).encode()
         report = one_step(optimizer, weight, [1.0])
         assert report.result is None
         assert report.behind is not None

@@ -42,7 +42,7 @@ from p2pavg.net.nat.reach import messages as reaching
 from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.net.nat.relay import messages as relays
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
-from p2pavg.runs.records.bandwidth import QUESTION as BANDWIDTH_QUESTION
+from p2pavg.runs.records.bandwidth import BandwidthQuestion
 from p2pavg.runs.records.hello import PROTOCOL as HELLO_PROTOCOL
 from p2pavg.runs.records.hello import QUESTION as HELLO_QUESTION
 from p2pavg.runs.records.invitations import PROTOCOL as INVITE_PROTOCOL
@@ -182,7 +182,7 @@ def first_messages(key: bytes, count: int) -> dict[tuple[str, str, str], list[Me
             EvidenceRequest(accusations_key(RUN), bytes(32), b"").encode()
         ],
         (HELLO_PROTOCOL, "hello", "a question"): [HELLO_QUESTION],
-        (BANDWIDTH_PROTOCOL, "bandwidth", "a measurement"): [BANDWIDTH_QUESTION],
+        (BANDWIDTH_PROTOCOL, "bandwidth", "a measurement"): [BandwidthQuestion().encode()],
         (INVITE_PROTOCOL, "invitation", "a false token"): [pack(1, bytes(range(100)))],
         (reaching.PROTOCOL, "reach", "a look"): [reaching.Look().encode()],
         (reaching.PROTOCOL, "reach", "a dial-back"): [reaching.DialBack(9, bytes(16)).encode()],

@@ -59,9 +59,9 @@ def damaged(dice: random.Random, data: bytes) -> bytes:
 def received(dice: random.Random, sent: RevocationList) -> frozenset[bytes]:
     """Read a list as a peer of the run does, and one with a changed byte, which it must refuse."""
     try:
-        read_revocations(damaged(dice, sent.data), AUTHORITY)
+        read_revocations(damaged(dice, sent.encode()), AUTHORITY)
     except RemoteProtocolError:
-        return read_revocations(sent.data, AUTHORITY).identifiers
+        return read_revocations(sent.encode(), AUTHORITY).identifiers
     raise AssertionError("a list that the authority has not signed was believed")
 
 

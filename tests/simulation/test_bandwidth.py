@@ -18,9 +18,9 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_AT_ONCE, MAX_BLOCKS
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.runs.records.bandwidth import (
-    GRANTED,
     PROTOCOL,
-    QUESTION,
+    BandwidthAnswer,
+    BandwidthQuestion,
     BandwidthService,
     BusyPeerError,
     measure,
@@ -114,8 +114,8 @@ async def test_a_silent_peer_holds_no_place_for_long(autojump_clock: MockClock) 
         its.serve(PROTOCOL, service.serve)
         silent = [await open_to(mine, its) for _ in range(MAX_AT_ONCE)]
         for stream in silent:
-            await send_message(stream, QUESTION)
-            assert await receive_message(stream) == GRANTED
+            await send_message(stream, BandwidthQuestion().encode())
+            assert await receive_message(stream) == BandwidthAnswer(granted=True).encode()
         with pytest.raises(BusyPeerError):
             await measure(await open_to(other, its))
         await trio.sleep(REPLY_SECONDS + 1.0)
@@ -129,13 +129,13 @@ async def _send_blocks(stream: Stream, count: int) -> None:
 
 async def _send_without_end(stream: Stream) -> None:
     await receive_message(stream)
-    await send_message(stream, GRANTED)
+    await send_message(stream, BandwidthAnswer(granted=True).encode())
     await _send_blocks(stream, 100 * MAX_BLOCKS)
 
 
 async def _send_a_long_note(stream: Stream) -> None:
     await receive_message(stream)
-    await send_message(stream, GRANTED)
+    await send_message(stream, BandwidthAnswer(granted=True).encode())
     await send_message(stream, bytes(BLOCK_BYTES - 1))
     await receive_message(stream)
 
@@ -148,7 +148,7 @@ async def _grant_something_else(stream: Stream) -> None:
 
 async def _say_that_more_has_arrived(stream: Stream) -> None:
     await receive_message(stream)
-    await send_message(stream, GRANTED)
+    await send_message(stream, BandwidthAnswer(granted=True).encode())
     await send_message(stream, pack(0))
     await receive_message(stream, max_bytes=BLOCK_BYTES)
     await receive_message(stream)
@@ -158,7 +158,7 @@ async def _say_that_more_has_arrived(stream: Stream) -> None:
 
 async def _say_that_blocks_were_lost(stream: Stream) -> None:
     await receive_message(stream)
-    await send_message(stream, GRANTED)
+    await send_message(stream, BandwidthAnswer(granted=True).encode())
     await send_message(stream, pack(1))
     await receive_message(stream)
 
@@ -201,8 +201,8 @@ async def test_an_asker_with_another_question_loses_its_stream(autojump_clock: M
 
 async def test_an_asker_that_sends_without_end_loses_its_stream(autojump_clock: MockClock) -> None:
     async with stream_to(BandwidthService().serve) as stream:
-        await send_message(stream, QUESTION)
-        assert await receive_message(stream) == GRANTED
+        await send_message(stream, BandwidthQuestion().encode())
+        assert await receive_message(stream) == BandwidthAnswer(granted=True).encode()
         while (message := await receive_message(stream, max_bytes=BLOCK_BYTES)) != pack(0):
             if message is not None and len(message) < BLOCK_BYTES:
                 await send_message(stream, message)

@@ -57,8 +57,8 @@ async def test_only_members_count(autojump_clock: MockClock) -> None:
             secret = bytes(32) if peer.id == blind else SECRET
             await publish(peer, certificates[peer.id], run_key("lab"), ENTRY.encode(), secret)
         first, _, second, *_ = others  # the second one's own certificate is on the list
-        await publish(first, certificates[good], revocations_key(AUTHORITY.public), lists[1].data)
-        await publish(second, certificates[revoked], revocations_key(AUTHORITY.public), lists[0].data)
+        await publish(first, certificates[good], revocations_key(AUTHORITY.public), lists[1].encode())
+        await publish(second, certificates[revoked], revocations_key(AUTHORITY.public), lists[0].encode())
         reader = RunReader(doctor, "lab", FILE, simulated_clock)
         found = await reader.read()
     assert found.entries == {good: ENTRY}

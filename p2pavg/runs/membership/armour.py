@@ -25,7 +25,7 @@ def revocations_text(revocations: RevocationList) -> str:
     """Return a list of revoked certificates as text."""
     return _armoured(
         f"p2pavg list of revoked certificates, number {revocations.number}, entries: {len(revocations.identifiers)}",
-        revocations.data,
+        revocations.encode(),
     )
 
 

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
+from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS, MAX_CERTIFICATE_BYTES, MAX_WEIGHT
-from p2pavg.base.messages import checked, pack, unpack
+from p2pavg.base.messages import Hash, Message, pack
 from p2pavg_dht.identity import PeerIdError, public_key_of
 
 DOMAIN = b"p2pavg-member/1\0"
@@ -85,7 +87,8 @@ class Certificate:
     @property
     def data(self) -> bytes:
         """The certificate as bytes, at most :data:`~p2pavg.base.limits.MAX_CERTIFICATE_BYTES`."""
-        return pack(1, _pack_body(self), self.signature, b"" if self.issuer is None else self.issuer.data)
+        issuer = b"" if self.issuer is None else self.issuer.data
+        return _Signed(_pack_body(self), self.signature, issuer).encode()
 
     @property
     def identifier(self) -> bytes:
@@ -106,16 +109,37 @@ class Certificate:
         return (self.identifier,) if self.issuer is None else (self.identifier, self.issuer.identifier)
 
 
+class _Body(Message, frozen=True):
+    """What a certificate says."""
+
+    authority: Hash
+    peer_id: str
+    roles: Annotated[frozenset[Role], Meta(min_length=1, max_length=len(Role))]
+    max_weight: Annotated[float, Meta(ge=0.0, le=MAX_WEIGHT)]
+    not_before: Annotated[float, Meta(ge=0.0, le=MAX_TIME)]
+    expires: Annotated[float, Meta(ge=0.0, le=MAX_TIME)]
+    serial: Annotated[bytes, Meta(min_length=SERIAL_BYTES, max_length=SERIAL_BYTES)]
+
+
+class _Signed(Message, frozen=True, tag=1):
+    """A certificate as it is sent."""
+
+    body: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
+    signature: Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    issuer: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
+    """The delegate's certificate; empty if the authority has signed this one."""
+
+
 def _pack_body(certificate: Certificate) -> bytes:
-    return pack(
+    return _Body(
         certificate.authority,
         certificate.peer_id,
-        tuple(sorted(certificate.roles)),
+        certificate.roles,
         float(certificate.max_weight),
         float(certificate.not_before),
         float(certificate.expires),
         certificate.serial,
-    )
+    ).encode()
 
 
 def issue(
@@ -174,37 +198,25 @@ def _read(data: bytes, depth: int) -> Certificate:
             f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are allowed"
         )
     try:
-        version, body, signature, issuer = unpack(data, int, bytes, bytes, bytes)
-        authority, peer_id, roles, weight, begins, expires, serial = unpack(
-            body, bytes, str, tuple, float, float, float, bytes
-        )
-        names = checked(roles, (str,) * len(roles))
+        signed = _Signed.decode(data)
+        body = _Body.decode(signed.body)
     except RemoteProtocolError as error:
         raise MemberCertificateError(f"not a certificate: {error}") from None
-    if version != 1:
-        raise MemberCertificateError(f"a certificate of version {version}; this peer reads version 1")
-    # Sorted and without repetitions: a certificate has one encoding, on which caches and identifiers rely.
-    if not set(names) <= set(Role) or list(names) != sorted(set(names)):
-        raise MemberCertificateError("a certificate whose roles are unknown or out of order")
-    if len(signature) != SIGNATURE_BYTES:
-        raise MemberCertificateError(f"a certificate without a signature of {SIGNATURE_BYTES} bytes")
     # Refused before it is read, so the nesting of a hostile certificate costs nothing.
-    if issuer and depth:
+    if signed.issuer and depth:
         raise MemberCertificateError("a delegate's certificate that another delegate has signed")
     certificate = Certificate(
-        authority=authority,
-        peer_id=peer_id,
-        roles=frozenset(map(Role, names)),
-        max_weight=weight,
-        not_before=begins,
-        expires=expires,
-        serial=serial,
-        issuer=_read(issuer, depth + 1) if issuer else None,
-        signature=signature,
+        authority=body.authority,
+        peer_id=body.peer_id,
+        roles=body.roles,
+        max_weight=body.max_weight,
+        not_before=body.not_before,
+        expires=body.expires,
+        serial=body.serial,
+        issuer=_read(signed.issuer, depth + 1) if signed.issuer else None,
+        signature=signed.signature,
     )
     _check_fields(certificate)
-    if certificate.data != data:  # msgpack has several encodings of a number
-        raise MemberCertificateError("a certificate that is not in its canonical form")
     return certificate
 
 

@@ -7,51 +7,63 @@ expired, so a list stays short.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from msgspec import Meta
+from msgspec.structs import replace
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import checked, pack, unpack
-from p2pavg.runs.membership.certificate import AUTHORITY_BYTES, IDENTIFIER_BYTES, SIGNATURE_BYTES
+from p2pavg.base.messages import Hash, Message
+from p2pavg.runs.membership.certificate import IDENTIFIER_BYTES, SIGNATURE_BYTES
 
-DOMAIN = b"p2pavg-revoked/2\0"
-_VERSION = 2  # the lists of version 1 named certificates by serials, which delegates choose
+DOMAIN = b"p2pavg-revoked/3\0"
 MAX_REVOKED = 200
 """Identifiers of one list; so many fit into one record. With more, the authority begins a new run file."""
 MAX_NUMBER = 2**53
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RevocationList:
+class RevocationList(Message, frozen=True, kw_only=True, tag=3):
     """The revoked certificates of one run, by identifier."""
 
-    authority: bytes
-    number: int
+    authority: Hash
+    """Its public key."""
+    number: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
     """Grows with every list; the highest one counts."""
-    identifiers: frozenset[bytes]
-    signature: bytes = field(default=b"", repr=False)
+    joined: Annotated[bytes, Meta(max_length=MAX_REVOKED * IDENTIFIER_BYTES)] = b""
+    """The identifiers in ascending order, one after another: a list would not fit into a record."""
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        if len(self.joined) % IDENTIFIER_BYTES or _joined(self.identifiers) != self.joined:
+            raise ValueError("identifiers that are out of order, or of another length")
+
+    @property
+    def identifiers(self) -> frozenset[bytes]:
+        """The identifiers of all revoked certificates."""
+        return _identifiers(self.joined)
 
     @property
     def statement(self) -> bytes:
-        """The bytes that are signed."""
-        return DOMAIN + self._body
+        """The bytes that are signed: the list without its signature."""
+        return DOMAIN + replace(self, signature=b"").encode()
 
-    @property
-    def data(self) -> bytes:
-        """The list as bytes."""
-        return pack(_VERSION, self._body, self.signature)
 
-    @property
-    def _body(self) -> bytes:
-        return pack(self.authority, self.number, b"".join(sorted(self.identifiers)))
+def _joined(identifiers: Iterable[bytes]) -> bytes:
+    return b"".join(sorted(identifiers))
+
+
+@lru_cache(maxsize=16)  # it is asked for with every record of a member
+def _identifiers(joined: bytes) -> frozenset[bytes]:
+    starts = range(0, len(joined), IDENTIFIER_BYTES)
+    return frozenset(joined[start : start + IDENTIFIER_BYTES] for start in starts)
 
 
 def no_revocations(authority: bytes) -> RevocationList:
     """Return the list of a run in which no certificate was revoked. It has the number 0 and no signature."""
-    return RevocationList(authority=authority, number=0, identifiers=frozenset())
+    return RevocationList(authority=authority, number=0)
 
 
 class KnownRevocations:
@@ -85,17 +97,13 @@ def revoke(
     Raises:
         ValueError: too many identifiers, or the number is out of range.
     """
-    unsigned = RevocationList(authority=authority, number=number, identifiers=frozenset(identifiers))
-    if len(unsigned.identifiers) > MAX_REVOKED:
-        raise ValueError(f"a list has at most {MAX_REVOKED} identifiers, not {len(unsigned.identifiers)}")
+    named = frozenset(identifiers)
+    if len(named) > MAX_REVOKED:
+        raise ValueError(f"a list has at most {MAX_REVOKED} identifiers, not {len(named)}")
     if not 0 < number <= MAX_NUMBER:
         raise ValueError(f"number must be from 1 to {MAX_NUMBER}, not {number}")
-    return RevocationList(
-        authority=authority,
-        number=number,
-        identifiers=unsigned.identifiers,
-        signature=sign(unsigned.statement),
-    )
+    unsigned = RevocationList(authority=authority, number=number, joined=_joined(named))
+    return replace(unsigned, signature=sign(unsigned.statement))
 
 
 @lru_cache(maxsize=16)  # each member of the run publishes the same list
@@ -105,28 +113,11 @@ def read_revocations(data: bytes, authority: bytes) -> RevocationList:
     Raises:
         RemoteProtocolError: the bytes are no list of this authority.
     """
-    version, body, signature = unpack(data, int, bytes, bytes)
-    if version != _VERSION or len(signature) != SIGNATURE_BYTES:
-        raise RemoteProtocolError("a list of revoked certificates of another version")
-    found, number, joined = checked(unpack(body, bytes, int, bytes), (bytes, int, bytes))
-    if len(found) != AUTHORITY_BYTES or found != authority:
+    revocations = RevocationList.decode(data)
+    if revocations.authority != authority or not revocations.number:
         raise RemoteProtocolError("a list of revoked certificates of another run")
-    if (
-        not 0 < number <= MAX_NUMBER
-        or len(joined) % IDENTIFIER_BYTES
-        or len(joined) > MAX_REVOKED * IDENTIFIER_BYTES
-    ):
-        raise RemoteProtocolError("a list of revoked certificates with fields out of range")
-    identifiers = frozenset(
-        joined[start : start + IDENTIFIER_BYTES] for start in range(0, len(joined), IDENTIFIER_BYTES)
-    )
-    revocations = RevocationList(
-        authority=authority, number=number, identifiers=identifiers, signature=signature
-    )
-    if revocations.data != data:
-        raise RemoteProtocolError("a list of revoked certificates that is not in its canonical form")
     try:
-        Ed25519PublicKey.from_public_bytes(authority).verify(signature, revocations.statement)
+        Ed25519PublicKey.from_public_bytes(authority).verify(revocations.signature, revocations.statement)
     except (InvalidSignature, ValueError):
         raise RemoteProtocolError(
             "a list of revoked certificates that the authority has not signed"
@@ -140,6 +131,4 @@ def authority_of(data: bytes) -> bytes:
     Raises:
         RemoteProtocolError: the bytes are no list.
     """
-    _, body, _ = unpack(data, int, bytes, bytes)
-    authority, _, _ = unpack(body, bytes, int, bytes)
-    return bytes(authority)
+    return RevocationList.decode(data).authority

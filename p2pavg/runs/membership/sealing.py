@@ -20,9 +20,17 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.messages import Message
 
 NONCE_BYTES = 12
 OVERHEAD_BYTES = NONCE_BYTES + 16  # the nonce and the tag
+
+
+class MemberRecord(Message, frozen=True):
+    """What is sealed: a record's value, and the certificate of the member that publishes it."""
+
+    certificate: bytes
+    value: bytes
 
 
 def sealed_key(secret: bytes, key: bytes) -> bytes:

@@ -16,14 +16,16 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Annotated
 
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
-from p2pavg.base.messages import checked, pack, unpack
-from p2pavg.runs.membership.certificate import SERIAL_BYTES, Certificate, Role, issue
+from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.base.messages import Message
+from p2pavg.runs.membership.certificate import MAX_TIME, SERIAL_BYTES, Certificate, Role, issue
 from p2pavg.runs.membership.peer_addresses import MAX_ADDRESS_CHARS, is_peer_address
 
 MAC_BYTES = 16
@@ -34,29 +36,37 @@ _VERSION = 1
 _ASK_AGAIN = "copy the whole link from the message that brought it, or ask the run's owner for a new one"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+_Time = Annotated[float, Meta(ge=0.0, le=MAX_TIME)]
+
+
+class Token(Message, frozen=True, kw_only=True, tag=_VERSION):
     """The rights that a link grants. Times are wall clock, seconds since 1970."""
 
-    serial: bytes
-    """16 random bytes that name the token. The certificate has them as its serial."""
-    roles: frozenset[Role]
-    max_weight: float
-    begins: float
+    serial: Annotated[bytes, Meta(min_length=SERIAL_BYTES, max_length=SERIAL_BYTES)]
+    """Random bytes that name the token. The certificate has them as its serial."""
+    roles: Annotated[frozenset[Role], Meta(max_length=len(Role))]
+    max_weight: Annotated[float, Meta(ge=0.0, le=MAX_WEIGHT)]
+    begins: _Time
     """Time at which the link was made, and at which the certificate begins."""
-    expires: float
+    expires: _Time
     """Time at which the link ends."""
-    certificate_expires: float
+    certificate_expires: _Time
     """Time at which the certificate ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class InvitationLink:
+class InvitationLink(Message, frozen=True, tag=_VERSION):
     """An invitation link."""
 
-    address: str
+    address: Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
     """Address of the delegate; ends in ``/p2p/<peer id>``."""
-    token: bytes = field(repr=False)
+    token: Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+
+    def __post_init__(self) -> None:
+        if not is_peer_address(self.address):
+            raise ValueError("a link without the address of a peer")
+
+    def __repr__(self) -> str:
+        return f"InvitationLink({self.address!r})"  # the token is a secret, which no log shows
 
     @property
     def delegate(self) -> str:
@@ -66,8 +76,7 @@ class InvitationLink:
     @property
     def text(self) -> str:
         """The link as text. :func:`parse_link` reads it back."""
-        packed = pack(_VERSION, self.address, self.token)
-        return SCHEME + base64.urlsafe_b64encode(packed).decode("ascii").rstrip("=")
+        return SCHEME + base64.urlsafe_b64encode(self.encode()).decode("ascii").rstrip("=")
 
 
 def parse_link(text: str) -> InvitationLink:
@@ -84,18 +93,11 @@ def parse_link(text: str) -> InvitationLink:
     encoded = text[len(SCHEME) :]
     try:
         data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
-        version, address, token = unpack(data, int, str, bytes)
+        return InvitationLink.decode(data)
     except (binascii.Error, ValueError, RemoteProtocolError):
-        raise _damaged() from None
-    if version != _VERSION:
-        raise ConfigError(f"the link has version {version}; this p2pavg reads version {_VERSION}")
-    if len(address) > MAX_ADDRESS_CHARS or not is_peer_address(address) or len(token) > MAX_TOKEN_BYTES:
-        raise _damaged()
-    return InvitationLink(address, token)
-
-
-def _damaged() -> ConfigError:
-    return ConfigError("the link is damaged; copy all of it", remedy=_ASK_AGAIN)
+        raise ConfigError(
+            "the link is damaged, or of another version of p2pavg; copy all of it", remedy=_ASK_AGAIN
+        ) from None
 
 
 def token_key(seed: bytes, authority: bytes) -> bytes:
@@ -112,15 +114,7 @@ def token_key(seed: bytes, authority: bytes) -> bytes:
 
 def make_token(key: bytes, token: Token) -> bytes:
     """Return a token as bytes, at most :data:`MAX_TOKEN_BYTES`."""
-    body = pack(
-        _VERSION,
-        token.serial,
-        tuple(sorted(token.roles)),
-        float(token.max_weight),
-        float(token.begins),
-        float(token.expires),
-        float(token.certificate_expires),
-    )
+    body = token.encode()
     return _mac(key, body) + body
 
 
@@ -133,23 +127,7 @@ def read_token(key: bytes, data: bytes) -> Token:
     mac, body = data[:MAC_BYTES], data[MAC_BYTES:]
     if len(data) > MAX_TOKEN_BYTES or not hmac.compare_digest(mac, _mac(key, body)):
         raise RemoteProtocolError("no token of this delegate")
-    version, serial, names, weight, begins, expires, certificate_expires = unpack(
-        body, int, bytes, tuple, float, float, float, float
-    )
-    if (
-        version != _VERSION
-        or len(serial) != SERIAL_BYTES
-        or not set(checked(names, (str,) * len(names))) <= set(Role)
-    ):
-        raise RemoteProtocolError("a token of another version")
-    return Token(
-        serial=serial,
-        roles=frozenset(map(Role, names)),
-        max_weight=weight,
-        begins=begins,
-        expires=expires,
-        certificate_expires=certificate_expires,
-    )
+    return Token.decode(body)
 
 
 def certify(token: Token, peer_id: str, delegate: Certificate, sign: Callable[[bytes], bytes]) -> Certificate:

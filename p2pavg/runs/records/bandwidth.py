@@ -1,6 +1,6 @@
 """A small measurement of the bandwidth between two peers, for ``p2pavg doctor``.
 
-The peer that measures asks; the other one sends blocks, and then receives as many. Blocks come in rounds of 1, 2, 4,
+The peer that measures asks; the other one sends blocks, and then receives as many. BlockNote come in rounds of 1, 2, 4,
 8 and 16, and the receiver confirms each round. The sender begins no further round after SENDING_SECONDS, so a slow link
 is not clogged by blocks that wait in buffers. The last round counts.
 
@@ -17,20 +17,34 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.messages import Count, Message
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
 from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.transport import Stream
 
 PROTOCOL = "/p2pavg/bandwidth/1"
-QUESTION = pack(1)
-GRANTED, BUSY = pack(1, True), pack(1, False)
 
 SENDING_SECONDS = 0.5
 """Time after which one side begins no further round. At 0.1 Mbit/s, the first round takes 1.3 s."""
 
 _MAX_NOTE_BYTES = 64
+
+
+class BandwidthQuestion(Message, frozen=True, tag=1):
+    """The beginning of a measurement."""
+
+
+class BandwidthAnswer(Message, frozen=True, tag=1):
+    """The answer to it."""
+
+    granted: bool
+
+
+class BlockNote(Message, frozen=True):
+    """A note of the blocks of one round that were sent, or have arrived; 0 after the last round."""
+
+    count: Count
 
 
 class BusyPeerError(StreamBrokenError):
@@ -61,14 +75,13 @@ class BandwidthService:
             RemoteProtocolError: the other peer breaks the protocol.
         """
         with trio.move_on_after(REPLY_SECONDS):
-            if await receive_message(stream, max_bytes=_MAX_NOTE_BYTES) != QUESTION:
-                raise RemoteProtocolError("a measurement that begins with another question")
+            BandwidthQuestion.decode(await _required(stream))
             if not self._budget.begin(trio.current_time(), stream.remote, prefix_of(stream.remote_host)):
-                await send_message(stream, BUSY)
+                await send_message(stream, BandwidthAnswer(granted=False).encode())
                 await stream.aclose()
                 return
             try:
-                await send_message(stream, GRANTED)
+                await send_message(stream, BandwidthAnswer(granted=True).encode())
                 await _send_rounds(stream, self._block)
                 await _receive_rounds(stream)
                 await stream.aclose()
@@ -85,9 +98,8 @@ async def measure(stream: Stream) -> Bandwidth:
         RemoteProtocolError: the other peer breaks the protocol.
     """
     began = trio.current_time()
-    await send_message(stream, QUESTION)
-    _, granted = unpack(await _required(stream), int, bool)
-    if not granted:
+    await send_message(stream, BandwidthQuestion().encode())
+    if not BandwidthAnswer.decode(await _required(stream)).granted:
         raise BusyPeerError("it has measured enough for now")
     trip = trio.current_time() - began
     down = await _receive_rounds(stream)
@@ -116,12 +128,12 @@ async def _send_rounds(stream: Stream, block: bytes) -> _Round:
             break
         for _ in range(blocks):
             await send_message(stream, block)
-        await send_message(stream, pack(blocks))
-        (arrived,) = unpack(await _required(stream), int)
+        await send_message(stream, BlockNote(blocks).encode())
+        arrived = BlockNote.decode(await _required(stream)).count
         if arrived != blocks:
             raise RemoteProtocolError(f"{arrived} blocks have arrived, it says, and {blocks} were sent")
         last = _Round(blocks, trio.current_time() - start)
-    await send_message(stream, pack(0))
+    await send_message(stream, BlockNote(0).encode())
     return last
 
 
@@ -136,13 +148,13 @@ async def _receive_rounds(stream: Stream) -> _Round:
                 raise RemoteProtocolError(f"more than {MAX_BLOCKS} blocks")
         if len(message) > _MAX_NOTE_BYTES:
             raise RemoteProtocolError(f"a block of {len(message)} bytes")
-        (told,) = unpack(message, int)
+        told = BlockNote.decode(message).count
         if told != blocks:
             raise RemoteProtocolError(f"{told} blocks were sent, it says, and {blocks} have arrived")
         if not blocks:
             return last
         last = _Round(blocks, trio.current_time() - start)
-        await send_message(stream, pack(blocks))
+        await send_message(stream, BlockNote(blocks).encode())
 
 
 async def _required(stream: Stream, max_bytes: int = _MAX_NOTE_BYTES) -> bytes:

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import trio
+from msgspec import Meta
 
 from p2pavg.base.errors import (
     BootstrapError,
@@ -24,9 +26,8 @@ from p2pavg.base.errors import (
     UnreachableError,
 )
 from p2pavg.base.files import PRIVATE, read_text, replace_file
-from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.base.messages import pack, unpack
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.limits import MAX_CERTIFICATE_BYTES, REPLY_SECONDS
+from p2pavg.base.messages import Message, cut
 from p2pavg.base.threads.workers import RunInThread
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -46,18 +47,35 @@ from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "/p2pavg/invite/1"
+PROTOCOL = "/p2pavg/invite/2"
 MAX_STREAMS = 8  # that a delegate serves at once, one of each peer
 MAX_REQUEST_BYTES = MAX_TOKEN_BYTES + 16
 MAX_ANSWER_BYTES = 8192
 MAX_REASON_CHARS = 300
 REDEEM_SECONDS = 20.0
-_VERSION = 1
 _ONLINE = (
     "start the program on the machine that made the link, and then this one again: links work while it runs. If it"
     " runs, `p2pavg doctor` on both machines finds what lies between them; `p2pavg run link FOLDER --address` makes a"
     " link to another address"
 )
+
+
+class TokenRequest(Message, frozen=True, tag=2):
+    """A newcomer's request."""
+
+    token: Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+
+
+class AdmissionAnswer(Message, frozen=True, kw_only=True, tag=2):
+    """The delegate's answer: the run file and the newcomer's certificate, or the reason why there is none."""
+
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
+    run_file: Annotated[str, Meta(max_length=MAX_RUN_FILE_BYTES)] = ""
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        # The delegate's words go to the newcomer's terminal.
+        cut(self, reason=MAX_REASON_CHARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +126,7 @@ class Invitations:
         self._served: set[PeerId] = set()
 
     async def serve(self, stream: Stream) -> None:
-        """Answer one newcomer. A peer beyond the limits loses its stream."""
+        """AdmissionAnswer one newcomer. A peer beyond the limits loses its stream."""
         # The end of the stream tells the newcomer that this delegate is busy.
         if len(self._served) >= MAX_STREAMS or stream.remote in self._served:
             return
@@ -116,18 +134,15 @@ class Invitations:
             request = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
             if request is None:
                 return
-            version, data = unpack(request, int, bytes)
-            if version != _VERSION:
-                raise RemoteProtocolError(f"a request of version {version}")
+            token = TokenRequest.decode(request).token
             try:
-                certificate = await self._admit(stream.remote, data)
+                certificate = await self._admit(stream.remote, token)
             except InvitationError as error:
-                answer = pack(_VERSION, str(error), b"", b"")
+                answer = AdmissionAnswer(reason=str(error))
             else:
-                text = self._delegate.run.text.encode("utf-8")
-                answer = pack(_VERSION, "", text, certificate.data)
+                answer = AdmissionAnswer(run_file=self._delegate.run.text, certificate=certificate.data)
                 logger.info("admitted %s with an invitation link", stream.remote)
-            await send_message(stream, answer)
+            await send_message(stream, answer.encode())
             await stream.aclose()
 
     @contextmanager
@@ -229,7 +244,7 @@ async def redeem(transport: Transport, link: InvitationLink, *, now: float) -> t
             link.delegate, PROTOCOL, addresses=[link.address], timeout=REDEEM_SECONDS
         )
         try:
-            await send_message(stream, pack(_VERSION, link.token))
+            await send_message(stream, TokenRequest(link.token).encode())
             answer = await receive_message(stream, max_bytes=MAX_ANSWER_BYTES)
         except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
             raise UnreachableError(f"the delegate gave no answer; try again: {error}") from None
@@ -242,18 +257,15 @@ async def redeem(transport: Transport, link: InvitationLink, *, now: float) -> t
 
 def _read_answer(answer: bytes, peer_id: PeerId, delegate: PeerId, now: float) -> tuple[RunFile, Certificate]:
     try:
-        version, reason, text, data = unpack(answer, int, str, bytes, bytes)
-        if version != _VERSION or len(text) > MAX_RUN_FILE_BYTES:
-            raise InvitationError("the delegate answered in another version; compare the versions of p2pavg")
-        if reason:
-            # The delegate's words go to the newcomer's terminal.
-            raise InvitationError(PeerText(reason[:MAX_REASON_CHARS]))
-        run = parse_run_file(text.decode("utf-8"))
-        certificate = read_certificate(data)
-    except (RemoteProtocolError, ConfigError, UnicodeDecodeError) as error:
+        said = AdmissionAnswer.decode(answer)
+        if said.reason:
+            raise InvitationError(said.reason)
+        run = parse_run_file(said.run_file)
+        certificate = read_certificate(said.certificate)
+    except (RemoteProtocolError, ConfigError) as error:
         raise InvitationError(f"the delegate's answer is damaged: {error}") from None
     # Run file and certificate come from the same delegate. This shows that they fit together, and not whose run it is.
-    wrong = refusal(data, authority=run.authority, peer_id=peer_id, now=now)
+    wrong = refusal(said.certificate, authority=run.authority, peer_id=peer_id, now=now)
     if wrong is None and (certificate.issuer is None or certificate.issuer.peer_id != delegate):
         wrong = "another peer has signed it"
     if wrong is not None:

@@ -45,7 +45,7 @@ async def spread(
     membership.known.learn(revocations)
     with trio.move_on_after(timeout):
         while not told:
-            published = await records.publish(key, revocations.data, ttl=RECORD_LIFE_SECONDS)
+            published = await records.publish(key, revocations.encode(), ttl=RECORD_LIFE_SECONDS)
             told = sum(
                 _number(record, revocations.authority) >= revocations.number for record in published.records
             )
@@ -100,7 +100,7 @@ class Revocations:
         while True:
             newest, newer = self.known.newest, self._newer
             if newest.number > published:
-                await records.publish(self._key, newest.data, ttl=RECORD_LIFE_SECONDS)
+                await records.publish(self._key, newest.encode(), ttl=RECORD_LIFE_SECONDS)
                 published = newest.number
             await newer.wait()
 

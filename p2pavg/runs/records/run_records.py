@@ -21,10 +21,9 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
-from p2pavg.base.messages import pack, unpack
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.membership import Membership
-from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key, unseal
+from p2pavg.runs.membership.sealing import NONCE_BYTES, MemberRecord, seal, sealed_key, unseal
 from p2pavg_dht import Contact, Published, Record
 
 logger = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ class RunRecords:
             access.secret,
             stored,
             access.peer_id,
-            pack(access.certificate, value),
+            MemberRecord(access.certificate, value).encode(),
             # A nonce must not be used twice with one key. Random ones suffice,
             # since each publisher has a key of its own.
             secrets.token_bytes(NONCE_BYTES),
@@ -230,17 +229,15 @@ class RunRecords:
         # Key and publisher are part of what was encrypted, so a record cannot be
         # moved to another key or published by another peer.
         content = unseal(self._membership.access.secret, record.key, record.publisher, record.value)
-        certificate: bytes
-        value: bytes
-        certificate, value = unpack(content, bytes, bytes)
+        found = MemberRecord.decode(content)
         # The secret alone admits no peer: a member that was revoked still knows it.
-        why = self._membership.refusal(record.publisher, certificate, self._wall_clock())
+        why = self._membership.refusal(record.publisher, found.certificate, self._wall_clock())
         if why is not None:
             raise RemoteProtocolError(why)
         # Readers take an empty value for a withdrawal, which this record is not.
-        if not value:
+        if not found.value:
             raise RemoteProtocolError("a record without a value")
-        return value
+        return found.value
 
     def _why_refused(self, record: Record) -> str | None:
         try:

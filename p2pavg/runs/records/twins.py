@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Annotated
 
 import trio
+from msgspec import Meta
 
 from p2pavg.base.errors import IdentityError, RemoteProtocolError
 from p2pavg.base.limits import LOOK_SECONDS
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.messages import Message, Seconds, pack
 from p2pavg_dht import Record, RecordNode
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,12 @@ _KEY_DOMAIN = "p2pavg/identity/1"
 _MARK_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ProcessMark:
+class ProcessMark(Message, frozen=True, order=True):
     """The mark of one process."""
 
-    began: float
-    """Wall clock, seconds."""
-    number: bytes
+    began: Seconds
+    """Wall clock."""
+    number: Annotated[bytes, Meta(min_length=_MARK_BYTES, max_length=_MARK_BYTES)]
 
 
 class Twin(Enum):
@@ -130,13 +130,12 @@ class Twins:
         await self._renew()  # after the look: the newest mark replaces the others
 
     async def _renew(self) -> None:
-        await self._records.publish(self._key, pack(self._mine.began, self._mine.number), ttl=MARK_TTL)
+        await self._records.publish(self._key, self._mine.encode(), ttl=MARK_TTL)
 
 
 def _read(record: Record) -> ProcessMark | None:
     """Return a mark that a process of this identity has signed; ``None`` for one of another version."""
     try:
-        began, number = unpack(record.value, float, bytes)
+        return ProcessMark.decode(record.value)
     except RemoteProtocolError:
         return None
-    return ProcessMark(began, number)

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.messages import decoded_all, unpack
+from p2pavg.base.messages import decoded_all
 from p2pavg.group.candidate import Candidate, read_candidate, ready_key
 from p2pavg.group.places.rungs import slot_at
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
@@ -21,7 +21,7 @@ from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import refusal
 from p2pavg.runs.membership.revocation import RevocationList, no_revocations, read_revocations
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.membership.sealing import sealed_key, unseal
+from p2pavg.runs.membership.sealing import MemberRecord, sealed_key, unseal
 from p2pavg.runs.records.board import board_key
 from p2pavg.runs.records.revocations import revocations_key
 from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
@@ -106,9 +106,9 @@ class RunReader:
     def _open(self, file: RunFile, record: Record) -> bytes:
         """Return the value of a member's record. Raise RemoteProtocolError if its publisher is no member."""
         content = unseal(file.secret, record.key, record.publisher, record.value)
-        certificate, value = unpack(content, bytes, bytes)
+        found = MemberRecord.decode(content)
         why = refusal(
-            certificate,
+            found.certificate,
             authority=file.authority,
             peer_id=record.publisher,
             now=self._now(),
@@ -116,7 +116,7 @@ class RunReader:
         )
         if why is not None:
             raise RemoteProtocolError(why)
-        return bytes(value)
+        return found.value
 
     async def _newest_revocations(self, file: RunFile) -> RevocationList:
         newest = no_revocations(file.authority)

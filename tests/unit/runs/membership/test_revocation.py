@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import pack, unpack
-from p2pavg.runs.membership.revocation import MAX_REVOKED, no_revocations, read_revocations, revoke
+from p2pavg.base.messages import pack
+from p2pavg.runs.membership.revocation import DOMAIN, MAX_REVOKED, no_revocations, read_revocations, revoke
 from p2pavg_dht import MAX_VALUE_BYTES
 from tests.unit.runs.membership.runs import Authority
 
@@ -18,21 +18,29 @@ IDENTIFIERS = [number.to_bytes(16, "big") for number in range(MAX_REVOKED + 1)]
 
 def test_a_list_is_read_back() -> None:
     revocations = revoke(RUN.sign, authority=RUN.public, number=3, identifiers=IDENTIFIERS[:2])
-    assert read_revocations(revocations.data, RUN.public) == revocations
+    assert read_revocations(revocations.encode(), RUN.public) == revocations
 
 
 def test_the_longest_list_fits_into_a_record_with_its_envelope() -> None:
     revocations = revoke(RUN.sign, authority=RUN.public, number=2**53, identifiers=IDENTIFIERS[:MAX_REVOKED])
-    assert len(revocations.data) <= MAX_VALUE_BYTES - 768
-    assert read_revocations(revocations.data, RUN.public) == revocations
+    assert len(revocations.encode()) <= MAX_VALUE_BYTES - 768
+    assert read_revocations(revocations.encode(), RUN.public) == revocations
 
 
-def test_a_list_of_serials_is_refused_as_one_of_another_version() -> None:
+def test_a_list_of_an_earlier_version_is_refused() -> None:
     """Lists of version 1 held serials, which delegates choose."""
-    revocations = revoke(RUN.sign, authority=RUN.public, number=3, identifiers=IDENTIFIERS[:2])
-    _, body, signature = unpack(revocations.data, int, bytes, bytes)
-    with pytest.raises(RemoteProtocolError, match="another version"):
-        read_revocations(pack(1, body, signature), RUN.public)
+    joined = b"".join(IDENTIFIERS[:2])
+    with pytest.raises(RemoteProtocolError, match="no RevocationList"):
+        read_revocations(pack(2, pack(RUN.public, 3, joined), bytes(64)), RUN.public)
+
+
+@pytest.mark.parametrize("joined", [IDENTIFIERS[1] + IDENTIFIERS[0], 2 * IDENTIFIERS[1], IDENTIFIERS[1][:15]])
+def test_identifiers_out_of_order_are_refused_although_they_are_signed(joined: bytes) -> None:
+    """A list has one encoding."""
+    unsigned = pack(3, RUN.public, 1, joined, b"")
+    signature = RUN.sign(DOMAIN + unsigned)
+    with pytest.raises(RemoteProtocolError, match="out of order, or of another length"):
+        read_revocations(pack(3, RUN.public, 1, joined, signature), RUN.public)
 
 
 def test_no_list_can_have_the_number_of_none() -> None:
@@ -50,13 +58,13 @@ def test_a_list_of_another_run_or_signer_is_refused() -> None:
     other = Authority(b"b" * 32)
     theirs = revoke(other.sign, authority=other.public, number=1, identifiers=IDENTIFIERS[:1])
     with pytest.raises(RemoteProtocolError, match="another run"):
-        read_revocations(theirs.data, RUN.public)
+        read_revocations(theirs.encode(), RUN.public)
     forged = revoke(other.sign, authority=RUN.public, number=1, identifiers=IDENTIFIERS[:1])
     with pytest.raises(RemoteProtocolError, match="has not signed"):
-        read_revocations(forged.data, RUN.public)
+        read_revocations(forged.encode(), RUN.public)
 
 
-GENUINE = revoke(RUN.sign, authority=RUN.public, number=7, identifiers=IDENTIFIERS[:3]).data
+GENUINE = revoke(RUN.sign, authority=RUN.public, number=7, identifiers=IDENTIFIERS[:3]).encode()
 
 
 @given(st.integers(0, len(GENUINE) - 1), st.integers(1, 255))

@@ -6,12 +6,12 @@ import base64
 import contextlib
 import hashlib
 import hmac
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.base.messages import pack
@@ -156,7 +156,7 @@ def as_link(*fields: Any) -> str:
         ("p2pavg:ä", "the link is damaged"),
         ("p2pavg:A", "the link is damaged"),
         (InvitationLink(ADDRESS, b"t").text[:-4], "the link is damaged"),
-        (as_link(2, ADDRESS, b""), "the link has version 2"),
+        (as_link(2, ADDRESS, b""), "of another version of p2pavg"),
         (as_link(1, "/ip4/203.0.113.7/tcp/4001", b""), "the link is damaged"),
         (as_link(1, "/a" * 128 + ADDRESS, b""), "the link is damaged"),
         (as_link(1, ADDRESS, bytes(MAX_TOKEN_BYTES + 1)), "the link is damaged"),

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import (
@@ -21,17 +23,17 @@ from p2pavg.base.limits import (
     MAX_WEIGHT,
     MIN_BANDWIDTH,
 )
-from p2pavg.base.messages import checked, pack, unpack
+from p2pavg.base.messages import Message, Seconds, pack
 from p2pavg.base.names import is_name
 from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.reach import Reach
 from p2pavg.group.shares import MemberLink
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
-from p2pavg_dht.contact import check_addresses
+from p2pavg_dht.contact import MAX_ADDRESSES, check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
 _KEY_DOMAIN = "p2pavg/ready/6"  # new with each protocol of an exchange: peers of two protocols form no group
-_VERSION = 5
+_Metric = Annotated[float, Meta(ge=-MAX_METRIC, le=MAX_METRIC)]
 
 
 def ready_key(run_id: str, schema_hash: bytes, rule: str = "", aggregation: str = "") -> bytes:
@@ -47,6 +49,56 @@ def ready_key(run_id: str, schema_hash: bytes, rule: str = "", aggregation: str 
 def is_codec_name(name: str) -> bool:
     """Return whether a codec may have this name. Names of strangers end up in logs and results."""
     return 0 < len(name) <= MAX_CODEC_CHARS and name.isprintable()
+
+
+class Readiness(Message, frozen=True, kw_only=True, tag=5):
+    """What a peer signs about itself when it is ready for a round; :class:`Candidate` says what the fields mean."""
+
+    deadline: Seconds
+    weight: Annotated[float, Meta(ge=0.0, le=MAX_WEIGHT)]
+    bandwidth: Annotated[float, Meta(ge=0.0, le=MAX_BANDWIDTH)]
+    codec: Annotated[str, Meta(max_length=MAX_CODEC_CHARS)]
+    auxiliary: bool
+    addresses: Annotated[tuple[str, ...], Meta(max_length=MAX_ADDRESSES)]
+    state: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)]
+    tags: Annotated[tuple[str, ...], Meta(max_length=MAX_TAGS)]
+    metrics: Annotated[tuple[tuple[str, _Metric], ...], Meta(max_length=MAX_METRICS)]
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
+    norm: Annotated[float, Meta(ge=0.0, le=MAX_NORM)]
+    reach: Reach
+    site: str
+
+    def __post_init__(self) -> None:
+        # An auxiliary has no vector, so nothing of it can count in the mean.
+        if self.auxiliary and self.weight:
+            raise ValueError(f"weight {self.weight} of an auxiliary")
+        # Without a contribution, there is nothing that could have a length.
+        if self.norm and not self.weight:
+            raise ValueError(f"a norm of {self.norm:g} of no contribution")
+        # 0 says that the peer does not know it yet. All other numbers decide over shares, and are only claims.
+        if 0 < self.bandwidth < MIN_BANDWIDTH:
+            raise ValueError(
+                f"a bandwidth of {self.bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} at least can be announced"
+            )
+        # Names, tags and sites of strangers end up in logs and statuses.
+        if not is_codec_name(self.codec):
+            raise ValueError("a codec without a name, or with one that is not printable")
+        try:
+            # Only their number and form. The dial gate decides later which of them are dialled.
+            check_addresses(self.addresses)
+        except ContactError as error:
+            raise ValueError(error.reason) from None
+        # Without an address, a peer can only be relayed. With another reach, it would come too early in the order.
+        if self.reach != Reach.RELAYED and not self.addresses:
+            raise ValueError(f"a reach of {self.reach} with no addresses")
+        if self.site and (self.auxiliary or not is_name(self.site)):
+            raise ValueError("a site of an auxiliary, or one whose name is too long or not printable")
+        if not all(map(is_name, self.tags)):
+            raise ValueError("tags that are too long or not printable")
+        names = [name for name, _ in self.metrics]
+        # In order and without repeats, so that each name has one value.
+        if not all(map(is_name, names)) or names != sorted(set(names)):
+            raise ValueError("metrics whose names are too long, not printable, or out of order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,23 +173,22 @@ def sign_candidate(
     site: str = "",
 ) -> Candidate:
     """Sign this peer's own candidate. Without an address, the peer counts as relayed whatever ``reach`` is."""
-    # The reader takes exact types, so whole numbers become floats here.
-    value = pack(
-        _VERSION,
-        float(deadline),
-        float(weight),
-        float(bandwidth),
-        codec,
-        auxiliary,
-        tuple(addresses),
-        state,
-        tuple(tags),
-        tuple((name, float(metrics[name])) for name in sorted(metrics)),
-        certificate,
-        float(norm),
-        int(reach if addresses else Reach.RELAYED),
-        site,
-    )
+    # Readers refuse whole numbers, so they become floats here.
+    value = Readiness(
+        deadline=float(deadline),
+        weight=float(weight),
+        bandwidth=float(bandwidth),
+        codec=codec,
+        auxiliary=auxiliary,
+        addresses=tuple(addresses),
+        state=state,
+        tags=tuple(tags),
+        metrics=tuple((name, float(metrics[name])) for name in sorted(metrics)),
+        certificate=certificate,
+        norm=float(norm),
+        reach=reach if addresses else Reach.RELAYED,
+        site=site,
+    ).encode()
     # The deadline names the attempt, and keepers keep the record with the highest sequence.
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
@@ -152,92 +203,9 @@ def read_candidate(record: Record) -> Candidate:
     Raises:
         RemoteProtocolError: the value is not a candidate, or one of its fields is out of range.
     """
-    (
-        version,
-        deadline,
-        weight,
-        bandwidth,
-        codec,
-        auxiliary,
-        addresses,
-        state,
-        tags,
-        metrics,
-        certificate,
-        norm,
-        reach,
-        site,
-    ) = unpack(
-        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes, float, int, str
-    )
-    if version != _VERSION:
-        raise RemoteProtocolError(f"readiness of version {version}")
-    # An auxiliary has no vector, so nothing of it can count in the mean.
-    if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
-        raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
-    if len(certificate) > MAX_CERTIFICATE_BYTES:
-        raise RemoteProtocolError(f"a certificate of {len(certificate)} bytes")
-    # Without a contribution, there is nothing that could have a length.
-    if not 0 <= norm <= MAX_NORM or (norm and not weight):
-        raise RemoteProtocolError(
-            f"a norm of {norm:g} of {'a contribution' if weight else 'no contribution'}"
-        )
-    if len(state) > MAX_STATE_BYTES:
-        raise RemoteProtocolError(f"a state of {len(state)} bytes")
-    # 0 says that the peer does not know it yet. All other numbers decide over shares, and are only claims.
-    if bandwidth and not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
-        raise RemoteProtocolError(
-            f"a bandwidth of {bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} to {MAX_BANDWIDTH:g} can be announced"
-        )
-    if not is_codec_name(codec) or deadline < 0:
-        raise RemoteProtocolError("codec or deadline out of range")
-    try:
-        # Only their number and form. The dial gate decides later which of them are dialled.
-        check_addresses(addresses)
-    except ContactError as error:
-        raise RemoteProtocolError(error.reason) from None
-    # Without an address, a peer can only be relayed. With another reach, it would come too early in the
-    # order.
-    if reach not in tuple(Reach) or (reach != Reach.RELAYED and not addresses):
-        raise RemoteProtocolError(f"a reach of {reach} with {len(addresses)} addresses")
-    if site and (auxiliary or not is_name(site)):
-        raise RemoteProtocolError("a site of an auxiliary, or one whose name is too long or not printable")
-    return Candidate(
-        peer_id=record.publisher,
-        deadline=deadline,
-        weight=weight,
-        bandwidth=bandwidth,
-        codec=codec,
-        auxiliary=auxiliary,
-        addresses=addresses,
-        state=state,
-        tags=_read_tags(tags),
-        metrics=_read_metrics(metrics),
-        certificate=certificate,
-        norm=norm,
-        reach=Reach(reach),
-        site=site,
-        record=record,
-    )
-
-
-def _read_tags(tags: tuple[Any, ...]) -> tuple[str, ...]:
-    # Tags, names and sites of strangers end up in logs and statuses.
-    if len(tags) > MAX_TAGS or not all(map(is_name, checked(tags, (str,) * len(tags)))):
-        raise RemoteProtocolError("tags that are too many, too long or not printable")
-    return tags
-
-
-def _read_metrics(metrics: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
-    if len(metrics) > MAX_METRICS:
-        raise RemoteProtocolError(f"{len(metrics)} metrics")
-    names = [checked(metric, (str, float))[0] for metric in checked(metrics, (tuple,) * len(metrics))]
-    # In order and without repeats, so that each name has one value.
-    if not all(map(is_name, names)) or names != sorted(set(names)):
-        raise RemoteProtocolError("metrics whose names are too long, not printable, or out of order")
-    if any(abs(value) > MAX_METRIC for _, value in metrics):
-        raise RemoteProtocolError("a metric out of range")
-    return metrics
+    said = Readiness.decode(record.value)
+    fields = {name: getattr(said, name) for name in said.__struct_fields__}
+    return Candidate(peer_id=record.publisher, record=record, **fields)
 
 
 def read_signed_candidate(fields: Any) -> Candidate:

@@ -40,12 +40,11 @@ MAX_SETTLE_SECONDS = 30.0
 inventing one every 5 s."""
 FIRST_BATCH_SECONDS = 60.0
 """Time that a peer present at the start may take for its first batch: ``torch.compile`` takes as long."""
-FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to publish its new state
 PAUSE_BATCHES = 4
 """A peer that computes nothing for this many of its batch times is no longer waited for."""
 MIN_ABSENCE_SECONDS = 10.0
 """Minimum of that time, for peers with short batches. Dropping a peer leaves it behind, and a busy machine, a
-checkpoint or a late word takes seconds."""
+checkpoint or a late word takes seconds. Also the time that a peer of the last round has to publish its new state."""
 NEWCOMER_BATCHES = 2
 """Batch times for which a newcomer is waited for. It joins the round after its batch, when it sees that the others
 wait; the second batch allows for the words' delay."""
@@ -227,7 +226,7 @@ class PeerTrust:
 
     def _takes_soon(self, word: PeerProgress, now: float) -> bool:
         """Return whether a peer of the last round will take its result, if it has not done so."""
-        return now < self._took_at + FOLLOW_SECONDS or (self._overlaps and word.waiting)
+        return now < self._took_at + MIN_ABSENCE_SECONDS or (self._overlaps and word.waiting)
 
     def _is_absent(self, peer: str, word: PeerProgress, epoch: int, now: float) -> bool:
         """Return whether a peer is ignored because it claimed to be present and did not come to a round."""

@@ -12,7 +12,6 @@ from p2pavg.optim.coordination.attendance import (
     CLAIM_MARGIN,
     FIRST_BATCH_SECONDS,
     FIRST_BATCHES,
-    FOLLOW_SECONDS,
     KNOWN_UPDATES,
     MAX_ABSENT_RETRY_SECONDS,
     MAX_REMEMBERED,
@@ -438,7 +437,7 @@ class TestFollowing:
         running.took("a", "b")
         running.words = dict(old)
         assert (running.seen().peers, running.seen().others) == (3, 0)
-        running.now += FOLLOW_SECONDS
+        running.now += MIN_ABSENCE_SECONDS
         assert (running.seen().peers, running.seen().others) == (1, 2)
 
 

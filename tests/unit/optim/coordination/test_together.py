@@ -14,7 +14,7 @@ from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.attendance import FOLLOW_SECONDS, MIN_ABSENCE_SECONDS
+from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers
 from p2pavg.optim.coordination.together import OBSERVER_LOOK_SECONDS, RoundCoordinator
 from p2pavg.runs.records.board import Entry
@@ -236,7 +236,7 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     )
     company.says("a", state=before.state, epoch=before.epoch)
     assert isinstance(company.together.run.decide(), WaitForPeers)
-    later = time.monotonic() + FOLLOW_SECONDS + 1.0
+    later = time.monotonic() + MIN_ABSENCE_SECONDS + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert isinstance(company.together.run.decide(), Compute), "it is gone, and no other peer is present"
 

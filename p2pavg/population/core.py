@@ -20,7 +20,6 @@ from p2pavg.population.words import (
     Decision,
     Standing,
     Word,
-    encode_word,
     in_order,
     lineage_after,
     read_words,
@@ -144,7 +143,7 @@ class Core:
         while True:
             # Each failure is part of the decision, so that other members can repeat the one that is
             # published.
-            made = decide(self._peer_id, mine, found.words, self._settings, failed=failed)
+            made, reason = decide(self._peer_id, mine, found.words, self._settings, failed=failed)
             donor = next((peer for peer, its in found.words.items() if its.digest == made.donor), None)
             if donor is None:
                 break
@@ -160,11 +159,11 @@ class Core:
                 # The next decision then keeps this member's own weights, for a reason that other members can
                 # repeat, too.
                 failed |= {its.digest for its in found.words.values()}
-        self._conclude(mine, made, None if donor is None else found.words[donor])
+        self._conclude(mine, made, reason, None if donor is None else found.words[donor])
         return GenerationReport(
             generation=mine.generation,
             score=score,
-            reason=made.reason,
+            reason=reason,
             copied_from=donor,
             hyperparameters=dict(made.hyperparameters),
             counted=tuple(sorted(found.words)),
@@ -243,7 +242,7 @@ class Core:
 
     def _say(self, word: Word) -> None:
         # At once, since other members may wait for it.
-        self._board.publish(encode_word(word), now=True)
+        self._board.publish(word.encode(), now=True)
         # The board shows a peer the entries of the others only.
         self.history.note(self._peer_id, word)
 
@@ -280,11 +279,11 @@ class Core:
         barred = {peer: self._distrusted[peer] for peer in words.keys() - trusted.keys()}
         return Counted(found.words, {**self._heard.malformed, **found.refused, **barred})
 
-    def _conclude(self, mine: Standing, made: Decision, donor: Standing | None) -> None:
+    def _conclude(self, mine: Standing, made: Decision, reason: str, donor: Standing | None) -> None:
         self._adopt(donor or mine, dict(made.hyperparameters))
         # With the same standing: the decisions of other members rest on its digest.
         self._say(Word(standing=mine, decision=made))
-        logger.info("generation %d, score %g: %s", mine.generation, mine.score, made.reason)
+        logger.info("generation %d, score %g: %s", mine.generation, mine.score, reason)
 
     def _adopt(self, its: Standing, hyperparameters: dict[str, Value]) -> None:
         """Go on with weights that are loaded, and with other hyperparameters."""

@@ -94,8 +94,8 @@ def decide(
     settings: PopulationSettings,
     *,
     failed: Collection[bytes] = (),
-) -> Decision:
-    """Return the decision of a member at the end of a generation.
+) -> tuple[Decision, str]:
+    """Return the decision of a member at the end of a generation, and its cause as a sentence, which is not published.
 
     Args:
         me: peer id of the member that decides.
@@ -112,13 +112,13 @@ def decide(
     hyperparameters = dict(its.hyperparameters)
     if donor is not None:
         hyperparameters = explored(hyperparameters, settings, draws)
-    return Decision(
+    made = Decision(
         donor=b"" if donor is None else its.digest,
         hyperparameters=in_order(hyperparameters),
         basis=basis,
         failed=tuple(sorted(barred & set(basis))),
-        reason=reason,
     )
+    return made, reason
 
 
 def worst(settings: PopulationSettings) -> float:
@@ -228,9 +228,9 @@ def check_decision(
         return "it rests on two words of one peer"
     if any(_why_not(word.standing, other, settings) for other in others.values()):
         return "it rests on a word that does not count"
-    again = decide(peer_id, word.standing, others, settings, failed=made.failed)
+    again, reason = decide(peer_id, word.standing, others, settings, failed=made.failed)
     if again.donor != made.donor:
-        return f"from the same words it follows that {again.reason}"
+        return f"from the same words it follows that {reason}"
     if again.hyperparameters != made.hyperparameters:
         return "the hyperparameters with which it goes on do not follow from the same words"
     return ""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 from p2pavg.population import PopulationSettings, Standing, Word, check_decision, decide
 from p2pavg.population.rules import counted, quantile_size, ranked, worst
@@ -52,40 +53,40 @@ class TestTruncation:
         words = population(LOSSES)
         best = {words[f"peer {number}"].digest for number in (0, 1)}
         for number in range(8):
-            made = decide(
+            made, reason = decide(
                 f"peer {number}", words[f"peer {number}"], others(words, f"peer {number}"), SETTINGS
             )
             if number < 6:
                 assert made.donor == b""
                 assert made.hyperparameters == words[f"peer {number}"].hyperparameters
-                assert "above the lowest 2" in made.reason
+                assert "above the lowest 2" in reason
             else:
                 assert made.donor in best
-                assert "among the lowest 2" in made.reason
+                assert "among the lowest 2" in reason
 
     def test_a_higher_score_is_better_with_max(self) -> None:
         settings = replace(SETTINGS, mode="max")
         words = population(LOSSES, settings=settings)
-        made = decide("peer 0", words["peer 0"], others(words, "peer 0"), settings)
+        made, _ = decide("peer 0", words["peer 0"], others(words, "peer 0"), settings)
         assert made.donor in {words["peer 6"].digest, words["peer 7"].digest}
         assert ranked(words, settings)[-1] == "peer 7"
 
     def test_no_member_copies_one_that_is_not_better(self) -> None:
         words = population([0.5, 0.5, 0.5, 0.5])
         for peer in words:
-            assert decide(peer, words[peer], others(words, peer), SETTINGS).donor == b""
+            assert decide(peer, words[peer], others(words, peer), SETTINGS)[0].donor == b""
 
     def test_alone_there_is_nothing_to_copy(self) -> None:
-        made = decide("peer 0", standing(0, 0.5), {}, SETTINGS)
+        made, reason = decide("peer 0", standing(0, 0.5), {}, SETTINGS)
         assert made.donor == b""
-        assert made.reason == "no word of another member counts"
+        assert reason == "no word of another member counts"
 
     def test_a_donor_that_failed_is_not_drawn_again(self) -> None:
         words = population(LOSSES)
-        first = decide("peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS)
-        second = decide("peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS, failed={first.donor})
+        first, _ = decide("peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS)
+        second, _ = decide("peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS, failed={first.donor})
         assert second.donor not in (b"", first.donor)
-        third = decide(
+        third, _ = decide(
             "peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS, failed={first.donor, second.donor}
         )
         assert third.donor == b""
@@ -95,7 +96,7 @@ class TestTruncation:
         drawn = 0
         for number in range(400):
             words = population(LOSSES, lineage=number.to_bytes(32, "big"))
-            made = decide("peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS)
+            made, _ = decide("peer 7", words["peer 7"], others(words, "peer 7"), SETTINGS)
             drawn += made.donor == words["peer 0"].digest
         assert 150 < drawn < 250
 
@@ -107,15 +108,15 @@ class TestTournament:
         outcomes: Counter[bool] = Counter()
         for number in range(200):
             words = population([0.1, 0.2, 0.3], settings=self.settings, root=number.to_bytes(32, "big"))
-            made = decide("peer 1", words["peer 1"], others(words, "peer 1"), self.settings)
+            made, _ = decide("peer 1", words["peer 1"], others(words, "peer 1"), self.settings)
             assert made.donor in (b"", words["peer 0"].digest)
             outcomes[bool(made.donor)] += 1
-            assert decide("peer 0", words["peer 0"], others(words, "peer 0"), self.settings).donor == b""
+            assert decide("peer 0", words["peer 0"], others(words, "peer 0"), self.settings)[0].donor == b""
         assert 70 < outcomes[True] < 130
 
     def test_no_other_member_is_no_decision(self) -> None:
         word = standing(0, 0.5, settings=self.settings)
-        assert decide("peer 0", word, {}, self.settings).reason == "no word of another member counts"
+        assert decide("peer 0", word, {}, self.settings)[1] == "no word of another member counts"
 
 
 class TestExploring:
@@ -124,7 +125,7 @@ class TestExploring:
         found = []
         for number in range(times):
             words = population([0.1, 0.9], settings=settings, root=number.to_bytes(32, "big"))
-            made = decide("peer 1", words["peer 1"], others(words, "peer 1"), settings)
+            made, _ = decide("peer 1", words["peer 1"], others(words, "peer 1"), settings)
             assert made.donor == words["peer 0"].digest
             found.append((dict(words["peer 0"].hyperparameters), dict(made.hyperparameters)))
         return found
@@ -229,7 +230,7 @@ class TestChecking:
 
     def made(self, me: str = "peer 7") -> Word:
         mine = self.words[me]
-        return Word(standing=mine, decision=decide(me, mine, others(self.words, me), SETTINGS))
+        return Word(standing=mine, decision=decide(me, mine, others(self.words, me), SETTINGS)[0])
 
     def test_each_decision_follows_from_the_words(self) -> None:
         for peer in self.words:
@@ -238,7 +239,7 @@ class TestChecking:
     def test_it_does_not_depend_on_the_order_of_the_words(self) -> None:
         backwards = dict(reversed(list(self.words.items())))
         assert (
-            decide("peer 7", backwards["peer 7"], others(backwards, "peer 7"), SETTINGS)
+            decide("peer 7", backwards["peer 7"], others(backwards, "peer 7"), SETTINGS)[0]
             == self.made().decision
         )
 
@@ -246,11 +247,11 @@ class TestChecking:
         word = self.made()
         assert word.decision is not None
         for decision in (
-            replace(word.decision, donor=b""),
-            replace(word.decision, donor=self.words["peer 4"].digest),
-            replace(word.decision, hyperparameters=self.words["peer 3"].hyperparameters),
+            structs.replace(word.decision, donor=b""),
+            structs.replace(word.decision, donor=self.words["peer 4"].digest),
+            structs.replace(word.decision, hyperparameters=self.words["peer 3"].hyperparameters),
         ):
-            changed = replace(word, decision=decision)
+            changed = structs.replace(word, decision=decision)
             assert check_decision("peer 7", changed, known(self.words), SETTINGS) != ""
 
     def test_a_decision_of_another_peer_does_not_follow(self) -> None:
@@ -261,7 +262,7 @@ class TestChecking:
     def test_words_that_do_not_count_are_no_basis(self) -> None:
         words = {**self.words, "peer 0": standing(0, 0.1, settings=replace(SETTINGS, seed=9))}
         mine = words["peer 7"]
-        word = Word(standing=mine, decision=decide("peer 7", mine, others(words, "peer 7"), SETTINGS))
+        word = Word(standing=mine, decision=decide("peer 7", mine, others(words, "peer 7"), SETTINGS)[0])
         assert (
             check_decision("peer 7", word, known(words), SETTINGS) == "it rests on a word that does not count"
         )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.messages import pack
 from p2pavg.population import Decision, Word, decide
 from p2pavg.population.history import Ancestor, pack_ancestors, read_ancestors
 from p2pavg.population.space import MAX_HYPERPARAMETERS, MAX_NAME_CHARS
@@ -19,32 +19,35 @@ from p2pavg.population.words import (
     MAX_BASIS,
     MAX_MEMBER_CHARS,
     MAX_WORD_BYTES,
-    encode_word,
     lineage_after,
-    read_word,
     read_words,
 )
 from tests.unit.population.samples import SETTINGS, population, standing
-
-TYPES = (int, bytes, str, int, int, float, tuple, bytes, bytes, bytes, int, tuple)
 
 
 def word() -> Word:
     words = population([0.1, 0.2, 0.3, 0.4])
     mine = words.pop("peer 3")
-    return Word(standing=mine, decision=decide("peer 3", mine, words, SETTINGS))
+    return Word(standing=mine, decision=decide("peer 3", mine, words, SETTINGS)[0])
 
 
 def changed(index: int, value: Any) -> bytes:
-    fields = list(unpack(encode_word(word()), *TYPES))
-    fields[index] = value
-    return pack(*fields)
+    """Return a word with one field changed: its version, one of its standing from 1 on, or its decision."""
+    whole = word()
+    version, standing_of, decision = 2, list(asdict(whole.standing).values()), whole.decision
+    if index == 0:
+        version = value
+    elif index <= len(standing_of):
+        standing_of[index - 1] = value
+    else:
+        decision = value
+    return pack(version, standing_of, decision)
 
 
 def test_words_come_back_as_they_were() -> None:
     for each in (word(), Word(standing=standing(1, 0.5))):
-        assert read_word(encode_word(each)) == each
-        assert encode_word(read_word(encode_word(each))) == encode_word(each)
+        assert Word.decode(each.encode()) == each
+        assert Word.decode(each.encode()).encode() == each.encode()
 
 
 def test_the_longest_word_has_room_in_a_record() -> None:
@@ -56,14 +59,14 @@ def test_the_longest_word_has_room_in_a_record() -> None:
     longest = Word(
         standing=standing(1, 0.5, hyperparameters=pairs, member="m" * MAX_MEMBER_CHARS), decision=decision
     )
-    assert len(encode_word(longest)) <= MAX_WORD_BYTES
-    assert read_word(encode_word(longest)) == longest
+    assert len(longest.encode()) <= MAX_WORD_BYTES
+    assert Word.decode(longest.encode()) == longest
 
 
 @pytest.mark.parametrize(
     ("index", "value"),
     [
-        (0, 2),
+        (0, 1),
         (1, b"short"),
         (2, ""),
         (2, "m" * (MAX_MEMBER_CHARS + 1)),
@@ -104,9 +107,9 @@ def test_the_longest_word_has_room_in_a_record() -> None:
     ],
 )
 def test_a_field_out_of_range_is_refused(index: int, value: Any) -> None:
-    assert read_word(changed(0, 1)) == word()
+    assert Word.decode(changed(0, 2)) == word()
     with pytest.raises(RemoteProtocolError):
-        read_word(changed(index, value))
+        Word.decode(changed(index, value))
 
 
 @given(st.binary(max_size=200))
@@ -116,7 +119,7 @@ def test_any_bytes_are_a_word_or_refused(data: bytes) -> None:
 
 
 def test_a_malformed_word_costs_its_own_peer_only() -> None:
-    found, refused = read_words({"a": encode_word(word()), "b": b"junk"})
+    found, refused = read_words({"a": word().encode(), "b": b"junk"})
     assert list(found) == ["a"]
     assert list(refused) == ["b"]
 

@@ -264,7 +264,7 @@ async def test_words_of_other_settings_and_of_strangers_to_the_format_count_noth
     assert report.counted == ()
     assert report.copied_from is None
     assert sorted(report.refused.values())[0] == "its population has other settings"
-    assert "message" in sorted(report.refused.values())[1]
+    assert "no Word" in sorted(report.refused.values())[1]
 
 
 async def test_a_score_that_is_not_finite_counts_nothing_and_its_member_copies_another(

@@ -6,30 +6,50 @@ digests prove that it lied, without the averages themselves. No roster is needed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Subject, is_signed
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import MAX_MEMBERS
-from p2pavg.base.messages import checked, pack, unpack
-from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES
+from p2pavg.base.limits import MAX_RULE_CHARS
+from p2pavg.base.messages import Hash, Message
+from p2pavg.consensus.votes import Ballot, Members, Position, Signature
 from p2pavg_dht.identity import PEER_ID_LENGTH
 
 TWO_AVERAGES = "p2pavg-two-averages/1"
 """The first field of this kind of evidence."""
 MAX_EVIDENCE_BYTES = 4096
-GROUP_ID_BYTES = 32
+_PartDigest = Annotated[bytes, Meta(min_length=PART_DIGEST_BYTES, max_length=PART_DIGEST_BYTES)]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Output:
+class Output(Message, frozen=True, order=True):
     """One signature of a reducer about the averages of its share."""
 
-    digest: bytes
+    digest: _PartDigest
     """Of the share."""
-    inputs: bytes
+    inputs: _PartDigest
     """Digest of the contributions, as the reducer has signed it."""
-    signature: bytes
+    signature: Signature
+
+
+class TwoAverages(Message, frozen=True, tag=TWO_AVERAGES):
+    """Two signatures of one reducer about one attempt, in order."""
+
+    reducer: Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+    group_id: Hash
+    attempt: Ballot
+    members: Members
+    aggregation: Annotated[str, Meta(max_length=MAX_RULE_CHARS)]
+    position: Position
+    first: Output
+    second: Output
+
+    def __post_init__(self) -> None:
+        if self.position not in self.members:
+            raise ValueError("evidence without the accused among the members")
+        if self.first > self.second:
+            raise ValueError("evidence that is not in order")
 
 
 def encode_two_averages(reducer: str, subject: Subject, position: int, a: Output, b: Output) -> bytes:
@@ -45,17 +65,10 @@ def encode_two_averages(reducer: str, subject: Subject, position: int, a: Output
     """
     if not _contradict(reducer, subject, position, a, b):
         raise ValueError("the two signatures do not contradict each other")
-    two = tuple((one.digest, one.inputs, one.signature) for one in sorted((a, b)))
-    return pack(
-        TWO_AVERAGES,
-        reducer,
-        subject.group_id,
-        subject.attempt,
-        subject.members,
-        subject.aggregation,
-        position,
-        *two,
-    )
+    first, second = sorted((a, b))
+    members = frozenset(subject.members)
+    about = (reducer, subject.group_id, subject.attempt, members, subject.aggregation, position)
+    return TwoAverages(*about, first, second).encode()
 
 
 def read_two_averages(data: bytes) -> tuple[str, Subject]:
@@ -66,30 +79,11 @@ def read_two_averages(data: bytes) -> tuple[str, Subject]:
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise RemoteProtocolError(f"evidence of {len(data)} bytes")
-    types = (str, str, bytes, int, tuple, str, int, tuple, tuple)
-    kind, reducer, group_id, attempt, members, aggregation, position, *two = unpack(data, *types)
-    if kind != TWO_AVERAGES or len(reducer) != PEER_ID_LENGTH or len(group_id) != GROUP_ID_BYTES:
-        raise RemoteProtocolError("evidence of another kind, or about no peer or no group")
-    checked(members, (int,) * len(members))
-    if len(members) > MAX_MEMBERS or members != tuple(sorted(set(members))) or position not in members:
-        raise RemoteProtocolError("evidence whose members are too many, out of order, or without the accused")
-    if not 0 <= attempt <= MAX_BALLOT or not 0 <= members[0] <= members[-1] < MAX_MEMBERS:
-        raise RemoteProtocolError("evidence about an impossible attempt or member")
-    subject = Subject(group_id, attempt, members, aggregation)
-    first, second = (_read_output(fields) for fields in two)
-    if not _contradict(reducer, subject, position, first, second):
+    said = TwoAverages.decode(data)
+    subject = Subject(said.group_id, said.attempt, tuple(sorted(said.members)), said.aggregation)
+    if not _contradict(said.reducer, subject, said.position, said.first, said.second):
         raise RemoteProtocolError("two signatures that do not contradict each other, or are forged")
-    if encode_two_averages(reducer, subject, position, first, second) != data:
-        raise RemoteProtocolError("evidence that is not canonical")
-    return reducer, subject
-
-
-def _read_output(fields: tuple[object, ...]) -> Output:
-    digest, inputs, signature = checked(fields, (bytes, bytes, bytes))
-    lengths = (len(digest), len(inputs), len(signature))
-    if lengths != (PART_DIGEST_BYTES, PART_DIGEST_BYTES, SIGNATURE_BYTES):
-        raise RemoteProtocolError("evidence with a digest or a signature of another length")
-    return Output(digest, inputs, signature)
+    return said.reducer, subject
 
 
 def _contradict(reducer: str, subject: Subject, position: int, a: Output, b: Output) -> bool:

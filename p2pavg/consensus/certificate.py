@@ -11,17 +11,36 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2pavg.base.errors import CertificateError, RemoteProtocolError
-from p2pavg.base.messages import checked, pack, unpack
-from p2pavg.consensus.statements import RESULT_BYTES, Statement, is_signed_by
-from p2pavg.consensus.votes import MAX_BALLOT, ResultCommit
+from p2pavg.base.limits import MAX_MEMBERS
+from p2pavg.base.messages import Hash, Message
+from p2pavg.consensus.statements import Statement, is_signed_by
+from p2pavg.consensus.votes import Ballot, Members, Position, ResultCommit, Signature
 from p2pavg.group.roster import Roster, read_roster
 
 MAX_CERTIFICATE_BYTES = 2**18 + 2**14  # a roster is one control message, of 256 KiB at most
 
 _MAGIC = b"p2pavg-commit/1\0"
 _LENGTH = struct.Struct(">I")
+
+
+class CertifiedCommit(Message, frozen=True):
+    """A commit as it stands in a certificate, behind the roster."""
+
+    attempt: Ballot
+    members: Annotated[frozenset[Position], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    digest: Hash
+    signers: Members
+    signatures: Annotated[tuple[Signature, ...], Meta(max_length=MAX_MEMBERS)]
+    """In the order of ``signers``."""
+
+    def __post_init__(self) -> None:
+        if len(self.signers) != len(self.signatures) or self.signers - self.members:
+            raise ValueError("its signatures are not those of its members")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +68,8 @@ class CommitCertificate:
 def encode_certificate(roster: Roster, commit: ResultCommit) -> bytes:
     """Return the certificate of a commit in a group."""
     packed = roster.pack()
-    signers = tuple(position for position, _ in commit.signatures)
     signatures = tuple(signature for _, signature in commit.signatures)
-    rest = pack(commit.attempt, tuple(sorted(commit.members)), commit.digest, signers, signatures)
+    rest = CertifiedCommit(commit.attempt, commit.members, commit.digest, commit.signers, signatures).encode()
     return b"".join((_MAGIC, _LENGTH.pack(len(packed)), packed, rest))
 
 
@@ -114,14 +132,6 @@ def verified_commit(data: bytes) -> tuple[Roster, ResultCommit]:
 
 
 def _read_commit(packed: bytes) -> ResultCommit:
-    attempt, members, digest, signers, signatures = unpack(packed, int, tuple, bytes, tuple, tuple)
-    for positions in (members, signers):
-        checked(positions, (int,) * len(positions))
-        if any(position < 0 for position in positions) or positions != tuple(sorted(set(positions))):
-            raise RemoteProtocolError("its members are out of order, or named twice")
-    checked(signatures, (bytes,) * len(signatures))
-    if not 0 <= attempt <= MAX_BALLOT or len(digest) != RESULT_BYTES or not members:
-        raise RemoteProtocolError("it is about no attempt, no member or no result")
-    if len(signers) != len(signatures) or set(signers) - set(members):
-        raise RemoteProtocolError("its signatures are not those of its members")
-    return ResultCommit(attempt, frozenset(members), digest, tuple(zip(signers, signatures, strict=True)))
+    said = CertifiedCommit.decode(packed)
+    signatures = tuple(zip(sorted(said.signers), said.signatures, strict=True))
+    return ResultCommit(said.attempt, said.members, said.digest, signatures)

@@ -10,19 +10,19 @@ evidence that any peer can check (:func:`contradiction`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
+from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import MAX_MEMBERS
-from p2pavg.base.messages import checked, pack, unpack
-from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES, Members
+from p2pavg.base.messages import Hash, Message, pack
+from p2pavg.consensus.votes import SIGNATURE_BYTES, Ballot, Members, Signature
 from p2pavg_dht.identity import PEER_ID_LENGTH, PeerIdError, public_key_of
 
-GROUP_ID_BYTES = 32
 RESULT_BYTES = 32
 MAX_EVIDENCE_BYTES = 4096
 
@@ -78,6 +78,24 @@ class Signed:
     signature: bytes
 
 
+class _HeldResult(Message, frozen=True):
+    """What one of two contradicting statements says, and its signature."""
+
+    members: Members
+    digest: Hash
+    signature: Signature
+
+
+class Contradiction(Message, frozen=True, tag=CONTRADICTION):
+    """Two contradicting statements of one peer about one attempt, the one with the smaller digest first."""
+
+    peer_id: Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+    group_id: Hash
+    attempt: Ballot
+    first: _HeldResult
+    second: _HeldResult
+
+
 def contradiction(a: Signed, b: Signed) -> str:
     """Return why two statements prove that their signer lied; empty if they prove nothing.
 
@@ -103,9 +121,10 @@ def encode_evidence(a: Signed, b: Signed) -> bytes:
     """
     if not contradiction(a, b):
         raise ValueError("the two statements do not contradict each other")
-    first, second = sorted((a, b), key=_order)
-    group_id, attempt = a.statement.group_id, a.statement.attempt
-    return pack(CONTRADICTION, a.peer_id, group_id, attempt, _fields(first), _fields(second))
+    statement = a.statement
+    held = (_HeldResult(each.statement.members, each.statement.digest, each.signature) for each in (a, b))
+    first, second = sorted(held, key=lambda each: (each.digest, sorted(each.members)))
+    return Contradiction(a.peer_id, statement.group_id, statement.attempt, first, second).encode()
 
 
 def read_evidence(data: bytes) -> tuple[Signed, Signed]:
@@ -116,32 +135,17 @@ def read_evidence(data: bytes) -> tuple[Signed, Signed]:
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise RemoteProtocolError(f"evidence of {len(data)} bytes")
-    kind, peer_id, group_id, attempt, *two = unpack(data, str, str, bytes, int, tuple, tuple)
-    if kind != CONTRADICTION or len(peer_id) != PEER_ID_LENGTH or len(group_id) != GROUP_ID_BYTES:
-        raise RemoteProtocolError("evidence of another kind, or about no peer or no group")
-    if not 0 <= attempt <= MAX_BALLOT:
-        raise RemoteProtocolError(f"evidence about attempt {attempt}")
-    first, second = (_read(peer_id, group_id, attempt, fields) for fields in two)
+    said = Contradiction.decode(data)
+    first, second = (
+        Signed(
+            said.peer_id,
+            Statement(said.group_id, said.attempt, held.members, held.digest),
+            held.signature,
+        )
+        for held in (said.first, said.second)
+    )
     if not contradiction(first, second):
         raise RemoteProtocolError("two statements that do not contradict each other, or are forged")
-    if encode_evidence(first, second) != data:
+    if encode_evidence(first, second) != data:  # in the other order
         raise RemoteProtocolError("evidence that is not canonical")
     return first, second
-
-
-def _fields(signed: Signed) -> tuple[tuple[int, ...], bytes, bytes]:
-    return tuple(sorted(signed.statement.members)), signed.statement.digest, signed.signature
-
-
-def _order(signed: Signed) -> tuple[bytes, Sequence[int]]:
-    return signed.statement.digest, sorted(signed.statement.members)
-
-
-def _read(peer_id: str, group_id: bytes, attempt: int, fields: tuple[object, ...]) -> Signed:
-    members, digest, signature = checked(fields, (tuple, bytes, bytes))
-    checked(members, (int,) * len(members))
-    if len(members) > MAX_MEMBERS or members != tuple(sorted(set(members))):
-        raise RemoteProtocolError("evidence whose members are too many, out of order, or named twice")
-    if any(not 0 <= member < MAX_MEMBERS for member in members) or len(digest) != RESULT_BYTES:
-        raise RemoteProtocolError("evidence about no member, or with a digest of another length")
-    return Signed(peer_id, Statement(group_id, attempt, frozenset(members), digest), signature)

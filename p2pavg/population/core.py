@@ -232,7 +232,7 @@ class Core:
             parent=parent,
             root=root,
             size=len(data),
-        )
+        ).normalised()
         # The snapshot is on the shelf before the word names it: other members may fetch it as soon as they
         # read the word.
         # Whatever follows in this generation, this member has these weights now.

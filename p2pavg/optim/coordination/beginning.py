@@ -123,8 +123,8 @@ class Beginning:
         """
         saved, recipe = origin_of(state), self._recipe()
         try:
-            self._word_of(saved)  # this peer would publish it, and shows its texts
-        except RemoteProtocolError as error:
+            self._word_of(saved).normalised()  # this peer would publish it, and shows its texts
+        except (RemoteProtocolError, ValueError) as error:
             raise ValueError(f"state: its origin is {error}") from None
         if saved.rules == recipe.rules_digest:
             return None

@@ -192,15 +192,15 @@ class RunView:
         return PeerProgress(
             epoch=self.lineage.epoch,
             state=self.lineage.state,
-            samples=float(samples),  # readers refuse a whole number
-            samples_per_second=float(self._pace.samples_per_second),
+            samples=samples,
+            samples_per_second=self._pace.samples_per_second,
             # A peer that replays updates computes no batch, so the others need not wait for one.
             waiting=waiting or self._follows,
-            batch_seconds=float(self._pace.batch_seconds),
+            batch_seconds=self._pace.batch_seconds,
             started=self._attendance.started,
             follows=self._follows,
             left=self._left,
-        )
+        ).normalised()
 
     # ------------------------------------------------------------------ the other peers
 

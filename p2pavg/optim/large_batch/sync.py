@@ -28,7 +28,7 @@ TOPIC = "sync"
 FAILED_SYNC_PAUSE_SECONDS = 0.2  # pause after a failed round
 
 
-class _Received(Message, frozen=True, tag=2):
+class ReceivedDigest(Message, frozen=True, tag=2):
     """What a peer says after a round: the digest of the tensors that it received."""
 
     group: Hash
@@ -167,7 +167,7 @@ def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float
         SyncError: a member received other tensors, or published no digest in time.
     """
     group = bytes.fromhex(result.group_id)
-    board.publish(_Received(group, digest).encode(), now=True)
+    board.publish(ReceivedDigest(group, digest).encode(), now=True)
     # The source's digest is required, even if the source was lost after it had sent everything.
     members = {*result.peers, *(set(result.observers) - result.lost.keys())} - {me}
     while True:
@@ -191,5 +191,5 @@ def _peers(ids: list[str]) -> str:
 
 def _told_of(board: Topic, group: bytes) -> dict[str, bytes]:
     """Return the digests that peers published for one round; leave out malformed ones."""
-    said = decoded_all({peer_id: entry.value for peer_id, entry in board.entries.items()}, _Received)
+    said = decoded_all({peer_id: entry.value for peer_id, entry in board.entries.items()}, ReceivedDigest)
     return {peer_id: word.digest for peer_id, word in said.items() if word.group == group}

@@ -88,7 +88,7 @@ class Certificate:
     def data(self) -> bytes:
         """The certificate as bytes, at most :data:`~p2pavg.base.limits.MAX_CERTIFICATE_BYTES`."""
         issuer = b"" if self.issuer is None else self.issuer.data
-        return _Signed(_pack_body(self), self.signature, issuer).encode()
+        return SignedCertificate(_pack_body(self), self.signature, issuer).encode()
 
     @property
     def identifier(self) -> bytes:
@@ -109,7 +109,7 @@ class Certificate:
         return (self.identifier,) if self.issuer is None else (self.identifier, self.issuer.identifier)
 
 
-class _Body(Message, frozen=True):
+class CertificateBody(Message, frozen=True):
     """What a certificate says."""
 
     authority: Hash
@@ -121,7 +121,7 @@ class _Body(Message, frozen=True):
     serial: Annotated[bytes, Meta(min_length=SERIAL_BYTES, max_length=SERIAL_BYTES)]
 
 
-class _Signed(Message, frozen=True, tag=1):
+class SignedCertificate(Message, frozen=True, tag=1):
     """A certificate as it is sent."""
 
     body: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE_BYTES)]
@@ -131,7 +131,7 @@ class _Signed(Message, frozen=True, tag=1):
 
 
 def _pack_body(certificate: Certificate) -> bytes:
-    return _Body(
+    return CertificateBody(
         certificate.authority,
         certificate.peer_id,
         certificate.roles,
@@ -198,8 +198,8 @@ def _read(data: bytes, depth: int) -> Certificate:
             f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are allowed"
         )
     try:
-        signed = _Signed.decode(data)
-        body = _Body.decode(signed.body)
+        signed = SignedCertificate.decode(data)
+        body = CertificateBody.decode(signed.body)
     except RemoteProtocolError as error:
         raise MemberCertificateError(f"not a certificate: {error}") from None
     # Refused before it is read, so the nesting of a hostile certificate costs nothing.

@@ -8,11 +8,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, SignedShare, Subject, is_signed, part_digest
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
-from p2pavg.base.messages import checked, pack, unpack
-from p2pavg.consensus.votes import MAX_BALLOT, SIGNATURE_BYTES
+from p2pavg.base.limits import MAX_RULE_CHARS
+from p2pavg.base.messages import Count, Message, pack
+from p2pavg.consensus.votes import SIGNATURE_BYTES, Ballot, Members, Position
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg.group.shares import part_size
@@ -28,6 +32,17 @@ MAX_EVIDENCE_BYTES = 32 * 2**20
 MAX_ROSTER_BYTES = 2**18
 
 _LENGTH = struct.Struct(">I")
+
+
+class EvidenceSubject(Message, frozen=True):
+    """What evidence of this kind is about."""
+
+    attempt: Ballot
+    members: Members
+    reducer: Position
+    aggregation: Annotated[str, Meta(max_length=MAX_RULE_CHARS)]
+    index: Count
+    """Of the part among those of the share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +73,10 @@ class FalseAverage:
     def pack(self) -> bytes:
         """Return the bytes that :func:`read_false_average` reads."""
         subject, roster = self.share.subject, self.roster.pack()
-        about = pack(subject.attempt, subject.members, self.share.position, subject.aggregation, self.index)
+        members = frozenset(subject.members)
+        about = EvidenceSubject(
+            subject.attempt, members, self.share.position, subject.aggregation, self.index
+        ).encode()
         own = {self.index: self.manifest.own[self.index]} if self.share.contributes else {}
         return b"".join(
             (
@@ -116,32 +134,30 @@ def read_false_average(data: bytes) -> FalseAverage:
 
 
 def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, int]:
-    attempt, members, reducer, aggregation, index = unpack(about, int, tuple, int, str, int)
-    checked(members, (int,) * len(members))
-    if not 0 <= attempt <= MAX_BALLOT or members != tuple(sorted(set(members))):
-        raise RemoteProtocolError("evidence about an impossible attempt")
-    if any(not 0 <= member < len(roster.members) for member in members) or reducer not in members:
+    said = EvidenceSubject.decode(about)
+    members, reducer = tuple(sorted(said.members)), said.reducer
+    if reducer not in members or members[-1] >= len(roster.members):
         raise RemoteProtocolError("evidence about members that the roster has not")
     try:
         codec = resolve_codec(roster.members[0].codec)
-        rule = read_aggregation(aggregation)
+        rule = read_aggregation(said.aggregation)
     except (ConfigError, ValueError) as error:
         raise RemoteProtocolError(f"evidence about an unknown codec or rule: {error}") from None
     elements = sum(roster.shares)
     cut_shares = share_cutter(elements, codec.granularity, rule.topology)
-    of_attempt = roster.among(attempt, members, cut_shares, codec.granularity)
+    of_attempt = roster.among(said.attempt, members, cut_shares, codec.granularity)
     parts = max(of_attempt.shares) // part_size(elements, len(roster.members))
     if parts * PART_DIGEST_BYTES > total_bytes:  # each part has a digest in the evidence
         raise RemoteProtocolError("evidence about more parts than it has digests")
     share = Share(
-        subject=Subject(roster.group_id, attempt, members, aggregation),
+        subject=Subject(roster.group_id, said.attempt, members, said.aggregation),
         roster=of_attempt,
         reducer=roster.members[reducer].peer_id,
         codec=codec,
         aggregation=rule,
         positions={roster.members[member].peer_id: member for member in members},
     )
-    return share, index
+    return share, said.index
 
 
 class _EvidenceReader:

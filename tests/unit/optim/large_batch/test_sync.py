@@ -96,7 +96,7 @@ def came(value: float, *sources: str, observers: tuple[str, ...] = ("me",)) -> S
 
 
 def received(value: float) -> bytes:
-    return pack(1, bytes.fromhex(GROUP), digest_of([torch.full((3,), value)]))
+    return pack(2, bytes.fromhex(GROUP), digest_of([torch.full((3,), value)]))
 
 
 def sync(rounds: Rounds, tensors: list[torch.Tensor], **options: Any) -> None:

@@ -36,7 +36,7 @@ def test_two_contradicting_statements_accuse_their_signer() -> None:
         (b"", "no short text"),
         (pack("p2pavg-evidence/2", 1), "an unknown kind 'p2pavg-evidence/2'"),
         (pack("x" * 65), "no short text"),
-        (pack(KIND, "nothing"), "6 fields"),
+        (pack(KIND, "nothing"), "no Contradiction"),
         (DATA[:-1] + bytes([DATA[-1] ^ 1]), "forged"),
         (pack(KIND, b"x" * 4096), "evidence of 4"),
     ],

@@ -95,6 +95,8 @@ class ProvenAverage:
     """BLAKE3 digest of each part, 32 bytes."""
     robust: bool
     """True if a robust rule combined the contributions, and so their metrics too."""
+    signers: frozenset[str]
+    """Ids of the members that have signed that they hold the result."""
 
     @property
     def state(self) -> bytes:
@@ -134,7 +136,16 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
     if _result_digest(digests, [len(of_share) for of_share in by_share]) != commit.digest:
         raise RemoteProtocolError("digests of other parts than the members signed")
     sizes = tuple(expected.codec.encoded_nbytes(part.elements) for part in parts)
-    return ProvenAverage(roster, expected.group_id, certificate, parts, sizes, digests, expected.robust)
+    return ProvenAverage(
+        roster,
+        expected.group_id,
+        certificate,
+        parts,
+        sizes,
+        digests,
+        expected.robust,
+        frozenset(member.peer_id for member in signers),
+    )
 
 
 def _check_group(roster: Roster, expected: Expected) -> None:

@@ -23,6 +23,7 @@ from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following_news import Attempts, ProgressReporter, UpdatePace
 from p2pavg.optim.ranks.shards import Ranks
+from p2pavg.state.average import MIN_TRUSTED_SIGNERS
 from p2pavg.state.checking import is_finite
 from p2pavg.state.choice import Chosen, choose_snapshot, head_of, named_donors, next_average
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
@@ -109,7 +110,7 @@ class Follower:
         owner: the optimizer.
         ranks: the ranks of this peer.
         companions: returns the peers that took one of the last updates with this one.
-        members: returns this peer's id, and the other members of its last groups.
+        members: returns the other members of this peer's last groups.
         on_progress: called about once a second while a transfer runs.
     """
 
@@ -121,7 +122,7 @@ class Follower:
         ranks: Ranks,
         *,
         companions: Callable[[], Collection[str]],
-        members: Callable[[], tuple[str, Collection[str]]],
+        members: Callable[[], Collection[str]],
         on_progress: Callable[[StateProgress], None] | None,
     ) -> None:
         self._sharing = sharing
@@ -190,8 +191,8 @@ class Follower:
 
         Args:
             behind: true if the run goes on with another state than this peer's.
-            few: the peers that have that state, if they are few: then at least two members of this peer's last groups
-                must have made each average, and no others, and a snapshot proves nothing.
+            few: the peers that have that state, if they are few: then each average needs signatures of members of this
+                peer's last groups, and a snapshot proves nothing.
             over: true if the caller's time is over.
         """
         self.begin()
@@ -426,8 +427,11 @@ class Follower:
         if first.before not in (None, self._common.lineage.state):
             self._lose_the_log(now, forked=True)  # before the average itself was fetched
             return SyncStatus(), "this peer's updates are not those of the run: it needs a snapshot"
-        if self._follows_few and first.before is not None and not self._is_of_members(first):
-            return SyncStatus(), f"the average of update {epoch + 1} is not one of this peer's last groups"
+        if self._follows_few and first.before is not None and not self._is_known(first):
+            return (
+                SyncStatus(),
+                f"the average of update {epoch + 1} has too few signatures of this peer's last groups",
+            )
         if not first.ended:
             if first.stands_still and not any(first.group_id in said.log for said in news.values()):
                 self._lose_the_log(now)  # it has left all logs while it was fetched
@@ -438,11 +442,12 @@ class Follower:
             return SyncStatus(), reason
         return SyncStatus(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 
-    def _is_of_members(self, transfer: AverageTransfer) -> bool:
-        """Return whether several members of this peer's last groups have made an average, and no other peer."""
-        me, others = self._members()
-        made = {member.peer_id for member in transfer.proven().roster.contributors} - {me}
-        return len(made) > 1 and made <= frozenset(others)
+    def _is_known(self, transfer: AverageTransfer) -> bool:
+        """Return whether several other members of this peer's last groups have signed that they hold an average.
+
+        One alone may lie: it can form a group with strangers, or with members whose records it has from another one.
+        """
+        return len(transfer.proven().signers & frozenset(self._members())) >= MIN_TRUSTED_SIGNERS
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
         epoch = self._common.lineage.epoch

@@ -100,7 +100,7 @@ class States:
             owner,
             ranks,
             companions=lambda: together.run.companions,
-            members=lambda: (averager.peer_id, together.run.last_members),
+            members=lambda: together.run.last_members,
             on_progress=partial(_moved, averager, run_state),
         )
         self._looked_at = self._wanted_at = self._said_at = -UNWANTED_SECONDS

@@ -161,7 +161,9 @@ def _ahead(
     """Return the part of the run that is ahead, its state, and whether it is ahead of peers that do not count only."""
     counts = Counter((other.progress.state, other.progress.epoch) for other in others)
     here = [other.stays for other in others if other.progress.state == mine.state]
-    with_me, that_stay = 1 + len(here), stays + sum(here)
+    with_me = 1 + len(here)
+    # A peer that was awake looks no further than all are: it would wait for those that sleep, on one word.
+    that_stay = with_me if stays else sum(here)
     # A total order, so that two parts of equal size do not each wait for the other one's state. For the same reason,
     # all count against another state of the same epoch.
     further = [

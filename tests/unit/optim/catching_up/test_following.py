@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -92,11 +91,10 @@ class Proven:
     certificate = b""
     robust = False
 
-    def __init__(self, epoch: int, state: bytes, made: Sequence[str]) -> None:
+    def __init__(self, epoch: int, state: bytes, signers: Sequence[str]) -> None:
         self.group_id, self.state = group_at(epoch), state
-        members = tuple(cast(Any, SimpleNamespace(peer_id=name, weight=1.0)) for name in made)
-        self.roster = cast(Any, type("Roster", (), {"holders": (), "members": ()}))()
-        self.roster.contributors = members
+        self.signers = frozenset(signers)
+        self.roster = cast(Any, type("Roster", (), {"contributors": (), "holders": (), "members": ()}))()
         self.roster.total_weight, self.roster.observers = 1.0, ()
         self.roster.metrics_by = lambda **_: {}
 
@@ -114,7 +112,7 @@ class Transfer:
         self.content: memoryview = memoryview(b"")
         self.state = b""
         self.decodes = True
-        self.made: Sequence[str] = ()
+        self.signers: Sequence[str] = ()
 
     def set_donors(self, donors: Mapping[str, Any]) -> None:
         self.donors = donors
@@ -137,7 +135,7 @@ class Transfer:
 
     def proven(self) -> ProvenAverage:
         epoch = int.from_bytes(self.group_id, "big") - 1000
-        return cast(ProvenAverage, Proven(epoch, self.state, self.made))
+        return cast(ProvenAverage, Proven(epoch, self.state, self.signers))
 
     def success(self, averaged: list[torch.Tensor]) -> Any:
         return replayed_success(self.proven(), averaged)
@@ -240,7 +238,7 @@ class World:
             cast(Any, self.owner),
             Ranks(None),
             companions=frozenset,
-            members=lambda: ("me", self.members),
+            members=lambda: self.members,
             on_progress=self.progress.append,
         )
 
@@ -255,16 +253,16 @@ class World:
         self.clock.now += seconds
         return self.follower.advance(behind=self.behind, few=self.few)
 
-    def averages_come(self, made: Sequence[str] = ()) -> None:
+    def averages_come(self, signers: Sequence[str] = ()) -> None:
         """End all transfers of averages that are on their way, each with the right content.
 
         Args:
-            made: the contributors of their groups.
+            signers: the members that have signed them.
         """
         for transfer in self.sharing.averages:
             epoch = int.from_bytes(transfer.group_id, "big") - 1000
             transfer.state, transfer.averaged = state_at(epoch - 1), [torch.tensor(float(epoch))]
-            transfer.ended, transfer.made = True, made
+            transfer.ended, transfer.signers = True, signers
 
     def snapshot_comes(self, content: memoryview) -> None:
         transfer = self.sharing.snapshots[-1]
@@ -387,23 +385,23 @@ def few_are_ahead(world: World) -> None:
     world.few = ("c",)
 
 
-def test_few_peers_that_are_ahead_are_followed_along_the_averages_of_members(world: World) -> None:
+def test_few_peers_that_are_ahead_are_followed_along_the_averages_that_members_signed(world: World) -> None:
     few_are_ahead(world)
     assert "fetching the average of update 4" in world.advance().reason
-    world.averages_come(made="ac")
+    world.averages_come(signers="acx")
     world.advance()
     assert world.common.lineage.epoch == 4
 
 
-@pytest.mark.parametrize("made", ["c", "cx", "acx", ("me", "c"), ()])
+@pytest.mark.parametrize("signers", ["c", "cx", "cxyz", ("me", "c"), ()])
 def test_few_peers_that_are_ahead_prove_nothing_without_two_members(
-    world: World, made: Sequence[str]
+    world: World, signers: Sequence[str]
 ) -> None:
-    """One member that lies can make a group of itself and a stranger, or withhold who made it."""
+    """One member that lies can make a group of itself and strangers."""
     few_are_ahead(world)
     world.advance()
-    world.averages_come(made=made)
-    assert "is not one of this peer's last groups" in world.advance(LOST_SECONDS).reason
+    world.averages_come(signers=signers)
+    assert "has too few signatures of this peer's last groups" in world.advance(LOST_SECONDS).reason
     assert (world.common.value, world.common.lineage.epoch) == (6.0, 3)
     world.behind, world.few = False, ()  # it has waited long enough for them
     assert world.advance().caught_up

@@ -38,10 +38,6 @@ class CertifiedCommit(Message, frozen=True):
     signatures: Annotated[tuple[Signature, ...], Meta(max_length=MAX_MEMBERS)]
     """In the order of ``signers``."""
 
-    def __post_init__(self) -> None:
-        if len(self.signers) != len(self.signatures) or self.signers - self.members:
-            raise ValueError("its signatures are not those of its members")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCertificate:
@@ -133,5 +129,7 @@ def verified_commit(data: bytes) -> tuple[Roster, ResultCommit]:
 
 def _read_commit(packed: bytes) -> ResultCommit:
     said = CertifiedCommit.decode(packed)
+    if len(said.signers) != len(said.signatures) or said.signers - said.members:
+        raise RemoteProtocolError("its signatures are not those of its members")
     signatures = tuple(zip(sorted(said.signers), said.signatures, strict=True))
     return ResultCommit(said.attempt, said.members, said.digest, signatures)

@@ -135,7 +135,7 @@ def test_the_same_content_in_another_encoding_is_refused() -> None:
     commit = signed(ROSTER, {0, 1, 2})
     head, rest = CERTIFICATE.rsplit(b"\x95\x00\x94", 1)
     assert head + b"\x95\x00\x94" + rest == CERTIFICATE == encode_certificate(ROSTER, commit)
-    with pytest.raises(CertificateError, match="not canonical"):
+    with pytest.raises(CertificateError, match="in another way"):
         verify_certificate(head + b"\x95\xcc\x00\x94" + rest)
 
 

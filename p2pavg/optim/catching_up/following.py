@@ -199,6 +199,8 @@ class Follower:
         now = time.monotonic()
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._trusted)
+        if self.is_useless:  # then any snapshot of the run is better than this state
+            few = ()
         deciding = deciding & frozenset(few) if few else deciding
         head = head_of(news, deciding)
         if deciding:

@@ -280,7 +280,8 @@ class RunView:
         now = time.monotonic()
         seen = self._attendance.hear(self._mine, self._words(), now)
         stays = self._attendance.stays(self._mine, now)
-        if not self.comes_back:  # it cannot follow those that went on: it goes on with those that are here
+        # Without states it cannot follow those that went on, and without a group it could not tell whether they did.
+        if not self.comes_back or not self._groups:
             stays, seen = True, tuple(dataclasses.replace(peer, stays=True) for peer in seen)
         return survey(self._mine, seen, self.differs(), stays=stays)
 

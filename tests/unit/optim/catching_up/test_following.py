@@ -416,6 +416,13 @@ def test_a_snapshot_of_few_peers_is_not_taken(world: World) -> None:
     assert not world.sharing.snapshots
 
 
+def test_a_peer_whose_state_is_useless_takes_the_snapshot_of_most_voters(world: World) -> None:
+    world.run_is_at(5, snapshot=offer_of(5))
+    world.few = ("c",)
+    world.follower.begin(snapshot=True)
+    assert "fetching the state of update 5" in world.advance().reason
+
+
 def test_averages_that_few_peers_have_chosen_are_dropped_when_most_are_ahead(world: World) -> None:
     few_are_ahead(world)
     world.advance()

@@ -79,7 +79,7 @@ class Signed:
 
 
 class _HeldResult(Message, frozen=True):
-    """What one of two contradicting statements says, and its signature."""
+    """One of two contradicting statements, with its signature."""
 
     members: Members
     digest: Hash

@@ -52,7 +52,7 @@ def is_codec_name(name: str) -> bool:
 
 
 class Readiness(Message, frozen=True, kw_only=True, tag=5):
-    """What a peer signs about itself when it is ready for a round; :class:`Candidate` says what the fields mean."""
+    """The fields that a peer signs when it is ready for a round; :class:`Candidate` says what the fields mean."""
 
     deadline: Seconds
     weight: Annotated[float, Meta(ge=0.0, le=MAX_WEIGHT)]

@@ -211,10 +211,7 @@ class Follower:
         if self._follows_few and not behind:
             found, reason = SyncStatus(ready=Ready.END, epoch=self._common.lineage.epoch), ""
         elif self._follows_few and self._needs_snapshot:
-            found, reason = (
-                SyncStatus(),
-                "peers that are no more than those of this state have no averages that lead on",
-            )
+            found, reason = SyncStatus(), "the few peers that are ahead have no averages that lead to them"
         elif self._needs_snapshot:
             found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
@@ -238,7 +235,10 @@ class Follower:
     def _act(self, ready: Ready, now: float) -> Following:
         """Do what all ranks are ready for."""
         if ready is Ready.END:
-            logger.info("this peer has caught up with its run at update %d", self._common.lineage.epoch)
+            said = (
+                "goes on" if self._follows_few else "has caught up with its run"
+            )  # the few may have proven nothing
+            logger.info("this peer %s at update %d", said, self._common.lineage.epoch)
             self.stop()
             return Following(caught_up=True)
         if ready is Ready.AVERAGE:
@@ -509,7 +509,8 @@ class Follower:
             # At first, the next average may just not be made yet.
             # If this lasts, the others have taken another update than this peer.
             if now >= self._last_found + LOST_SECONDS:
-                self._lose_the_log(now, forked=True)
+                # Voters that are further back are late, and their snapshots would take back this peer's updates.
+                self._lose_the_log(now, forked=head == epoch)
             return f"no peer offers a later state than that of update {epoch}"
         self._lose_the_log(now)
         return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"

@@ -29,7 +29,7 @@ FAILED_SYNC_PAUSE_SECONDS = 0.2  # pause after a failed round
 
 
 class ReceivedDigest(Message, frozen=True, tag=2):
-    """What a peer says after a round: the digest of the tensors that it received."""
+    """The digest of the tensors that a peer received in a round."""
 
     group: Hash
     digest: Hash

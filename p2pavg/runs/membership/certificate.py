@@ -110,7 +110,7 @@ class Certificate:
 
 
 class CertificateBody(Message, frozen=True):
-    """What a certificate says."""
+    """The signed fields of a certificate."""
 
     authority: Hash
     peer_id: str

@@ -27,7 +27,7 @@ OVERHEAD_BYTES = NONCE_BYTES + 16  # the nonce and the tag
 
 
 class MemberRecord(Message, frozen=True):
-    """What is sealed: a record's value, and the certificate of the member that publishes it."""
+    """The content of a sealed record: a value, and the certificate of the member that publishes it."""
 
     certificate: bytes
     value: bytes

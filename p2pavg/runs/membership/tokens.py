@@ -114,7 +114,7 @@ def token_key(seed: bytes, authority: bytes) -> bytes:
 
 def make_token(key: bytes, token: Token) -> bytes:
     """Return a token as bytes, at most :data:`MAX_TOKEN_BYTES`."""
-    body = token.encode()
+    body = token.normalised().encode()  # with whole numbers as floats, as its reader demands
     return _mac(key, body) + body
 
 

@@ -35,7 +35,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class EvidenceSubject(Message, frozen=True):
-    """What evidence of this kind is about."""
+    """The part of a share that evidence is about."""
 
     attempt: Ballot
     members: Members

@@ -37,14 +37,8 @@ def test_the_longest_news_fit_into_a_record() -> None:
     assert len(news.encode()) <= MAX_ENTRY_BYTES - 500  # the rest of a record
 
 
-FIELDS = (
-    2,
-    False,
-    9,
-    (7, b"s" * 32, b"r" * 32, 123),
-    (b"a" * 32, b"b" * 32),
-    ("/ip4/203.0.113.7/tcp/40001",),
-)
+LOG = (b"a" * 32, b"b" * 32)
+FIELDS = (2, False, 9, (7, b"s" * 32, b"r" * 32, 123), LOG, ("/ip4/203.0.113.7/tcp/40001",))
 
 
 def test_the_bytes_never_change() -> None:

@@ -375,6 +375,15 @@ def test_after_a_fork_a_snapshot_of_an_earlier_update_leads_to_the_run(world: Wo
     assert "fetching the state of update 2" in world.advance().reason
 
 
+def test_late_voters_do_not_take_back_this_peers_updates(world: World) -> None:
+    """It is at update 3, and they have not published more than update 2."""
+    world.run_is_at(2, snapshot=offer_of(1), log=1)
+    world.advance()
+    world.advance(LOST_SECONDS)
+    world.advance()
+    assert not world.sharing.snapshots
+
+
 def few_are_ahead(world: World) -> None:
     """Let c go on with a, while this peer, a and b, its last group, slept. a and b are no part of it."""
     world.members = ("a", "b", "c")

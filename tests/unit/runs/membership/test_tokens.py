@@ -178,3 +178,9 @@ def test_no_text_raises_another_error(text: str) -> None:
 def test_a_token_is_in_no_repr_of_a_link() -> None:
     assert "token" not in repr(InvitationLink(ADDRESS, b"secret"))
     assert replace(InvitationLink(ADDRESS, b"secret"), token=b"") != InvitationLink(ADDRESS, b"secret")
+
+
+def test_a_token_of_whole_numbers_is_read() -> None:
+    roles = frozenset({Role.CONTRIBUTOR})
+    token = Token(serial=bytes(16), roles=roles, max_weight=5, begins=1, expires=2, certificate_expires=3)
+    assert read_token(KEY, make_token(KEY, token)) == token

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 from p2pavg.allreduce.vector.accumulation import Given
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
 from p2pavg.base.threads.program_end import at_the_end
 from p2pavg.base.threads.trio_thread import TrioThread
@@ -40,12 +40,8 @@ from p2pavg.telemetry.members import RunPeer
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_SECONDS = 0.25
-"""For so long, ``step(wait=0)`` may repeat what it said of a round that still runs."""
 
 LAST_WORDS = "ends"
-LAST_LOOK_SECONDS = 5.0
-"""Between two looks for last words that do not come by themselves: they live for minutes."""
 
 T = TypeVar("T")
 
@@ -236,7 +232,7 @@ class Averager:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round.
 
         A training loop that calls it with ``wait=0`` in every step loses no time by that. While there is nothing but
-        progress to report, the averager's thread is asked at most every :data:`PROGRESS_SECONDS`, since it has a lower
+        progress to report, the averager's thread is asked at most every :data:`GLANCE_SECONDS`, since it has a lower
         priority than the loop. In between, the call returns the progress of the last time.
         """
         if checked_wait(wait) == 0.0 and (known := self._known_progress()) is not None:
@@ -249,7 +245,8 @@ class Averager:
         # is let go: it has the whole average.
         self._progress = (0.0, None, None)
         if isinstance(result, InProgress) and result.reason in (EXCHANGES, FORMS):
-            self._progress = (time.monotonic() + PROGRESS_SECONDS, waiting_round(self._averager), result)
+            # For so long, ``step(wait=0)`` may repeat what it said of a round that still runs.
+            self._progress = (time.monotonic() + GLANCE_SECONDS, waiting_round(self._averager), result)
         return result
 
     def _known_progress(self) -> InProgress | None:
@@ -343,7 +340,8 @@ class Averager:
         Args:
             lasts: seconds for which this peer's can be read after it has closed.
         """
-        return self._call(partial(self._averager.board, LAST_WORDS, LAST_LOOK_SECONDS, lasts=lasts))
+        # Between two looks for last words that do not come by themselves: they live for minutes.
+        return self._call(partial(self._averager.board, LAST_WORDS, CALM_LOOK_SECONDS, lasts=lasts))
 
     def is_connected(self, peer_id: str) -> bool:
         """See :meth:`p2pavg.DecentralizedAverager.is_connected`."""

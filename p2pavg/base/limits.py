@@ -18,17 +18,39 @@ MAX_MBPS = 1e6  # largest limit that a user can set, in Mbit/s
 MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
 MAX_NORM = 2.0**118  # of a contribution: 2**34 values of 2**100 each have a norm of 2**117
 MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate
+# The waits that many modules share. A wait that has another reason stands in its own module, with that reason.
+GLANCE_SECONDS = 0.25
+"""Between two looks at what changes within this process, while a caller waits: too short to be noticed."""
+LOOK_SECONDS = 1.0
+"""Between two looks of a task that waits for news, and between two words on one thing that goes on. News wake the task;
+a look finds what has not."""
+CALM_LOOK_SECONDS = 5.0
+"""The same where no caller waits for what is found."""
+QUICK_REPLY_SECONDS = 5.0
+"""For an answer of a few round trips and no work, where there is another way, or another peer to ask."""
 REPLY_SECONDS = 10.0
 """For one word of a peer that is there: to open a stream to it, for its first message, for its answer. A message of 256
 KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow, and not gone."""
-LOOK_SECONDS = 1.0
-"""Between two looks of a task that waits for news, at most. News wake it; a look finds what has not."""
-CALM_LOOK_SECONDS = 5.0
-"""The same where no caller waits for what is found."""
+STALL_SECONDS = 30.0
+"""For one piece of data to move, or one stream to be used. A link of 70 kbit/s carries 256 KiB in this time. What takes
+longer holds memory and a place for nothing."""
+IDLE_STREAM_SECONDS = 60.0  # after which the serving side closes a stream without another round or call
+ASK_AGAIN_SECONDS = 1.0
+"""Before a peer that is there, and could not answer as hoped, is asked again; doubled where it goes on."""
+HOLD_OFF_SECONDS = 10.0
+"""Before a peer that could not be reached, or that spoiled a group, is tried again; doubled each time. Honest peers do
+it within seconds of each other, so while all of them hold it off, they find each other."""
+RETRY_SECONDS = 60.0
+"""Before a way, a relay or a peer that failed is tried again, where others serve meanwhile."""
+FORGIVE_SECONDS = 600.0
+"""After which half of a peer's wasted waits or silences is forgotten. A program that stands still now and then does
+so many times meanwhile; one that has started anew, or has moved to a better link, is soon a member like any other."""
+STOP_SECONDS = 10.0
+"""For a thread, a process or a search of this program to end after it was told to. A peer leaves within 5 s."""
 FAREWELL_SECONDS = 1.0
 """For what this process tells others when it ends something: they also notice without it, only later."""
 TAIL_SECONDS = 2.0
-"""For telling the members of its last round how it ended, when a peer leaves: they may wait for it."""
+"""For what others may wait for when this peer ends something: the last votes of a round, its end, a lane's end."""
 WARN_WAIT_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
 MAX_BACKOFF_SECONDS = 600.0
 """The longest pause of those that double: between two groups with a peer that spoiled them, or two words of the log on

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Literal, TextIO, TypeAlias
 
-from p2pavg.base.limits import MAX_BACKOFF_SECONDS
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
 
 Form: TypeAlias = Literal["text", "json"]
 LEVELS = ("debug", "info", "warning", "error")
@@ -27,7 +27,6 @@ FIELDS = ("run", "round", "peer", "result", "seconds", "members", "bytes_sent", 
 
 NOISY = ("trio.serve_listeners",)
 """Loggers of other libraries that repeat themselves: this one ten times a second, as long as no file can be opened."""
-FIRST_LOG_PAUSE_SECONDS = 10.0
 MAX_CAUSES = 1024
 """Causes that are remembered; the one whose last line is oldest is forgotten."""
 
@@ -224,7 +223,7 @@ class _Cause:
     __slots__ = ("left_out", "pause", "quiet_until")
 
     def __init__(self, now: float, left_out: int) -> None:
-        self.pause = FIRST_LOG_PAUSE_SECONDS
+        self.pause = WARN_WAIT_SECONDS
         self.quiet_until = now + self.pause
         self.left_out = left_out
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
+from p2pavg.base.limits import FORGIVE_SECONDS
+
 MEMBER_PING_SECONDS = 0.5
 FLOOR_SECONDS = 1.5
 PARTS = 4.0
@@ -30,9 +32,6 @@ seconds too.
 
 MARGIN = 2.0
 """A member may be silent for so many times its longest silence before."""
-FORGET_HALF_SECONDS = 600.0
-"""Half of a silence is forgotten after so long. A program that stands still now and then does so many times meanwhile;
-one that has started anew, or has moved to a better link, is soon a member like any other."""
 MAX_SILENT = 1024  # members that are remembered; each of them has cost seconds, so none is pushed out quickly
 
 
@@ -62,7 +61,9 @@ class Silences:
 
     def _longest(self, peer_id: str, now: float) -> float:
         seconds, noted = self._seen.get(peer_id, (0.0, now))
-        return math.ldexp(seconds, -int((now - noted) / FORGET_HALF_SECONDS))
+        # Half of a silence is forgotten after so long. A program that stands still now and then does so many times
+        # meanwhile; one that has started anew, or has moved to a better link, is soon a member like any other.
+        return math.ldexp(seconds, -int((now - noted) / FORGIVE_SECONDS))
 
 
 class ArrivalPace:

@@ -10,6 +10,7 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import GLANCE_SECONDS, QUICK_REPLY_SECONDS
 from p2pavg.group.candidate import Candidate, read_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, GaveUp, Open, Renew, Report, Send
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt is valid for an hour
 RECORD_TTL_SECONDS = 30.0  # the record of a peer that died expires after this
-OPEN_LEADER_SECONDS = 5.0
-_POLL_FIRST_SECONDS = 0.25
 _POLL_MOST_SECONDS = 4.0
 
 
@@ -207,7 +206,7 @@ class AttemptRunner:
                     # The answer to a publication names the other peers of the place.
                     # So polls begin again with a short pause.
                     watched.appendleft(await self._publish_on(rung))
-                    pause = _POLL_FIRST_SECONDS
+                    pause = GLANCE_SECONDS
                     stepped = trio.current_time()
                     poll_at = stepped + pause
                 await trio.sleep_until(min(poll_at, stepped + self._patience()))
@@ -329,7 +328,7 @@ class AttemptRunner:
             self._opening[peer_id] = scope
             try:
                 stream = await self._context.transport.open_stream(
-                    peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_LEADER_SECONDS
+                    peer_id, PROTOCOL, addresses=candidate.addresses, timeout=QUICK_REPLY_SECONDS
                 )
             except UnreachableError as error:
                 reason = str(error)
@@ -351,7 +350,7 @@ class AttemptRunner:
     async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
         try:
             stream = await self._context.transport.open_stream(
-                candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_LEADER_SECONDS
+                candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=QUICK_REPLY_SECONDS
             )
             try:
                 await send_message(stream, encode(nudge))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Report, Send
@@ -14,7 +15,6 @@ from p2pavg.matchmaking.messages import Accept, Declined, JoinRequest, LeaderSta
 from p2pavg.matchmaking.roster_check import not_admitted, wrong_with
 from p2pavg.matchmaking.timing import (
     BACK_SECONDS,
-    DECLINED_RETRY_SECONDS,
     DUE_SECONDS,
     GRACE_SECONDS,
     LEADER_SILENCE_SECONDS,
@@ -142,7 +142,7 @@ class FollowedLeader:
             asked.fruitless += 1
             asked.declined, taken = answer.reason, answer.taken
         for peer_id in {asked.peer_id, *taken}:
-            self._state.peers.avoid(peer_id, now + DECLINED_RETRY_SECONDS)
+            self._state.peers.avoid(peer_id, now + ASK_AGAIN_SECONDS)
         self._state.learn_leader(answer.leader, now)
 
     # ------------------------------------------------------------------ the proposal
@@ -226,7 +226,7 @@ class FollowedLeader:
         state.memory.wasted(leader.peer_id, now, most=most)
         return "it has formed no group in its time"
 
-    def leave(self, reason: str, now: float, *, avoid: float = DECLINED_RETRY_SECONDS) -> Actions:
+    def leave(self, reason: str, now: float, *, avoid: float = ASK_AGAIN_SECONDS) -> Actions:
         """Leave the leader, and do not ask it again for ``avoid`` seconds."""
         known = self._state.peers[self._leader.peer_id]
         known.avoid(now + avoid)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from p2pavg.base.limits import MAX_BACKOFF_SECONDS, MAX_TIMEOUT_SECONDS
+from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_TIMEOUT_SECONDS
 from p2pavg.group.candidate import Candidate
 
 FORGET_SECONDS = 60.0  # a candidate is forgotten this long after a record last named it; a record lives 30 s
 RECENT_SECONDS = 6.0  # a candidate is present if a record named it this recently: one poll and a look-up
-HOLD_OFF_SECONDS = 10.0  # backoff for a follower that spoiled a proposal; doubles each time
 MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # largest distance of a deadline from now, either way
 PAST_SECONDS = 90.0  # no honest leader is further past its deadline, even with a clock half a minute slow
 
@@ -141,6 +140,7 @@ class KnownPeer:
         because the peer may spoil every proposal on purpose.
         """
         times = 0 if self.held_off is None else self.held_off.times
+        # A follower that spoils proposals again and again costs the others less and less.
         seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS)
         self.held_off = HeldOff(reason, now + seconds, times + 1)
         return seconds

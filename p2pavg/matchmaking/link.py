@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.limits import TAIL_SECONDS
 from p2pavg.matchmaking.messages import Message, check_signature, decode, encode, records_in
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_message, send_message
@@ -18,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 # A conversation has a few messages in flight at most. A peer that does not read them is dropped.
 _OUTBOX_MESSAGES = 32
-_FLUSH_SECONDS = 2.0
 VERIFIED_IN_A_TURN = 16
 """Signatures that are verified without a pause: 2 to 3 ms."""
 
@@ -117,7 +117,7 @@ class JoinLink:
         try:
             async for message in self._to_send:
                 await send_message(self._stream, encode(message))
-            with trio.move_on_after(_FLUSH_SECONDS):
+            with trio.move_on_after(TAIL_SECONDS):
                 await self._stream.aclose()
         except (StreamBrokenError, ClosedError) as error:
             logger.debug("writing to %s: %s", self._stream.remote, error)

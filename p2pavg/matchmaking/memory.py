@@ -10,16 +10,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from p2pavg.base.limits import MAX_BACKOFF_SECONDS
+from p2pavg.base.limits import FORGIVE_SECONDS, HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
 
-HOLD_OFF_LEADER_SECONDS = 10.0
-"""Backoff for a leader that wasted this peer's time; doubles each time.
-
-Peers leave such a leader within seconds of each other. While all of them hold it off, they find each other.
-"""
-FORGIVE_SECONDS = 600.0  # each time this long passes without a wasted wait, half of the count is forgotten
 MAX_LATE = 512
 """Leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly."""
 MAX_PUT_OFF = 512  # candidates that are remembered as put off; a forgotten one may be put off again
@@ -52,12 +46,12 @@ class Memory:
         self._proven.pop(peer_id, None)
         known = self._late.pop(peer_id, None)
         times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / FORGIVE_SECONDS)
-        until = min(now + min(HOLD_OFF_LEADER_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS), most)
+        until = min(now + min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS), most)
         # Leaders that are already held off stay so. Otherwise three of them, one after the other, would leave no time
         # in which this peer is free for other leaders.
         for late in self._late.values():
             if now < late.until <= now + MAX_BACKOFF_SECONDS:
-                late.until = max(late.until, min(now + HOLD_OFF_LEADER_SECONDS, late.most))
+                late.until = max(late.until, min(now + HOLD_OFF_SECONDS, late.most))
         self._late[peer_id] = _Late(until, times + 1, now, most)
         if len(self._late) > MAX_LATE:
             self._late.popitem(last=False)

@@ -17,11 +17,12 @@ So a leader puts two kinds of candidates off, if enough better ones are ready to
 
 from __future__ import annotations
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.reach import Reach, is_direct
 from p2pavg.matchmaking.attempt_state import AttemptState
 from p2pavg.matchmaking.own_group import OwnGroup
-from p2pavg.matchmaking.timing import DECLINED_RETRY_SECONDS, PUT_OFF_SECONDS
+from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
 
 DIALABLE_WANTED = 2
 """A group goes on with the other one if a member that can be dialled is lost."""
@@ -32,7 +33,7 @@ WAITS_FOR_RELAYED = "the group has two members that can be dialled; relayed peer
 
 def why_put_off(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> str | None:
     """Return the reason for putting a candidate off that the group could take, or ``None``."""
-    near = state.me.deadline - PUT_OFF_SECONDS - DECLINED_RETRY_SECONDS
+    near = state.me.deadline - PUT_OFF_SECONDS - ASK_AGAIN_SECONDS
     if candidate.auxiliary or now >= near:
         return None
     members = [state.me, *group.followers.values()]

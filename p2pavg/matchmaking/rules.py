@@ -59,6 +59,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.actions import Actions, Close, GaveUp, Renew, Report, Send, Settings
 from p2pavg.matchmaking.admission import refusal
@@ -81,13 +82,11 @@ from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.reasons import code_apart, leader_wait, why_apart
 from p2pavg.matchmaking.selection import first_earlier, nudges, times_to_ask
 from p2pavg.matchmaking.timing import (
-    DECLINED_RETRY_SECONDS,
     LEADER_SILENCE_SECONDS,
     MOVED_SECONDS,
     NEXT_ATTEMPT_SECONDS,
     PROPOSAL_ANSWER_SECONDS,
     RENEW_SECONDS,
-    UNREACHABLE_SECONDS,
 )
 
 
@@ -204,7 +203,7 @@ class Matchmaking:
             if state.phase is not AttemptPhase.ASKING:
                 state.memory.wasted(state.leader.peer_id, now)
             reason = f"silent for {LEADER_SILENCE_SECONDS:.0f} s"
-            return self._followed.leave(reason, now, avoid=UNREACHABLE_SECONDS) + self._advance(now)
+            return self._followed.leave(reason, now, avoid=HOLD_OFF_SECONDS) + self._advance(now)
         if is_late:
             # Before it is left: the next call forgets which leader it was.
             reason = self._followed.blame_delay(now)
@@ -402,7 +401,7 @@ class Matchmaking:
         # The pause keeps this peer from asking in a loop, and the count puts
         # the candidate behind those not tried yet.
         known.broken = state.leader.deadline
-        known.avoid(now + (DECLINED_RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
+        known.avoid(now + (ASK_AGAIN_SECONDS if reachable else HOLD_OFF_SECONDS))
         known.fruitless += 1
         # The leader may have committed before it was lost, and told others.
         if state.phase is AttemptPhase.ACCEPTED:

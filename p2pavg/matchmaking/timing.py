@@ -8,12 +8,10 @@ PROPOSAL_ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the 
 GRACE_SECONDS = 1.0  # a follower waits this much longer than its own deadline for its leader's status
 ORPHAN_SECONDS = 1.0
 """A member that accepted a roster and then lost its leader waits so long for another member to begin the exchange."""
-DECLINED_RETRY_SECONDS = 1.0  # delay before a candidate that declined is asked again
 PUT_OFF_SECONDS = 1.5
 """A leader keeps a place for better candidates so long, from the first time that another candidate asks for it. They
 are told of the leader at once, and ask within a few round trips. With the delay before the other one asks again, this
 is well below the time after which followers leave a leader that is due."""
-UNREACHABLE_SECONDS = 10.0  # delay before a candidate that could not be reached is asked again
 DUE_SECONDS = 5.0
 """A follower leaves a leader that has been due for so long. Other peers may need a poll of the records, 4 s, to find
 that leader."""

@@ -5,7 +5,7 @@ side is silent. So the library makes the text here, and this module serves it:
 
 * MAX_SCRAPES connections at once. The oldest one gives way to a new one: an honest scrape takes milliseconds, so only
   connections that are held on purpose are ever the oldest.
-* Each connection has SCRAPE_SECONDS for one request and its answer.
+* Each connection has REPLY_SECONDS for one request and its answer.
 * The text is made again after TEXT_SECONDS at the earliest, and each host has a budget of processor time.
 """
 
@@ -26,6 +26,7 @@ from prometheus_client.exposition import choose_encoder
 
 from p2pavg.base.errors import ListenError
 from p2pavg.base.hostnames import is_loopback, may_ask
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.shortage import is_shortage
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.sources import prefix_of
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 LOCALHOST = "127.0.0.1"
 MAX_SCRAPES = 16
 """Connections at once. A Prometheus has one; a pair of them and a person with a browser have a few."""
-SCRAPE_SECONDS = 10.0
-"""Time for a request and its answer: the timeout of a Prometheus that is configured with none."""
 TEXT_SECONDS = 0.5
 MAX_HEAD_BYTES = 16 * 1024
 """Of a request's lines, as for the monitor. The library's parser allows 6 MiB."""
@@ -223,7 +222,8 @@ class _ScrapeServer(TCPServer):
 
     def service_actions(self) -> None:
         """End the connections that have had their time. The loop calls this now and then."""
-        self.places.end_older_than(SCRAPE_SECONDS)
+        # Time for a request and its answer: the timeout of a Prometheus that is configured with none.
+        self.places.end_older_than(REPLY_SECONDS)
 
     def server_close(self) -> None:
         """Stop listening, and end all connections."""

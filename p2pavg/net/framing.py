@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.transport import Buffer, Stream
 
 LENGTH_BYTES = 4
@@ -19,9 +20,6 @@ LENGTH_BYTES = 4
 # 4 MiB by default, libp2p's own protocols 64 KiB to 4 MiB.
 MAX_CONTROL_BYTES = 256 * 1024
 
-# The timeout of a message, from its first byte to its last. A roster of 64 KiB takes 8 s on a link of 64 kbit/s, the
-# slowest that is supported without setting a bandwidth. A sender that takes longer occupies memory for nothing.
-MESSAGE_SECONDS = 10.0
 
 _READ_CHUNK = 256 * 1024  # the initial window of a stream; a read rarely finds more
 
@@ -43,20 +41,22 @@ async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES)
 
     Raises:
         RemoteProtocolError: the announced length is zero or above ``max_bytes``, or the message was not complete
-            MESSAGE_SECONDS after its first byte.
+            REPLY_SECONDS after its first byte.
         StreamBrokenError: the stream ended within a message, or was reset.
     """
     first = await stream.receive_some(LENGTH_BYTES)
     if not first:
         return None
-    with trio.move_on_after(MESSAGE_SECONDS):
+    # From the first byte to the last one. A roster of 64 KiB takes 8 s on a link of 64 kbit/s, the slowest that is
+    # supported without setting a bandwidth. A sender that takes longer occupies memory for nothing.
+    with trio.move_on_after(REPLY_SECONDS):
         length = int.from_bytes(first + await _receive_exactly(stream, LENGTH_BYTES - len(first)), "big")
         if not 0 < length <= max_bytes:
             raise RemoteProtocolError(
                 f"a message of {length} bytes was announced, 1 to {max_bytes} are allowed"
             )
         return bytes(await _receive_exactly(stream, length))
-    raise RemoteProtocolError(f"a message was not complete {MESSAGE_SECONDS:.0f} s after its first byte")
+    raise RemoteProtocolError(f"a message was not complete {REPLY_SECONDS:.0f} s after its first byte")
 
 
 async def _receive_exactly(stream: Stream, count: int) -> bytearray:

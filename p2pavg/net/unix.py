@@ -20,6 +20,7 @@ import trio
 
 from p2pavg.base.errors import ClosedError, ControlError, P2PAvgError, StreamBrokenError
 from p2pavg.base.files import locked
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.shortage import is_shortage
 from p2pavg.net.transport import Buffer, Stream
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 64
 """Connections at once. Further ones are closed: a user's own program may be wrong too."""
 MAX_PATH_BYTES = 107  # of the name in a socket's address on Linux; other systems allow 103
-ACCEPT_AGAIN_SECONDS = 1.0
 _BACKLOG = 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -119,7 +119,7 @@ async def accept_unix(listener: trio.SocketListener) -> trio.SocketStream:
             logger.warning(
                 "cannot take a connection at %s: %s", listener.socket.getsockname(), error.strerror
             )
-            await trio.sleep(ACCEPT_AGAIN_SECONDS)
+            await trio.sleep(LOOK_SECONDS)
 
 
 @asynccontextmanager

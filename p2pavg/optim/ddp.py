@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from p2pavg.base.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, STOP_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
@@ -35,7 +35,6 @@ from p2pavg.optim.coordination.together import RoundCoordinator
 
 logger = logging.getLogger(__name__)
 
-CLOSE_LOOP_SECONDS = 10.0
 _FAILED, _OK, _ENDED, _BEHIND = 0, 1, 2, 3
 _STATE_DOMAIN = "p2pavg/ddp/1"
 
@@ -230,11 +229,9 @@ class PeerGradients:
     def close(self) -> None:
         """End the thread; wait at most 10 s for running passes."""
         self._queue.put(None)
-        self._thread.join(CLOSE_LOOP_SECONDS)
+        self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
-            logger.warning(
-                "a backward pass is still running %g s after it should have ended", CLOSE_LOOP_SECONDS
-            )
+            logger.warning("a backward pass is still running %g s after it should have ended", STOP_SECONDS)
         elif dist.is_initialized():
             dist.destroy_process_group(self._beside)
 

@@ -14,7 +14,7 @@ import trio
 from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.errors import ClosedError
-from p2pavg.base.limits import LOOK_SECONDS, WARN_WAIT_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, TAIL_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
-
-_CLOSE_AVERAGER_SECONDS = 2.0
 
 
 OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
@@ -483,7 +481,7 @@ class DecentralizedAverager:
             # The contribution is given back, so that it stays readable.
             self._round.scope.cancel()
         # Shielded, since the caller may be cancelled: records that are not withdrawn make others wait for this peer.
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_AVERAGER_SECONDS):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + TAIL_SECONDS):
             async with trio.open_nursery() as nursery:
                 # All withdrawals at once: each is a call to other peers, and together they have two seconds.
                 self._boards.close(nursery)

@@ -15,7 +15,7 @@ import trio
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, ConfigError, RemoteProtocolError
-from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS, TAIL_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, QUICK_REPLY_SECONDS, REPLY_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
 from p2pavg.base.threads.waits import told_while_waiting
@@ -53,7 +53,6 @@ from p2pavg_dht import Contact, Ed25519Signer, RecordNode, Signer
 logger = logging.getLogger(__name__)
 
 BOOTSTRAP_SECONDS = 15.0
-_DIAL_SECONDS = 5.0
 
 
 class Peer:
@@ -203,7 +202,7 @@ class Peer:
         # Its user named them, so their words about states count more than those of strangers.
         self.bootstrap |= contacts.keys()
         texts = [text for texts in contacts.values() for text in texts]
-        dial = partial(self._transport.dial, timeout=_DIAL_SECONDS)
+        dial = partial(self._transport.dial, timeout=QUICK_REPLY_SECONDS)
         # One is enough: it names the others, and an address in a long list may be out of date.
         await BootstrapDials(texts, dial, BOOTSTRAP_SECONDS).until_one_answers()
         async with told_while_waiting(logger, lambda seconds: _looks_up(contacts, seconds)):

@@ -12,6 +12,7 @@ import torch
 import trio
 
 from p2pavg.allreduce.vector.accumulation import Schema
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.group.candidate import Candidate, ready_key
 from p2pavg.group.roster import share_cutter
 from p2pavg.net.limits.rate import RateLimit
@@ -22,7 +23,7 @@ from p2pavg.runs.records.board import Board
 from p2pavg.state.average import Expected
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.shelf import Shelf
-from p2pavg.state.donor.uploads import REPORT_SECONDS, Uploads
+from p2pavg.state.donor.uploads import Uploads
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.transfers import SharedRun
 from p2pavg.state.sharing import StateSharing
@@ -79,7 +80,7 @@ async def _tell_uploads(
 ) -> None:
     """Tell the subscribers once a second what is sent, while something is."""
     while True:
-        await trio.sleep(REPORT_SECONDS)
+        await trio.sleep(LOOK_SECONDS)
         found = uploads.report(trio.current_time())
         if found is not None:
             emit(

@@ -33,7 +33,7 @@ from p2pavg.base.errors import (
     StreamBrokenError,
     UnreachableError,
 )
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, MemberPing, Rest, ResultCommit, Vote, decode_vote
@@ -46,9 +46,6 @@ logger = logging.getLogger(__name__)
 
 LEADER = 0  # position of the first ballot's leader
 ASK_OUTCOME_SECONDS = 2.0  # for an answer to the question how a round ended
-FLUSH_SECONDS = 2.0  # for the last votes, after the end
-ASK_STREAM_AGAIN_SECONDS = 1.0
-"""Whose stream is missing, and who may have begun the round later than this member."""
 MISSING_SECONDS = 0.5  # then a member that has sent nothing is asked whether it knows the group
 MAX_UNSENT = 64  # votes to a member that reads none; an honest round takes a few each
 
@@ -238,7 +235,8 @@ class VoteStreams:
             line.ending = True
             # A member that was silent and came back gets more patience in the next rounds.
             self._note_silence(position, line.pace.longest)
-            line.scope.deadline = trio.current_time() + FLUSH_SECONDS
+            # The last votes may still be on their way.
+            line.scope.deadline = trio.current_time() + TAIL_SECONDS
             # There is no stream to empty. A member that has not heard of the end asks for it.
             if not line.taken:
                 self._finish(line)
@@ -515,7 +513,8 @@ class VoteStreams:
                     and seconds >= self._quiet_seconds + MEMBER_PING_SECONDS
                     and not line.taken
                 ):
-                    self._ask(position, again_after=ASK_STREAM_AGAIN_SECONDS)
+                    # Whose stream is missing, and who may have begun the round later than this member.
+                    self._ask(position, again_after=ASK_AGAIN_SECONDS)
 
 
 def _is_needed(line: _PeerStream) -> bool:

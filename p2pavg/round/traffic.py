@@ -8,9 +8,8 @@ from collections.abc import Callable
 import trio
 
 from p2pavg.allreduce.attempt import Attempt
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.group.bandwidth import BandwidthMeter
-
-SAMPLE_SECONDS = 0.25  # between two looks at the bytes that have been moved
 
 
 class Traffic:
@@ -26,7 +25,7 @@ class Traffic:
         """Measure the link, and note which members have shown a sign of life, until cancelled."""
         self._meter.begin(trio.current_time())
         while True:
-            await trio.sleep(SAMPLE_SECONDS)
+            await trio.sleep(GLANCE_SECONDS)
             attempt = current()
             if attempt is not None:
                 attempt.note_arrivals()

@@ -13,6 +13,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import RefusedError
+from p2pavg.base.limits import ASK_AGAIN_SECONDS
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.events import (
@@ -50,7 +51,6 @@ from p2pavg.round.control import VoteStreams
 from p2pavg.round.losses import Losses
 from p2pavg.round.signing import Signing
 
-ASK_OUTCOME_AGAIN_SECONDS = 1.0
 PROMISE_SECONDS = 2.0  # for the promise of a member that is left out
 SETTLE_VOTES_SECONDS = 0.5  # for the others' last word, when this member has failed
 FIND_OUT_SECONDS = 600.0  # a member that was cut off asks for so long how the round ended, ever less often
@@ -329,7 +329,7 @@ class Voting:
                 news = isinstance(answer, ResultCommit | Unknown) or position not in self.member.gone
                 if news and isinstance(answer, ResultCommit | Left | Unknown):
                     self._hear(position, answer)
-            await trio.sleep(ASK_OUTCOME_AGAIN_SECONDS)
+            await trio.sleep(ASK_AGAIN_SECONDS)
 
     async def settle(self) -> None:
         """Wait a moment for the others' last word, while it may still change this member's outcome."""
@@ -339,7 +339,7 @@ class Voting:
 
     async def find_out(self) -> None:
         """Ask the members that may know how the round ended, until one answers or no member is left to ask."""
-        pause = ASK_OUTCOME_AGAIN_SECONDS
+        pause = ASK_AGAIN_SECONDS
         with trio.move_on_after(FIND_OUT_SECONDS):
             while self.is_used() is None:
                 await trio.sleep(pause)

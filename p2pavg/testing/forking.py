@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any, Protocol
 
+from p2pavg.base.limits import STOP_SECONDS
+
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
 _FORK_SECONDS = 180.0  # importing torch on a busy machine comes before the first fork
-_CLOSE_FORK_SECONDS = 10.0
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
@@ -206,7 +207,7 @@ class ForkServer:
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(_CLOSE_FORK_SECONDS)
+            self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

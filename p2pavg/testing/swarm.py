@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from p2pavg import blocking
+from p2pavg.base.limits import STOP_SECONDS
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.forking import Process, can_fork, fork_process
@@ -34,7 +35,6 @@ from p2pavg.testing.swarm_faults import carrying_out
 logger = logging.getLogger(__name__)
 
 START_SWARM_SECONDS = 180.0  # importing torch on a busy machine
-_LEAVE_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 
 
@@ -378,7 +378,7 @@ class LocalSwarm:
                     found.resume()
         for found in self._launched:
             try:
-                found.process.wait(_LEAVE_SECONDS)
+                found.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 found.kill()
                 found.process.wait()

@@ -114,7 +114,7 @@ class TestSteppingWithoutWaiting:
     @pytest.fixture(autouse=True)
     def seldom(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let what is known of a round be told again for the whole test."""
-        monkeypatch.setattr("p2pavg.blocking.PROGRESS_SECONDS", 1e6)
+        monkeypatch.setattr("p2pavg.blocking.GLANCE_SECONDS", 1e6)
 
     def test_a_round_without_news_costs_no_call_of_the_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
@@ -128,7 +128,7 @@ class TestSteppingWithoutWaiting:
                 alone.step(wait=0, group_size=65)
 
     def test_progress_is_asked_again_after_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("p2pavg.blocking.PROGRESS_SECONDS", 0.05)
+        monkeypatch.setattr("p2pavg.blocking.GLANCE_SECONDS", 0.05)
         with two_averagers(match_timeout=1800.0, group_size=3) as (first, second):
             first.accumulate([torch.ones(2)])
             assert first.step(wait=0) == InProgress(

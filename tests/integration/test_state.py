@@ -137,7 +137,7 @@ async def test_sessions_whose_lanes_break_twice_are_replaced_by_one_over_a_strea
 async def test_a_joiner_that_reads_nothing_from_its_lane_loses_its_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "SEND_PIECE_SECONDS", 0.5)
+    monkeypatch.setattr(serving, "STALL_SECONDS", 0.5)
     blob = Blob(0, 60, 1 << 20)
     async with company(1, blob) as (peers, held, _sessions):
         session = await open_session(

@@ -10,9 +10,10 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.board import Board
-from p2pavg.runs.records.departures import CHECK_DEPARTURES_SECONDS, DEPARTURES_LOOK_SECONDS
+from p2pavg.runs.records.departures import DEPARTURES_LOOK_SECONDS
 from p2pavg.testing import MemoryNetwork, run_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN, config
@@ -86,7 +87,7 @@ async def test_a_companion_that_is_killed_loses_its_entries_soon(autojump_clock:
 async def test_a_companion_that_cannot_be_reached_keeps_its_entries(
     autojump_clock: MockClock, happens: Callable[[Company], None]
 ) -> None:
-    assert await Company().after(happens, CHECK_DEPARTURES_SECONDS + SOON) == [True, True]
+    assert await Company().after(happens, CALM_LOOK_SECONDS + SOON) == [True, True]
 
 
 async def test_a_peer_of_no_round_keeps_its_entries_until_they_expire(autojump_clock: MockClock) -> None:

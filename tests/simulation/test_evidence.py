@@ -16,7 +16,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.base.limits import RECORD_LIFE_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, RECORD_LIFE_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit
@@ -41,7 +41,7 @@ from p2pavg.verification.evidence.messages import (
     Notice,
     accusations_key,
 )
-from p2pavg.verification.evidence.spreading import EVIDENCE_LOOK_SECONDS, EVIDENCE_PAUSE_SECONDS
+from p2pavg.verification.evidence.spreading import EVIDENCE_LOOK_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.group.samples import SIGNERS, candidate
@@ -52,7 +52,7 @@ from tests.unit.verification.evidence.samples import LIAR
 RUN = Authority()
 KEY = accusations_key("sim")
 LIE = "it signed that it holds two results of attempt 0 of group"
-SOON = 2 * EVIDENCE_PAUSE_SECONDS + 1.0
+SOON = 2 * LOOK_SECONDS + 1.0
 """Seconds until a notice that other peers store is read, and its evidence fetched, on a network of a few peers."""
 
 

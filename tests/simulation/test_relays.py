@@ -9,9 +9,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.net.nat.relay.choice import RelayCandidate
-from p2pavg.net.nat.relay.reservations import AVOID_SECONDS, Reservations
+from p2pavg.net.nat.relay.reservations import Reservations
 from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_signer
@@ -120,5 +121,5 @@ async def test_a_relay_that_drops_a_peer_again_and_again_does_not_make_it_ask_th
             await trio.sleep(1.0)
             network.disconnect(inside.peer_id, relay.transport.peer_id)
             await inside.dial(relay)
-        assert trio.current_time() < 2 * AVOID_SECONDS
+        assert trio.current_time() < 2 * RETRY_SECONDS
         assert other.asked - asked <= 5

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.movers import lobby
-from p2pavg.allreduce.movers.resting import REST_SECONDS
+from p2pavg.base.limits import IDLE_STREAM_SECONDS
 from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, Vote, decode_vote
 from p2pavg.net.framing import send_messages
 from p2pavg.net.transport import Stream
@@ -112,7 +112,7 @@ async def test_streams_that_rest_for_too_long_are_opened_anew(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = Rounds(Opened(monkeypatch))
-    await rounds.run([REST_SECONDS])
+    await rounds.run([IDLE_STREAM_SECONDS])
     rounds.check()
     assert rounds.opened == [PAIRS, PAIRS]
 
@@ -121,7 +121,7 @@ async def test_a_stream_that_the_other_side_has_closed_costs_no_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other side waits for a shorter time than this one believes. The votes are sent again on new streams."""
-    monkeypatch.setattr(lobby, "REST_SECONDS", 0.5)
+    monkeypatch.setattr(lobby, "IDLE_STREAM_SECONDS", 0.5)
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([5.0, 5.0])
     rounds.check()

@@ -16,14 +16,15 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import StateError
+from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.state.donor.service import stored_key
-from p2pavg.state.donor.serving import IDLE_SESSION_SECONDS, SEND_BYTES, YIELD_SECONDS, spared_bytes
-from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, SILENT_DONOR_SECONDS, STALLED_SECONDS
+from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, spared_bytes
+from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, STALLED_SECONDS
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
-from p2pavg.state.joiner.pieces import MAX_RANGES, PIECE_PATIENCE_SECONDS
+from p2pavg.state.joiner.pieces import MAX_RANGES
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.manifest import BlobManifest
@@ -159,7 +160,7 @@ async def test_an_idle_session_is_ended_and_opened_again(autojump_clock: MockClo
     blob = Blob(0, 5, 10_000)
     async with company(1, blob) as (_network, peers, _held, sessions):
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
-        await trio.sleep(IDLE_SESSION_SECONDS + 5.0)
+        await trio.sleep(STALL_SECONDS + 5.0)
         assert not sessions._open
         assert not peers[1].state._served
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
@@ -309,7 +310,7 @@ async def test_silence_of_the_only_donor_is_reported(autojump_clock: MockClock) 
         began = trio.current_time()
         with pytest.raises(StateError, match=f"{name(1)}: it "):
             await fetch_of(sessions, blob, peers[1:]).run()
-        assert trio.current_time() - began < SILENT_DONOR_SECONDS + 4 * PIECE_PATIENCE_SECONDS
+        assert trio.current_time() - began < REPLY_SECONDS + 4 * STALL_SECONDS
 
 
 async def test_a_donor_without_the_blob_refuses_and_the_others_send_it(autojump_clock: MockClock) -> None:

@@ -12,13 +12,13 @@ from msgspec import structs
 from trio.testing import MockClock
 
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, STALL_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
-from p2pavg.state.donor.serving import IDLE_SESSION_SECONDS, MAX_REQUESTS, SEND_PIECE_SECONDS
+from p2pavg.state.donor.serving import MAX_REQUESTS
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.messages import PROTOCOL, AskPieces, Cancel, SessionHello, Welcome
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -66,7 +66,7 @@ async def test_all_joiners_together_have_a_bounded_number_of_sessions(autojump_c
             for _ in range(MAX_SESSIONS_PER_PEER):
                 assert (await hello(peer, peers[0]))[1] == ""
         assert (await hello(peers[1], peers[0]))[1] == f"this peer serves {MAX_SESSIONS} joiners already"
-        await trio.sleep(IDLE_SESSION_SECONDS + 5.0)
+        await trio.sleep(STALL_SECONDS + 5.0)
         assert (await hello(peers[1], peers[0]))[1] == "", "idle sessions have ended"
 
 
@@ -127,7 +127,7 @@ async def test_a_joiner_beyond_its_limits_loses_its_session(
         with suppress(StreamBrokenError):
             await attack(stream)
         assert await is_served(peers[2], peers[0], blob)
-        await trio.sleep(SEND_PIECE_SECONDS + 2.0 if attack is reading_nothing else 1.0)
+        await trio.sleep(STALL_SECONDS + 2.0 if attack is reading_nothing else 1.0)
         assert not peers[0].state._served
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 

@@ -16,9 +16,9 @@ from types import TracebackType
 import trio
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
-from p2pavg.allreduce.movers.resting import REST_SECONDS, RestingStreams
+from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
 from p2pavg.consensus.votes import MemberPing, Unknown, Vote
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import DirectLane, Stream
@@ -229,7 +229,7 @@ class StreamRouter:
             # Counted while it rests only: a stream in use is bounded by its group.
             self._rests[stream.remote] += 1
             try:
-                header = await _header_within(REST_SECONDS, stream)
+                header = await _header_within(IDLE_STREAM_SECONDS, stream)
             finally:
                 self._rests -= Counter([stream.remote])  # without those that have none left
             if header is None:

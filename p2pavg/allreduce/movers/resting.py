@@ -11,9 +11,9 @@ from collections import OrderedDict
 
 import trio
 
+from p2pavg.base.limits import IDLE_STREAM_SECONDS
 from p2pavg.net.transport import PeerId, Stream
 
-REST_SECONDS = 60.0  # after which the serving side closes a stream without another round
 MAX_RESTING = 64  # streams; beyond that, the one that has rested longest is closed
 
 
@@ -42,7 +42,8 @@ class RestingStreams:
             return
         before, _ = self._resting.pop(stream.remote, (None, 0.0))
         # Half of the other side's time, so that the other side still serves the stream when it is used.
-        self._resting[stream.remote] = (stream, trio.current_time() + REST_SECONDS / 2)
+        # The serving side keeps it twice as long: this side must never write to a stream that is closed there.
+        self._resting[stream.remote] = (stream, trio.current_time() + IDLE_STREAM_SECONDS / 2)
         if before is None and len(self._resting) > MAX_RESTING:
             _, (before, _) = self._resting.popitem(last=False)
         if before is not None:

@@ -15,6 +15,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import ClosedError
+from p2pavg.base.limits import STOP_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.holding import hold_in
 from p2pavg.base.threads.loop_clock import LoopClock
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-# The timeout of stop(). A peer leaves within 5 s: withdrawing, serving other peers and closing are each bounded.
-STOP_THREAD_SECONDS = 10.0
 TELL_CLOSING_SECONDS = 3.0  # of closing, after which the log says what it waits for
 TURN = 0.125
 """Part of the time in which the loop could not run that it gets back in a turn of its own. A program that holds
@@ -88,7 +87,7 @@ class TrioThread(Generic[R]):
         except ClosedError:
             # Closed although stop() was not called: an exception is ending the thread. Wait for it and raise it.
             if not (self._stopping or is_closed()):
-                self._thread.join(STOP_THREAD_SECONDS)
+                self._thread.join(STOP_SECONDS)
                 self.check()
             raise
         except BaseException:
@@ -142,18 +141,18 @@ class TrioThread(Generic[R]):
         # So one of both sees the other.
         self._stopping = True
         self._soon(self._stop.set if self._ready.done() else self._scope.cancel)
-        self._thread.join(min(TELL_CLOSING_SECONDS, STOP_THREAD_SECONDS))
+        self._thread.join(min(TELL_CLOSING_SECONDS, STOP_SECONDS))
         if self._thread.is_alive():
             logger.warning(
                 "closing %s takes longer than %.0f s: it tells its last group how the round ended, and withdraws its"
                 " records; at most %.0f s",
                 self._thread.name,
                 TELL_CLOSING_SECONDS,
-                STOP_THREAD_SECONDS,
+                STOP_SECONDS,
             )
-            self._thread.join(max(STOP_THREAD_SECONDS - TELL_CLOSING_SECONDS, 0.0))
+            self._thread.join(max(STOP_SECONDS - TELL_CLOSING_SECONDS, 0.0))
         if self._thread.is_alive():
-            logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_THREAD_SECONDS)
+            logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_SECONDS)
         if self._error is not None and not self._told:
             self._told = True
             raise self._error

@@ -14,7 +14,7 @@ import trio
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, RemoteProtocolError, UnreachableError
-from p2pavg.base.limits import STAGGER_SECONDS
+from p2pavg.base.limits import REPLY_SECONDS, STAGGER_SECONDS
 from p2pavg.net.lanes.certificates import OwnCertificate, listening_context
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.limits.dial_gate import DialGate
@@ -23,7 +23,6 @@ from p2pavg.net.transport import PeerId
 logger = logging.getLogger(__name__)
 
 TICKET_BYTES = 16
-TICKET_SECONDS = 10.0
 
 
 class Visitor:
@@ -34,7 +33,7 @@ class Visitor:
         self.certificate = certificate
         self.context = context
         self.ticket = secrets.token_bytes(TICKET_BYTES)
-        self.deadline = trio.current_time() + TICKET_SECONDS
+        self.deadline = trio.current_time() + REPLY_SECONDS
         self.decided = trio.Event()
         self.reason = ""
         """The reason for which the peer has not connected; empty if it has."""

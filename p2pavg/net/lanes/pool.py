@@ -55,7 +55,7 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.net.framing import receive_message, send_message
@@ -63,7 +63,7 @@ from p2pavg.net.lanes.acceptor import TlsAcceptor, Visitor
 from p2pavg.net.lanes.conversation import LaneSearch, SkippedWayError, direct, expect_verdict, next_message
 from p2pavg.net.lanes.halfway import Halfway
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
-from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, NOWHERE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
+from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
 from p2pavg.net.lanes.messages import (
     MAX_ADDRESSES,
     MAX_MESSAGE_BYTES,
@@ -218,7 +218,7 @@ class LaneKeeper:
 
     def _remember(self, search: LaneSearch, reason: str) -> None:
         if search.futile:
-            self._nowhere.add(search.peer_id, reason, NOWHERE_SECONDS if search.costly else SKIPPED_SECONDS)
+            self._nowhere.add(search.peer_id, reason, RETRY_SECONDS if search.costly else SKIPPED_SECONDS)
 
     async def _find(self, search: LaneSearch) -> TlsLane:
         try:

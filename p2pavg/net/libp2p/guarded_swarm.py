@@ -19,9 +19,9 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from multiaddr import Multiaddr
 
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.sniffing import UNDECIDED_SECONDS
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.entrance import NoPlaceError
 from p2pavg.net.limits.handshakes import Handshakes
@@ -178,7 +178,7 @@ class GuardedSwarm(Swarm):
 
     async def _shake_hands(self, source: str, raw: RawConnection, maddr: Multiaddr) -> IMuxedConn:
         """Finish a handshake that the other end begins, at the cost of ``source``, once that has paid its debt."""
-        with trio.fail_after(UNDECIDED_SECONDS):
+        with trio.fail_after(REPLY_SECONDS):
             await self.handshakes.wait_for_turn(source)
         return await self.handshakes.run(source, self.upgrade_inbound_raw_conn(raw, maddr))
 

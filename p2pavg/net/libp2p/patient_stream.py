@@ -12,11 +12,10 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, Mux
 from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.net.libp2p.speed import StartsFrames, WriteStart
 
 logger = logging.getLogger(__name__)
-
-_CLOSED_POLL_SECONDS = 0.25
 
 
 class PatientStream(YamuxStream):
@@ -151,6 +150,6 @@ class PatientStream(YamuxStream):
         self.starved = True  # stays true if the wait is cancelled
         while self.send_window == 0 and not (self.send_closed or self.closed):
             self._window_opened = trio.Event()
-            with trio.move_on_after(_CLOSED_POLL_SECONDS):  # a reset sets no event of ours
+            with trio.move_on_after(GLANCE_SECONDS):  # a reset sets no event of ours
                 await self._window_opened.wait()
         self.starved = False

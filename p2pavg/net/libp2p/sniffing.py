@@ -20,15 +20,13 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.transport.tcp.tcp import TCP, TCPListener
 from multiaddr import Multiaddr
 
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.entrance import Entrance
 
 logger = logging.getLogger(__name__)
 
-# The timeout of the first line, or of the whole TLS handshake: a few round trips. p2pavg.net.limits.admission limits
-# the number of connections that may be in this state.
-UNDECIDED_SECONDS = 10.0
 
 # The backlog: connections that the system has accepted and this process has not. trio's default of 128 fills quickly
 # when many peers connect at once, and a peer that finds it full retries a second later.
@@ -93,7 +91,9 @@ class SniffingTCP(TCP):
         Otherwise return ``None``: the connection was passed on, or the listener must close it.
         """
         opened = found.stream.socket
-        with trio.move_on_after(UNDECIDED_SECONDS) as scope:
+        # The timeout of the first line, or of the whole TLS handshake: a few round trips. p2pavg.net.limits.admission
+        # limits the number of connections that may be in this state.
+        with trio.move_on_after(REPLY_SECONDS) as scope:
             self._undecided[opened] = scope
             try:
                 first = await opened.recv(1, socket.MSG_PEEK)

@@ -15,7 +15,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError
-from p2pavg.base.limits import FAREWELL_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, STALL_SECONDS
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime
@@ -32,12 +32,7 @@ logger = logging.getLogger(__name__)
 WRITE_PIECE_BYTES = 32 * 1024
 LONG_PIECE_BYTES = MAX_FRAME_BYTES - HEADER_SIZE
 
-# The timeout of one piece. A link of 20 kbit/s moves the longest one in 26 s.
-STALL_SECONDS = 30.0
 
-
-# After this process has closed a stream, it waits so long for the other side to close its half.
-_LINGER_SECONDS = 30.0
 _DRAIN_BYTES = 64 * 1024
 _READ_AHEAD_BYTES = 16 * 1024
 
@@ -200,7 +195,7 @@ class Libp2pStream(Stream):
 
     async def wait_closed(self) -> None:
         if not self._lifetime.has_ended:
-            with trio.move_on_after(_LINGER_SECONDS):
+            with trio.move_on_after(STALL_SECONDS):
                 await self._gone.wait()
 
     async def reset_connection(self) -> None:
@@ -240,7 +235,7 @@ class Libp2pStream(Stream):
 
         Without this, a sender whose window stays closed would give up the whole connection.
         """
-        with trio.move_on_after(_LINGER_SECONDS):
+        with trio.move_on_after(STALL_SECONDS):
             try:
                 while await self._read(_DRAIN_BYTES):
                     pass

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
-NEWS_SECONDS = 0.25
-"""Between two looks at records, while all that this peer lacks is the news of the next average."""
 MAX_REFUSED = 64  # roots of snapshots that could not be used
 LOST_SECONDS = 10.0
 """If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
@@ -258,7 +256,8 @@ class Follower:
         if self.is_on_the_log and transfer is None:
             # The others are about to begin a round. This peer is in it if it hears of their last one at once.
             self._sharing.look()
-            self._sharing.wait(version, NEWS_SECONDS)
+            # Between two looks at records, while all that this peer lacks is the news of the next average.
+            self._sharing.wait(version, GLANCE_SECONDS)
         elif transfer is None or transfer.ended:
             self._sharing.wait(version, LOOK_SECONDS)
         else:

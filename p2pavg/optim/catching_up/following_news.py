@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from p2pavg.base.limits import LOOK_SECONDS, RETRY_SECONDS
 from p2pavg.optim.coordination.waiting import GrowingPauses
 from p2pavg.state.choice import keeps_up
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
@@ -15,8 +16,6 @@ from p2pavg.state.sharing import StateSharing
 logger = logging.getLogger(__name__)
 
 FOLLOWING_RETRY_SECONDS = 2.0  # doubled with each failure in a row
-MAX_FOLLOWING_RETRY_SECONDS = 60.0
-ON_PROGRESS_SECONDS = 1.0  # between two calls of on_progress
 PACE_UPDATES = 8  # updates of the run over which their usual time is measured
 
 
@@ -55,9 +54,7 @@ class Attempts:
     def failed(self, reason: str, now: float) -> None:
         """Note a failure."""
         self.failure = reason
-        self._not_before = now + min(
-            FOLLOWING_RETRY_SECONDS * 2.0 ** min(self.count, 8), MAX_FOLLOWING_RETRY_SECONDS
-        )
+        self._not_before = now + min(FOLLOWING_RETRY_SECONDS * 2.0 ** min(self.count, 8), RETRY_SECONDS)
         self.count += 1
 
     def pauses(self, now: float) -> str:
@@ -91,7 +88,7 @@ class ProgressReporter:
             progress = transfer.progress(progress)
         if not progress.reason:
             return ""
-        if self._on_progress is not None and now >= self._told_at + ON_PROGRESS_SECONDS:
+        if self._on_progress is not None and now >= self._told_at + LOOK_SECONDS:
             self._told_at = now
             self._on_progress(progress)
         if self._pauses.is_due(now):

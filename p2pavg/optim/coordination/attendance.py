@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from p2pavg.base.limits import HOLD_OFF_SECONDS
 from p2pavg.optim.coordination.progress import PeerProgress, SeenPeer, following
 
 SETTLE_START_SECONDS = 5.0
@@ -70,7 +71,6 @@ MAX_UPDATES_PER_SECOND = 50.0
 MAX_REMEMBERED = 1024
 """Limit of the remembered absent peers; the oldest is forgotten. An attacker that uses more names gains one missed
 round for each, as it would with new names anyway."""
-ABSENT_RETRY_SECONDS = 10.0  # doubled each time: pause until a peer that made a round fail is expected again
 MAX_ABSENT_RETRY_SECONDS = 120.0
 
 
@@ -381,7 +381,7 @@ class PeerTrust:
                 times = self._missed[peer].times if peer in self._missed else 0
                 # A pause in seconds, not in updates: without these peers there may be no update.
                 pause = (
-                    min(ABSENT_RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_ABSENT_RETRY_SECONDS)
+                    min(HOLD_OFF_SECONDS * 2.0 ** min(times - 1, 8), MAX_ABSENT_RETRY_SECONDS)
                     if times > 1
                     else 0.0
                 )

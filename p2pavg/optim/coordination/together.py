@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from p2pavg.base.codes import FailedCode
-from p2pavg.base.limits import LOOK_SECONDS, MAX_GROUP_SIZE
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, MAX_GROUP_SIZE
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.meeting import SearchStage
@@ -26,11 +26,6 @@ from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.coordination.waiting import GrowingPauses, Waiting
 
 logger = logging.getLogger(__name__)
-
-OBSERVER_LOOK_SECONDS = 0.25
-"""Between two looks of a peer that has caught up, and looks for the group of the next round: if the others end one
-without it, it has to replay that update before they have formed their next group, which takes about a second. Also for
-a peer whose loop steps the optimizer of another run, which may become due meanwhile."""
 
 
 class RoundCoordinator:
@@ -187,7 +182,10 @@ class RoundCoordinator:
 
     @property
     def _look_seconds(self) -> float:
-        return OBSERVER_LOOK_SECONDS if self._observes or self.turn.is_shared else LOOK_SECONDS
+        # Between two looks of a peer that has caught up, and looks for the group of the next round: if the others end
+        # one without it, it has to replay that update before they have formed their next group, which takes about a
+        # second. Also for a peer whose loop steps the optimizer of another run, which may become due meanwhile.
+        return GLANCE_SECONDS if self._observes or self.turn.is_shared else LOOK_SECONDS
 
     def _hurry(self, began: float) -> None:
         """Leave out the peers that still compute if the grace period, which began at this time, is over."""

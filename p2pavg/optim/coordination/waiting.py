@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from p2pavg.base.limits import MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
 
-TELL_WAIT_SECONDS = 1.0  # between two events of one wait
 MAX_NAMED = 5  # peers; they fit on a line of a terminal
 SHORT_ID = 6  # last characters of an id; the first ones are the same for all peers
 
@@ -51,11 +50,11 @@ class Waiting:
         self.reason: str | None = None
         self.peers: tuple[str, ...] = ()
         self._since: float | None = None
-        self._told_at = -TELL_WAIT_SECONDS
+        self._told_at = -LOOK_SECONDS
 
     def is_to_be_told(self, now: float) -> bool:
         """Return whether subscribers are to hear of the wait again; if so, the next time is later."""
-        if now < self._told_at + TELL_WAIT_SECONDS:
+        if now < self._told_at + LOOK_SECONDS:
             return False
         self._told_at = now
         return True

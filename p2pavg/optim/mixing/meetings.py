@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, STOP_SECONDS
 from p2pavg.base.result import EXCHANGES, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.gossip import next_round, rounds_of_others, stages_of
@@ -20,8 +20,6 @@ from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftB
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.mixing.mixing import ROUND, MixingOptions, is_too_far, lag_behind
-
-STOP_SEARCH_SECONDS = 10.0  # that a search may take to end when this peer ends it; usually it is over at once
 
 
 class MixingView(RunView):
@@ -183,7 +181,8 @@ class Meetings(RoundCoordinator):
             return None
         self._stopped = True
         self.is_looking = False
-        return self._go_on(STOP_SEARCH_SECONDS)
+        # Usually a search is over at once when this peer ends it.
+        return self._go_on(STOP_SECONDS)
 
     def _poll(self, wait: float) -> RoundResult:
         """Look for a group, in one place after the other, or at the round that has one."""

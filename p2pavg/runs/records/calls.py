@@ -11,11 +11,11 @@ from collections import OrderedDict
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import IDLE_STREAM_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import PeerId, Stream, Transport
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, RpcError
 
-RECORD_STREAM_SECONDS = 60.0  # after which the serving side closes a stream without a call
 MAX_KEPT = 64  # streams; beyond that, the least recently used one is closed
 
 # Concurrent calls to one peer; a fifth waits. Lookups of several keys ask the same nearest peers.
@@ -100,7 +100,8 @@ class RecordCalls:
     async def _keep(self, stream: Stream) -> None:
         # Half of the other side's timeout, so that the other side still has the stream open when it is used.
         before = self._kept.pop(stream.remote, None)  # kept by a concurrent call
-        self._kept[stream.remote] = (stream, trio.current_time() + RECORD_STREAM_SECONDS / 2)
+        # The serving side keeps it twice as long: a call must never go into a stream that is closed there.
+        self._kept[stream.remote] = (stream, trio.current_time() + IDLE_STREAM_SECONDS / 2)
         if before is None and len(self._kept) > MAX_KEPT:
             _, before = self._kept.popitem(last=False)
         if before is not None:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RefusedError, UnreachableError
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.transport import PeerId, Transport
 from p2pavg_dht import PROTOCOL, Contact
 
 logger = logging.getLogger(__name__)
 
 DEPARTURES_LOOK_SECONDS = 0.5
-CHECK_DEPARTURES_SECONDS = 5.0
 MAX_CHECKS = 4  # at once
 
 
@@ -67,7 +67,7 @@ class Departures:
                     companion.peer_id,
                     PROTOCOL,
                     addresses=companion.addresses,
-                    timeout=CHECK_DEPARTURES_SECONDS,
+                    timeout=CALM_LOOK_SECONDS,
                 )
             except RefusedError as error:
                 logger.debug("%s has ended: %s", companion.peer_id, error)

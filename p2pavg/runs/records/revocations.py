@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import FAREWELL_SECONDS, RECORD_LIFE_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, LOOK_SECONDS, RECORD_LIFE_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import KnownRevocations, RevocationList, read_revocations
@@ -19,7 +19,6 @@ from p2pavg_dht import Record
 logger = logging.getLogger(__name__)
 
 REVOCATIONS_LOOK_SECONDS = 20.0  # a list is everywhere a minute after the authority has published it
-_POLL_SECONDS = 1.0
 
 _KEY_DOMAIN = "p2pavg/revoked/3"
 
@@ -50,7 +49,7 @@ async def spread(
                 _number(record, revocations.authority) >= revocations.number for record in published.records
             )
             if not told:
-                await trio.sleep(_POLL_SECONDS)
+                await trio.sleep(LOOK_SECONDS)
     return told
 
 

@@ -8,12 +8,12 @@ from collections import Counter
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Stream
-from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER, RECORD_STREAM_SECONDS
+from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER
 from p2pavg_dht import MAX_MESSAGE_BYTES, MessageError, RecordNode
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class RecordService:
             self._streams += Counter()  # drops the peers without streams
 
     async def _answer_next(self, stream: Stream) -> bool:
-        with trio.move_on_after(RECORD_STREAM_SECONDS) as scope:
+        with trio.move_on_after(IDLE_STREAM_SECONDS) as scope:
             request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
         if scope.cancelled_caught or request is None:
             return False

@@ -1,7 +1,7 @@
 """One session at the donor: it reads the joiner's requests, and sends what they ask for.
 
 The limits are the donor's own: a joiner has a bounded number of open requests, each request a bounded number of pieces,
-and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_PIECE_SECONDS`. A session has a copy of the one
+and each piece of :data:`SEND_BYTES` must have left within :data:`STALL_SECONDS`. A session has a copy of the one
 piece that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped.
 
 Rounds have priority: while one needs the link, as many bytes as it carries in :data:`SPARED_SECONDS`, and
@@ -23,7 +23,7 @@ import trio
 
 from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, QUICK_REPLY_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.framing import LENGTH_BYTES, receive_message
 from p2pavg.net.limits.rate import RateLimit
@@ -47,21 +47,14 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 16
 """Requests of one session that are not answered yet. A joiner needs three for each blob that it fetches at once."""
-IDLE_SESSION_SECONDS = 30.0
-"""A session on which nothing is asked for so long is ended."""
 SEND_BYTES = 256 * 1024
-SEND_PIECE_SECONDS = 30.0
-"""For 256 KiB to leave: a joiner that reads more slowly than 70 kbit/s loses its session."""
 YIELD_SECONDS = 1.0
 SPARED_SECONDS = 0.1
 """Of each second of a round that states may use of the link. With as many bytes on every link, states would take half
 of a slow one, and the round would be longer by as much."""
-LANE_SECONDS = 5.0
-"""For a direct lane to come about; then the pieces go over the stream."""
 UNSENT_BYTES = 128 * 1024  # that the system may hold: bytes of a round do not wait behind more
 _BUSY_SECONDS = 0.05
 _LIMITED_BYTES = 16 * 1024  # under a limit: more at once would be a burst, and look like silence to joiners
-_ACKNOWLEDGE_SECONDS = 5.0
 
 
 class Holdings(Protocol):
@@ -156,10 +149,11 @@ class DonorSession:
             # A request without its answer keeps the session in use, however slowly the answer goes.
             if self._pending:
                 self._used_at = now
-            if now - self._used_at >= IDLE_SESSION_SECONDS:
+            # A session on which nothing is asked for so long is ended.
+            if now - self._used_at >= STALL_SECONDS:
                 scope.cancel()
             # The thread that sends on the lane is blocked meanwhile, so this task looks in its place.
-            if self._use is not None and self._use.stuck_seconds >= SEND_PIECE_SECONDS:
+            if self._use is not None and self._use.stuck_seconds >= STALL_SECONDS:
                 logger.info("%s takes the pieces of a state too slowly", self._stream.remote)
                 scope.cancel()
 
@@ -261,7 +255,7 @@ class DonorSession:
                 offered.on_sent(self._stream.remote, len(piece))
 
     async def _send_in_time(self, data: Buffer) -> None:
-        with trio.move_on_after(SEND_PIECE_SECONDS) as scope:
+        with trio.move_on_after(STALL_SECONDS) as scope:
             await self._stream.send_all(data)
         if scope.cancelled_caught:
             raise StreamBrokenError(f"{self._stream.remote} takes the pieces of a state too slowly")
@@ -270,7 +264,8 @@ class DonorSession:
         if not self._ticket:
             return None
         try:
-            return await self._context.transport.open_lane(self._stream.remote, timeout=LANE_SECONDS)
+            # For a direct lane to come about; then the pieces go over the stream.
+            return await self._context.transport.open_lane(self._stream.remote, timeout=QUICK_REPLY_SECONDS)
         except UnreachableError as error:
             logger.debug("no direct lane to %s: %s", self._stream.remote, error)
             return None
@@ -283,7 +278,7 @@ class DonorSession:
                 await in_own_thread(lambda: use.run(self._ticket), stop=use.stop, name="p2pavg-state-send")
             # The session does not wait for long:
             # the transport awaits the acknowledgement of a lane that it gets back without it.
-            with trio.move_on_after(_ACKNOWLEDGE_SECONDS):
+            with trio.move_on_after(QUICK_REPLY_SECONDS):
                 await lane.acknowledged()
         finally:
             self._use = None

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-REPORT_SECONDS = 1.0
+from p2pavg.base.limits import LOOK_SECONDS
+
 END_UPLOAD_SECONDS = 3.0
 """After this time without a byte, the sending is over, and the count begins anew. It pauses while rounds exchange."""
 
@@ -60,4 +61,4 @@ class Uploads:
             return Upload(done, 0.0, 0, is_over=True)
         self._done += sent
         self._sent_at = now
-        return Upload(self._done, sent / max(seconds, REPORT_SECONDS / 2), peers)
+        return Upload(self._done, sent / max(seconds, LOOK_SECONDS / 2), peers)

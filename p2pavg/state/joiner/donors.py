@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS
+
 RATE_SECONDS = 3.0
 """A rate is a mean in which what was measured so long ago counts 1/e."""
-FIRST_DONOR_PAUSE_SECONDS = 1.0
 MAX_DONOR_PAUSE_SECONDS = 30.0
 AMONG_OTHERS = 8.0
 """A pause is so many times as long while other donors are there."""
-SILENT_DONOR_SECONDS = 10.0
-"""A donor that sends no byte for so long, although something was asked of it, has failed."""
 STALLED_SECONDS = 3.0
 """The pieces of a donor that sends no byte for so long are taken over by any donor that has nothing to do."""
 DONOR_PIECE_SECONDS = 120.0
@@ -123,7 +122,7 @@ class Donor:
 
     def pause(self, among_others: bool) -> float:
         """Return the seconds for which it is left alone after its last failure."""
-        doubled = FIRST_DONOR_PAUSE_SECONDS * 2.0 ** min(self.failures - 1, 16)
+        doubled = ASK_AGAIN_SECONDS * 2.0 ** min(self.failures - 1, 16)
         return min(MAX_DONOR_PAUSE_SECONDS, doubled) * (AMONG_OTHERS if among_others else 1.0)
 
     def is_stalled(self, now: float) -> bool:
@@ -134,8 +133,8 @@ class Donor:
         """Return the reason for which it has failed although its session lives; empty if it has not."""
         if not self.is_busy:
             return ""
-        if now - self.heard_at >= SILENT_DONOR_SECONDS:
-            return f"it sent nothing for {SILENT_DONOR_SECONDS:.0f} s"
+        if now - self.heard_at >= REPLY_SECONDS:
+            return f"it sent nothing for {REPLY_SECONDS:.0f} s"
         if now - self.useful_at >= DONOR_PIECE_SECONDS:
             return f"it completed no piece within {DONOR_PIECE_SECONDS:.0f} s"
         return ""

@@ -15,13 +15,14 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StateError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import GLANCE_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import PeerId
 from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, WrongPieceError
 from p2pavg.state.joiner.donors import Meter, Range
 from p2pavg.state.joiner.keeping import Keeping
-from p2pavg.state.joiner.pieces import PIECE_PATIENCE_SECONDS, FetchManifest, FetchRange, Pieces, WaitUntil
+from p2pavg.state.joiner.pieces import FetchManifest, FetchRange, Pieces, WaitUntil
 from p2pavg.state.joiner.session import JoinerSession
 from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import Sink
@@ -29,7 +30,6 @@ from p2pavg.state.manifest import BlobManifest
 
 logger = logging.getLogger(__name__)
 
-FETCHING_LOOK_SECONDS = 0.25
 VERIFIED_AT_ONCE = 16
 """Pieces of an earlier download that are verified in one go. Other work of the same thread gets its turn between."""
 
@@ -81,7 +81,7 @@ class BlobDownload:
         make_sink: Callable[[BlobManifest], Sink],
         *,
         on_progress: Callable[[DownloadProgress], None] = lambda _: None,
-        patience: float = PIECE_PATIENCE_SECONDS,
+        patience: float = STALL_SECONDS,
     ) -> None:
         self._sessions = sessions
         self._wanted = wanted
@@ -166,7 +166,7 @@ class BlobDownload:
         """Look at all donors a few times a second, until the blob is complete or cannot be had."""
         before, began = 0, trio.current_time()
         while not self._over.is_set():
-            with trio.move_on_after(FETCHING_LOOK_SECONDS):
+            with trio.move_on_after(GLANCE_SECONDS):
                 await self._over.wait()
             now = trio.current_time()
             for use in [*self._used.values()]:

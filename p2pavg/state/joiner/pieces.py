@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from p2pavg.base.limits import STALL_SECONDS
 from p2pavg.state.joiner.donors import Donor, Range
 from p2pavg.state.messages import MAX_RANGE
 
@@ -30,7 +31,6 @@ LEAST_GAIN_SECONDS = 0.5
 GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
 MAX_HOLDERS = 2
 """Donors that are asked for the same piece at once, as long as they do not stall."""
-PIECE_PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Pieces:
         patience: seconds for which no donor may be usable before :meth:`hopeless` says so.
     """
 
-    def __init__(self, *, patience: float = PIECE_PATIENCE_SECONDS) -> None:
+    def __init__(self, *, patience: float = STALL_SECONDS) -> None:
         self.donors: dict[str, Donor] = {}
         self.sizes: Sequence[int] | None = None
         """Bytes of each piece; ``None`` until the manifest is here."""

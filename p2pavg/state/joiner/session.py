@@ -12,7 +12,7 @@ import trio
 
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import REPLY_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.workers import ToLoop, in_own_thread
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_message, send_message
@@ -35,8 +35,6 @@ from p2pavg.state.session_errors import ENDINGS, of_the_remote
 
 logger = logging.getLogger(__name__)
 
-END_LANE_SECONDS = 2.0
-"""For the donor to end its direct lane, so that it can be used again."""
 READ_BYTES = 64 * 1024
 LIMITED_BYTES = 16 * 1024
 """Bytes that are read at once under a rate limit. Several donors share it, and each must show signs of life."""
@@ -184,7 +182,7 @@ class JoinerSession:
             await send_message(self._stream, message.encode())
 
     async def _leave(self) -> None:
-        with trio.move_on_after(END_LANE_SECONDS):
+        with trio.move_on_after(TAIL_SECONDS):
             await self._idle.wait()
         # What was asked did not come in time. Bytes of it may still be on the lane, so the lane goes with the
         # session.
@@ -246,7 +244,7 @@ class JoinerSession:
             # After a graceful end, the donor ends the lane soon, and the two can use it again. Otherwise it
             # is dropped.
             if self._left:
-                with trio.move_on_after(END_LANE_SECONDS):
+                with trio.move_on_after(TAIL_SECONDS):
                     await self._lane_done.wait()
             self._lane.stop()
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import trio
 
 from p2pavg.allreduce.movers.lobby import StreamRouter
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId
@@ -19,8 +20,6 @@ from p2pavg.state.joiner.session import JoinerSession, open_session
 
 logger = logging.getLogger(__name__)
 
-NO_LANE_SECONDS = 60.0
-"""If two sessions with direct lanes to one donor break within this time, the next ones use streams for as long."""
 MAX_FETCHES = 4
 """Blobs that are fetched at once. A donor answers a bounded number of requests of one session."""
 
@@ -98,7 +97,7 @@ class Sessions:
     def _note_failed_lane(self, donor: PeerId) -> None:
         now = trio.current_time()
         before, _ = self._lanes_failed.get(donor, (-math.inf, -math.inf))
-        until = now + NO_LANE_SECONDS if now < before + NO_LANE_SECONDS else -math.inf
+        until = now + RETRY_SECONDS if now < before + RETRY_SECONDS else -math.inf
         self._lanes_failed[donor] = (now, until)
 
     def _wants_lane(self, donor: PeerId) -> bool:

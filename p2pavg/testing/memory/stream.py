@@ -9,13 +9,13 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import STALL_SECONDS
 from p2pavg.net.transport import Buffer, PeerId, Stream
 from p2pavg.testing.memory.machine import Machine
 
 # The values of libp2p's yamux, with what p2pavg.net.libp2p sets.
 WINDOW_BYTES = 256 * 1024
 FRAME_BYTES = 32 * 1024
-LINGER_STREAM_SECONDS = 30.0
 
 
 class Carrier(Protocol):
@@ -151,7 +151,7 @@ class MemoryStream(Stream):
 
     async def _linger(self) -> None:
         """Keep the stream until the other side closes its half; reset it after a timeout."""
-        with trio.move_on_after(LINGER_STREAM_SECONDS):
+        with trio.move_on_after(STALL_SECONDS):
             while not self._ended and self._broken is None:
                 await self._changed.wait()
             self._end.forget(self._id)

@@ -9,6 +9,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ConfigError, ControlError
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.net.unix import NotRunningError, connect_unix
 from p2pavg.peer.joining.home import Home, default_home, known_homes
 from p2pavg.tools.control.messages import DaemonStatus, Question
@@ -16,8 +17,6 @@ from p2pavg.tools.control.service import ask
 from p2pavg.tools.daemon.words import ExitCode, as_json, as_lines, exit_code
 
 logger = logging.getLogger(__name__)
-
-STATUS_FILE_LOOK_SECONDS = 0.1
 
 
 def homes_of(run: str | None, home: Path | None) -> list[Path]:
@@ -98,6 +97,6 @@ async def _stop(socket: Path, timeout: float) -> bool:
     with trio.move_on_after(timeout):
         await ask(socket, Question.STOP)
         while await _listens(socket):  # noqa: ASYNC110 - another process' end
-            await trio.sleep(STATUS_FILE_LOOK_SECONDS)
+            await trio.sleep(GLANCE_SECONDS)
         return True
     return False

@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ControlError, RemoteProtocolError, StreamBrokenError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.unix import Handler, UnixStream, connect_unix
@@ -28,7 +28,6 @@ from p2pavg.tools.control.messages import (
 
 logger = logging.getLogger(__name__)
 
-CONTROL_ANSWER_SECONDS = 5.0
 MAX_QUESTIONS = 1000  # on one connection: a program that watches the daemon may keep it
 
 Answering = Callable[[Question], Awaitable[Answer]]
@@ -56,17 +55,17 @@ def control_handler(answering: Answering) -> Handler:
 
 async def _answer(answering: Answering, question: Question) -> Answer:
     try:
-        with trio.fail_after(CONTROL_ANSWER_SECONDS):
+        with trio.fail_after(QUICK_REPLY_SECONDS):
             return await answering(question)
     except trio.TooSlowError:
-        return RefusedRequest(f"no answer within {CONTROL_ANSWER_SECONDS:.0f} s")
+        return RefusedRequest(f"no answer within {QUICK_REPLY_SECONDS:.0f} s")
     except Exception:
         logger.exception("the question %s on the control socket failed", question)
         return RefusedRequest("an exception, which is in its log")
 
 
 async def ask(
-    path: Path, question: Question, *, timeout: float = 2 * CONTROL_ANSWER_SECONDS
+    path: Path, question: Question, *, timeout: float = 2 * QUICK_REPLY_SECONDS
 ) -> DaemonStatus | Done:
     """Ask the daemon that listens on a socket.
 

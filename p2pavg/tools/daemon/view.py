@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from p2pavg.base.formats import bars, count, in_bytes, in_time
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import DaemonStatus
 from p2pavg.tools.daemon.progress import TrainingProgress, in_words, progress_of
 
-REFRESH_VIEW_SECONDS = 1.0
 BARS = 32  # of the curve
 LOG_LINES = 6
 MAX_PARTNERS = 8
@@ -43,7 +43,7 @@ async def showing(
         async def refresh() -> None:
             while True:
                 live.update(view(status(), statuses(), log.lines), refresh=True)
-                await trio.sleep(REFRESH_VIEW_SECONDS)
+                await trio.sleep(LOOK_SECONDS)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(refresh)

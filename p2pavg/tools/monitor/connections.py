@@ -15,6 +15,7 @@ from functools import partial
 
 import trio
 
+from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.sources import prefix_of
 
@@ -22,11 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 128
 """Four for each page that may look on; a browser opens up to six to a host, most of them for a moment."""
-SEND_PAGE_SECONDS = 10.0
-"""A client has to take each piece of an answer within this."""
 PIECE_BYTES = 64 * 1024
-QUIET_PAGE_SECONDS = 30.0
-"""A connection on which nothing is received or sent is closed after this; a stream of events says something sooner."""
 ANSWER_COST_SECONDS = 0.002
 """Processor time that a connection is charged for, before the overhead: 3 ms were measured for one with one answer."""
 _ABORT = struct.pack("ii", 1, 0)
@@ -57,11 +54,11 @@ class Connection:
         with memoryview(data) as view:
             for start in range(0, len(view), PIECE_BYTES):
                 # The caller may hold a shield, but this deadline lies within it.
-                with trio.move_on_after(SEND_PAGE_SECONDS) as sending:
+                with trio.move_on_after(REPLY_SECONDS) as sending:
                     await self._stream.send_all(view[start : start + PIECE_BYTES])
                 if sending.cancelled_caught:
                     self.abort()
-                    raise trio.BrokenResourceError(f"the client has read nothing for {SEND_PAGE_SECONDS:g} s")
+                    raise trio.BrokenResourceError(f"the client has read nothing for {REPLY_SECONDS:g} s")
                 self._pieces += 1
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
@@ -72,11 +69,11 @@ class Connection:
         """
         while True:
             before = self._pieces
-            with trio.move_on_after(QUIET_PAGE_SECONDS):
+            with trio.move_on_after(STALL_SECONDS):
                 return await self._stream.receive_some(max_bytes)
             if self._pieces == before:
                 self.abort()
-                raise trio.BrokenResourceError(f"nothing has moved for {QUIET_PAGE_SECONDS:g} s")
+                raise trio.BrokenResourceError(f"nothing has moved for {STALL_SECONDS:g} s")
 
     async def send_eof(self) -> None:
         """Tell the client that nothing follows."""

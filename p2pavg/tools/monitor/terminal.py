@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from p2pavg.base.formats import bars
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.state.progress import amount, span
 from p2pavg.tools.monitor.watching import Watcher
 
-REFRESH_SCREEN_SECONDS = 1.0
 FIRST_STATUS_SECONDS = 15.0
 """For the first status to come; then the screen is printed without any."""
 SETTLE_STATUSES_SECONDS = 2.0
@@ -52,10 +52,10 @@ async def show(watcher: Watcher) -> None:
         while True:
             live.update(screen(watcher.shown(), console.height), refresh=True)
             # Drawn also without news: the times since peers were seen go on.
-            with trio.move_on_after(REFRESH_SCREEN_SECONDS):
+            with trio.move_on_after(LOOK_SECONDS):
                 await watcher.changed()
                 # Statuses of many peers come one after the other, and each one would be a new screen.
-                await trio.sleep(REFRESH_SCREEN_SECONDS / 2)
+                await trio.sleep(LOOK_SECONDS / 2)
 
 
 def screen(run: Shown, height: int) -> RenderableType:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, LOOK_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.transport import PeerId
 from p2pavg.peer.averager import DecentralizedAverager
@@ -27,10 +27,6 @@ from p2pavg_dht import Contact
 
 READ_SECONDS = 0.5
 """Between two readings of what has come."""
-FRESH_TEXT_SECONDS = 1.0
-"""Text is made anew after this also if nothing has changed, because it carries the time."""
-OWN_SECONDS = 5.0
-"""Between two readings of this peer's own status when nothing has happened to it."""
 MAX_WATCHED = 64
 """Peers whose processes are watched: a killed one is gone at once. Any other is gone when its status expires."""
 
@@ -56,7 +52,8 @@ class _Own:
     def read(self, statuses: Statuses) -> tuple[PeerStatus, float]:
         """Return the status, and when it was read."""
         now, version = statuses.wall_clock(), statuses.version
-        if self._read is None or self._read[0] != version or now >= self._read[1] + OWN_SECONDS:
+        # Between two readings of this peer's own status when nothing has happened to it.
+        if self._read is None or self._read[0] != version or now >= self._read[1] + CALM_LOOK_SECONDS:
             self._read = version, now, statuses.mine
         return self._read[2], self._read[1]
 
@@ -144,7 +141,8 @@ class Watcher:
     def text(self) -> str:
         """Return the run as JSON text, made once for all that look on at the same time."""
         version, now = self.overview.version, self.wall_clock()
-        if self._shown[0] != version or now >= self._shown[1] + FRESH_TEXT_SECONDS:
+        # Text is made anew after this also if nothing has changed, because it carries the time.
+        if self._shown[0] != version or now >= self._shown[1] + LOOK_SECONDS:
             self._shown = version, now, json.dumps(self.overview.shown(now), separators=(",", ":"))
         return self._shown[2]
 

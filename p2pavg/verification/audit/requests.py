@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.statements import RESULT_BYTES, Statement
 from p2pavg.consensus.votes import SIGNATURE_BYTES
 from p2pavg.group.audits import Audits
@@ -21,8 +22,6 @@ UNKNOWN_PIECE_BYTES = 2**15
 """Bytes that are sent at once as long as the bandwidth is not known."""
 ANSWER_PART = 1 / 8
 """Part of this peer's bandwidth that an answer takes, if it does not take too long."""
-AUDIT_ANSWER_SECONDS = 10.0
-"""Time that an answer takes at most, if the link carries it."""
 
 _TICKET_DOMAIN = b"p2pavg-ticket/1\0"
 
@@ -60,7 +59,8 @@ def seconds_a_byte(total: int, mbps: float) -> float:
         total: bytes of the answer.
         mbps: this peer's bandwidth in Mbit/s, as far as it is known.
     """
-    return min(8 / (ANSWER_PART * mbps * 1e6), AUDIT_ANSWER_SECONDS / max(total, 1))
+    # Time that an answer takes at most, if the link carries it.
+    return min(8 / (ANSWER_PART * mbps * 1e6), REPLY_SECONDS / max(total, 1))
 
 
 def answer_pieces(nbytes: int, mbps: float) -> list[range]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import FAREWELL_SECONDS, RECORD_LIFE_SECONDS, REPLY_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, LOOK_SECONDS, RECORD_LIFE_SECONDS, REPLY_SECONDS
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
 from p2pavg.net.transport import Stream
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 EVIDENCE_LOOK_SECONDS = 20.0
 """Between two look-ups of the records. A record that another peer stores here is read within a second."""
-EVIDENCE_PAUSE_SECONDS = 1.0
-"""Between two looks, whatever happens: an accuser may change its record all the time."""
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
@@ -157,7 +155,8 @@ class Accusations:
             while (fetch := self._inquiries.next(self._context.wall_clock())) is not None:
                 nursery.start_soon(self._fetch, fetch, records)
             # Without this pause, an accuser that changes its record all the time would keep this loop busy.
-            await trio.sleep(EVIDENCE_PAUSE_SECONDS)
+            # Between two looks, whatever happens: an accuser may change its record all the time.
+            await trio.sleep(LOOK_SECONDS)
             with trio.move_on_at(look_at):
                 await self._woken.wait()
 

@@ -154,7 +154,7 @@ async def test_a_ticket_is_valid_for_one_lane() -> None:
 @watched
 async def test_an_old_ticket_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "expired":
-        monkeypatch.setattr(acceptor, "TICKET_SECONDS", 0.0)
+        monkeypatch.setattr(acceptor, "REPLY_SECONDS", 0.0)
     async with pair() as (here, there):
         own = OwnCertificate("me")
         stream, offer = await ask(here, there, own)
@@ -328,7 +328,7 @@ async def receive_end(tcp: trio.SocketStream) -> bytes:
 
 @watched
 async def test_silent_connections_are_closed_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sniffing, "UNDECIDED_SECONDS", 0.1)
+    monkeypatch.setattr(sniffing, "REPLY_SECONDS", 0.1)
     async with open_host(LOOPBACK) as host:
         for said in (b"", b"\x16"):
             async with await trio.open_tcp_stream("127.0.0.1", port_of(host)) as tcp:

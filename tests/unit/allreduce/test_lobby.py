@@ -19,9 +19,8 @@ from p2pavg.allreduce.movers.lobby import (
     Lanes,
     StreamRouter,
 )
-from p2pavg.allreduce.movers.resting import REST_SECONDS
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
 from p2pavg.consensus.votes import MemberPing, ResultCommit, Unknown, Vote, decode_vote
 from p2pavg.net.framing import receive_message
 from p2pavg.net.transport import Buffer, DirectLane, Stream
@@ -572,7 +571,7 @@ class TestResting:
         lobby, stream = StreamRouter(), Dialogue()
         async with inbound(lobby) as served:
             await after_a_round(lobby, served, stream)
-            await trio.sleep(REST_SECONDS - 1.0)
+            await trio.sleep(IDLE_STREAM_SECONDS - 1.0)
             assert await served.kept() == [stream]
             await trio.sleep(2.0)
             assert await served.kept() == []
@@ -601,7 +600,7 @@ class TestResting:
             for stream in [*streams, others]:
                 await after_a_round(lobby, served, stream)
             assert await served.kept() == [*streams[:-1], others]
-            await trio.sleep(REST_SECONDS + 1.0)
+            await trio.sleep(IDLE_STREAM_SECONDS + 1.0)
             again = Dialogue()
             await after_a_round(lobby, served, again)
             assert await served.kept() == [again]

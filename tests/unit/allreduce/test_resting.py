@@ -5,7 +5,8 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.movers.resting import MAX_RESTING, REST_SECONDS, RestingStreams
+from p2pavg.allreduce.movers.resting import MAX_RESTING, RestingStreams
+from p2pavg.base.limits import IDLE_STREAM_SECONDS
 from tests.unit.allreduce.streams import Silent
 
 
@@ -23,7 +24,7 @@ class TestRestingStreams:
     ) -> None:
         resting, old, new = RestingStreams(), Silent(b"", "a peer"), Silent(b"", "another peer")
         await resting.keep(old)
-        await trio.sleep(REST_SECONDS / 2)
+        await trio.sleep(IDLE_STREAM_SECONDS / 2)
         await resting.keep(new)
         assert old.closed
         assert not new.closed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from p2pavg.base.limits import MAX_BACKOFF_SECONDS, MAX_MEMBERS
+from p2pavg.base.limits import FORGIVE_SECONDS, HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_MEMBERS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.known_peers import PAST_SECONDS
-from p2pavg.matchmaking.memory import FORGIVE_SECONDS, HOLD_OFF_LEADER_SECONDS, MAX_LATE, MAX_PROVEN, Memory
+from p2pavg.matchmaking.memory import MAX_LATE, MAX_PROVEN, Memory
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,
@@ -23,13 +23,7 @@ from p2pavg.matchmaking.messages import (
     encode,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import (
-    DUE_SECONDS,
-    PROVEN_SECONDS,
-    RENEW_SECONDS,
-    SETTLE_GROUP_SECONDS,
-    UNREACHABLE_SECONDS,
-)
+from p2pavg.matchmaking.timing import DUE_SECONDS, PROVEN_SECONDS, RENEW_SECONDS, SETTLE_GROUP_SECONDS
 from p2pavg_dht import Ed25519Signer
 from tests.unit.matchmaking.bus import EPOCH, KEY, MATCH_TIMEOUT, Bus, candidate, settings
 
@@ -153,9 +147,9 @@ class TestLateLeaders:
             rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
         assert rules.state.leader is None
-        rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_OFF_LEADER_SECONDS - 0.1)
+        rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_OFF_SECONDS - 0.1)
         assert rules.state.phase is AttemptPhase.LEADING, "the others find it free"
-        rules.tick(EPOCH + DUE_SECONDS + HOLD_OFF_LEADER_SECONDS)
+        rules.tick(EPOCH + DUE_SECONDS + HOLD_OFF_SECONDS)
         assert rules.state.leader == leader, "an honest one is asked again before its deadline"
 
     def test_a_leader_that_waits_for_more_is_followed_until_its_deadline(self) -> None:
@@ -309,7 +303,7 @@ class TestPreference:
                 )
             )
         assert asked == [True, False, False]
-        rules.tick(EPOCH + UNREACHABLE_SECONDS)
+        rules.tick(EPOCH + HOLD_OFF_SECONDS)
         assert rules.state.leader == early
 
 
@@ -367,7 +361,7 @@ class TestMemory:
         ]
         assert memory.held_until(peer_id, EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
         later = EPOCH + 10 * FORGIVE_SECONDS
-        assert memory.wasted(peer_id, later) - later == HOLD_OFF_LEADER_SECONDS
+        assert memory.wasted(peer_id, later) - later == HOLD_OFF_SECONDS
         memory.finished_with([member])
         assert memory.held_until(peer_id, later) == later
         assert memory.is_proven(peer_id)
@@ -388,6 +382,6 @@ class TestMemory:
         memory.wasted("a", EPOCH)
         memory.wasted("early", EPOCH, most=EPOCH + 12)
         memory.wasted("b", EPOCH + 9)
-        assert memory.held_until("a", EPOCH + 9) == EPOCH + 9 + HOLD_OFF_LEADER_SECONDS
+        assert memory.held_until("a", EPOCH + 9) == EPOCH + 9 + HOLD_OFF_SECONDS
         assert memory.held_until("early", EPOCH + 9) == EPOCH + 12
         assert MAX_BACKOFF_SECONDS == 600

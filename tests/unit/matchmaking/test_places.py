@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.actions import Actions, Send
@@ -13,10 +14,10 @@ from p2pavg.matchmaking.memory import MAX_PUT_OFF, Memory
 from p2pavg.matchmaking.messages import Declined, Joined
 from p2pavg.matchmaking.places import WAITS_FOR_DIRECT, WAITS_FOR_RELAYED
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import DECLINED_RETRY_SECONDS, DUE_SECONDS, PUT_OFF_SECONDS
+from p2pavg.matchmaking.timing import DUE_SECONDS, PUT_OFF_SECONDS
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Bus, candidate, settings
 
-NEAR = PUT_OFF_SECONDS + DECLINED_RETRY_SECONDS
+NEAR = PUT_OFF_SECONDS + ASK_AGAIN_SECONDS
 
 
 def peers(kinds: str, *, deadline: float = EPOCH + MATCH_TIMEOUT) -> list[Candidate]:
@@ -99,7 +100,7 @@ class TestNoCandidateStarves:
         just_before = EPOCH + PUT_OFF_SECONDS - 0.01
         assert answer(rules.asked(self.relayed, just_before), self.relayed) == WAITS_FOR_DIRECT
         assert answer(rules.asked(self.relayed, EPOCH + PUT_OFF_SECONDS), self.relayed) is None
-        assert PUT_OFF_SECONDS + DECLINED_RETRY_SECONDS < DUE_SECONDS
+        assert PUT_OFF_SECONDS + ASK_AGAIN_SECONDS < DUE_SECONDS
 
     def test_it_is_not_put_off_in_two_attempts_without_a_round_between_them(self) -> None:
         memory = Memory()

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Open, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
-from p2pavg.matchmaking.known_peers import FORGET_SECONDS, HOLD_OFF_SECONDS
+from p2pavg.matchmaking.known_peers import FORGET_SECONDS
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,
@@ -25,12 +26,10 @@ from p2pavg.matchmaking.messages import (
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import (
     AUXILIARY_SECONDS,
-    DECLINED_RETRY_SECONDS,
     GRACE_SECONDS,
     LEADER_SILENCE_SECONDS,
     ORPHAN_SECONDS,
     PROPOSAL_ANSWER_SECONDS,
-    UNREACHABLE_SECONDS,
 )
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
@@ -194,7 +193,7 @@ class TestDeadlines:
         rules = matchmaking(me, other)
         rules.lost_leader(other.peer_id, "no answer", EPOCH, reachable=False)
         assert rules.state.leader is None
-        rules.tick(EPOCH + UNREACHABLE_SECONDS)
+        rules.tick(EPOCH + HOLD_OFF_SECONDS)
         assert rules.state.phase is AttemptPhase.ASKING
 
 
@@ -346,14 +345,14 @@ class TestStandingInTheWay:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,)), EPOCH)
-        rules.tick(EPOCH + DECLINED_RETRY_SECONDS)
+        rules.tick(EPOCH + ASK_AGAIN_SECONDS)
         assert rules.state.leader == honest, "and not the liar first again"
 
     def test_a_peer_can_end_only_its_own_attempt(self) -> None:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("over", taken=(honest.peer_id,), over=True), EPOCH)
-        rules.tick(EPOCH + DECLINED_RETRY_SECONDS)
+        rules.tick(EPOCH + ASK_AGAIN_SECONDS)
         assert rules.state.leader == honest
 
     def test_names_of_a_peer_whose_attempts_end_again_and_again_count_once(self) -> None:
@@ -364,17 +363,17 @@ class TestStandingInTheWay:
         rules.told_by_leader(liar.peer_id, over, EPOCH)
         rules.nudged(candidate(0, EPOCH + 51), EPOCH + 0.9)
         assert rules.state.leader == candidate(0, EPOCH + 51)
-        rules.told_by_leader(liar.peer_id, over, EPOCH + DECLINED_RETRY_SECONDS)
-        rules.tick(EPOCH + DECLINED_RETRY_SECONDS)
+        rules.told_by_leader(liar.peer_id, over, EPOCH + ASK_AGAIN_SECONDS)
+        rules.tick(EPOCH + ASK_AGAIN_SECONDS)
         assert rules.state.leader == honest
 
     def test_peers_that_do_not_answer_are_asked_last(self) -> None:
         silent, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, silent)
         rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
-        rules.tick(EPOCH + UNREACHABLE_SECONDS - 1)
+        rules.tick(EPOCH + HOLD_OFF_SECONDS - 1)
         rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
-        rules.discovered([silent, honest], EPOCH + UNREACHABLE_SECONDS + 1)
+        rules.discovered([silent, honest], EPOCH + HOLD_OFF_SECONDS + 1)
         assert rules.state.leader == honest
 
     def test_a_leader_that_forms_no_group_is_left(self) -> None:

@@ -91,7 +91,7 @@ def test_the_oldest_connection_gives_way(served: MetricsServer) -> None:
 def test_a_connection_has_a_bounded_time(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(server, "SCRAPE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "REPLY_SECONDS", 0.2)
     served = MetricsServer(registry, 0)
     try:
         with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as held:

@@ -14,7 +14,7 @@ from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.transport import Stream
 from p2pavg.round.audits import AUDIT_SECONDS, Finding, RoundAudits
 from p2pavg.testing import MemoryNetwork
-from p2pavg.verification.audit.requests import AUDIT_ANSWER_SECONDS, AuditRequest
+from p2pavg.verification.audit.requests import AuditRequest
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import Silent
@@ -51,7 +51,7 @@ async def test_an_auditor_that_asks_too_early_is_answered_later(autojump_clock: 
         assert not stream.sent
         audits._kept = played.kept(1)
         audits._settled.set()
-        await trio.sleep(AUDIT_ANSWER_SECONDS)  # an answer takes a part of the link, and this long at most
+        await trio.sleep(REPLY_SECONDS)  # an answer takes a part of the link, and this long at most
         task = played.tasks(0)[IDS[1]]
         assert len(stream.sent) > task.share.manifest_bytes(len(task.indices))
         audits.close()

@@ -12,11 +12,12 @@ from p2pavg.allreduce.messages import LaneHeader
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.allreduce.movers.resting import RestingStreams
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, MEMBER_PING_SECONDS
 from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, StaleBallot, Unknown, Vote, decode_vote
 from p2pavg.net.transport import Buffer, Stream
-from p2pavg.round.control import ASK_STREAM_AGAIN_SECONDS, FLUSH_SECONDS, VoteStreams
+from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
@@ -174,7 +175,7 @@ async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_st
         await wait_all_tasks_blocked()
         side.control.tell(0, GATHER)
         side.control.end()
-    assert trio.current_time() - began == pytest.approx(FLUSH_SECONDS)
+    assert trio.current_time() - began == pytest.approx(TAIL_SECONDS)
     assert line.heard == [GATHER, Rest()]
     assert line.ended == "closed"
     assert len(side.resting) == 0
@@ -189,9 +190,9 @@ async def test_the_end_is_bounded_from_its_first_call_on(autojump_clock: MockClo
         await wait_all_tasks_blocked()
         began = trio.current_time()
         side.control.end()
-        await trio.sleep(0.9 * FLUSH_SECONDS)
+        await trio.sleep(0.9 * TAIL_SECONDS)
         side.control.end()
-    assert trio.current_time() - began == pytest.approx(FLUSH_SECONDS)
+    assert trio.current_time() - began == pytest.approx(TAIL_SECONDS)
 
 
 async def test_a_stream_that_does_not_open_does_not_put_off_the_end(autojump_clock: MockClock) -> None:
@@ -207,7 +208,7 @@ async def test_a_stream_that_does_not_open_does_not_put_off_the_end(autojump_clo
         await wait_all_tasks_blocked()
         began = trio.current_time()
         side.control.end()
-    assert trio.current_time() - began == pytest.approx(FLUSH_SECONDS)
+    assert trio.current_time() - began == pytest.approx(TAIL_SECONDS)
 
 
 async def test_a_dropped_member_gets_its_stream_reset(autojump_clock: MockClock) -> None:
@@ -429,7 +430,7 @@ class TestQuiet:
             assert side.member.asked == []
             await trio.sleep(0.2)
             assert side.member.asked == [2]
-            await trio.sleep(ASK_STREAM_AGAIN_SECONDS)
+            await trio.sleep(ASK_AGAIN_SECONDS)
             assert side.member.asked == [2, 2]
             nursery.cancel_scope.cancel()
 

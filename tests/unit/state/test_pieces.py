@@ -9,26 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, STALL_SECONDS
 from p2pavg.state.joiner.donors import (
     AMONG_OTHERS,
     DONOR_PIECE_SECONDS,
-    FIRST_DONOR_PAUSE_SECONDS,
     MAX_DONOR_PAUSE_SECONDS,
-    SILENT_DONOR_SECONDS,
     STALLED_SECONDS,
     TRUSTED_FAILURES,
     Meter,
     Range,
 )
-from p2pavg.state.joiner.pieces import (
-    HEDGE_SECONDS,
-    MAX_RANGES,
-    PIECE_PATIENCE_SECONDS,
-    FetchManifest,
-    FetchRange,
-    Pieces,
-    WaitUntil,
-)
+from p2pavg.state.joiner.pieces import HEDGE_SECONDS, MAX_RANGES, FetchManifest, FetchRange, Pieces, WaitUntil
 from p2pavg.state.messages import MAX_RANGE
 
 MIB = 1 << 20
@@ -191,7 +182,7 @@ class TestFailures:
     def test_a_pause_grows_and_is_longer_while_others_are_there(self) -> None:
         plan = plan_of(10, "a", "b")
         plan.failed("a", 100.0, "it is gone")
-        assert plan.may_use_at("a") == 100.0 + FIRST_DONOR_PAUSE_SECONDS * AMONG_OTHERS
+        assert plan.may_use_at("a") == 100.0 + ASK_AGAIN_SECONDS * AMONG_OTHERS
         plan.failed("b", 100.0, "it is gone")
         pauses = []
         for _ in range(10):
@@ -204,8 +195,8 @@ class TestFailures:
         plan = plan_of(10, "a")
         assert plan.too_slow(100.0) == []
         take(plan, "a", 100.0)
-        assert plan.too_slow(100.0 + SILENT_DONOR_SECONDS - 0.1) == []
-        assert [peer_id for peer_id, _ in plan.too_slow(100.0 + SILENT_DONOR_SECONDS)] == ["a"]
+        assert plan.too_slow(100.0 + REPLY_SECONDS - 0.1) == []
+        assert [peer_id for peer_id, _ in plan.too_slow(100.0 + REPLY_SECONDS)] == ["a"]
 
     def test_bytes_without_a_piece_are_a_failure(self) -> None:
         plan = plan_of(10, "a")
@@ -220,7 +211,7 @@ class TestFailures:
         plan.exclude("a", 1.0, "sent piece 3 with another digest")
         assert plan.may_use_at("a") == math.inf
         assert plan.hopeless(1.0) is None
-        why = plan.hopeless(1.0 + PIECE_PATIENCE_SECONDS)
+        why = plan.hopeless(1.0 + STALL_SECONDS)
         assert why == "no donor is left: a: sent piece 3 with another digest"
 
     def test_a_donor_that_only_fails_does_not_keep_a_joiner_waiting(self) -> None:
@@ -232,7 +223,7 @@ class TestFailures:
             now += 1.0
             plan.opened("a", 0, now)
         assert plan.hopeless(now) is None
-        assert plan.hopeless(now + PIECE_PATIENCE_SECONDS) is not None
+        assert plan.hopeless(now + STALL_SECONDS) is not None
 
 
 NAMES = ["a", "b", "c", "d"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from p2pavg.base.limits import RETRY_SECONDS
+
 REACH_LOOK_SECONDS = 15.0
 """The time between two looks at one peer. A look takes 5 s at most, so a new outer address is noticed within 20 s."""
-
-QUESTION_RETRY_SECONDS = 60.0
-"""The time until a peer that gave no answer is asked the same again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ class Agenda:
         if question in self._void:
             self._void.discard(question)
             return False
-        self._not_before[question] = now + (REACH_LOOK_SECONDS if answered else QUESTION_RETRY_SECONDS)
+        self._not_before[question] = now + (REACH_LOOK_SECONDS if answered else RETRY_SECONDS)
         return True
 
     def may_ask(self, now: float, question: Question) -> bool:

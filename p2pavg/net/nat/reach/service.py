@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import TokenBucket
@@ -32,10 +32,6 @@ from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
-DIAL_BACK_SECONDS = 5.0
-"""The timeout of one dial for another peer."""
-ASK_REACH_SECONDS = 5.0
-"""The timeout of a look; that of a dial-back is DIAL_SECONDS longer."""
 
 MAX_SERVED = 64
 """Streams that are served at once; each takes less than a KiB."""
@@ -135,7 +131,7 @@ class ReachService:
             return DialledBack(question.nonce, DialBackOutcome.REFUSED, reason)
         self._dialling.add(stream.remote)
         try:
-            with trio.fail_after(DIAL_BACK_SECONDS):
+            with trio.fail_after(QUICK_REPLY_SECONDS):
                 await self._dial_peer(stream.remote, stream.remote_host, question.port)
         except UnreachableError as error:
             logger.debug("%s asked to be dialled back at port %d: %s", stream.remote, question.port, error)
@@ -176,7 +172,7 @@ async def look(transport: Transport, peer_id: PeerId) -> Observed:
     Raises:
         UnreachableError: no answer came within ASK_SECONDS, or an invalid one.
     """
-    message = await _ask(transport, peer_id, Look(), ASK_REACH_SECONDS)
+    message = await _ask(transport, peer_id, Look(), QUICK_REPLY_SECONDS)
     try:
         return Observed.decode(message)
     except RemoteProtocolError as error:
@@ -192,7 +188,7 @@ async def ask_dial_back(transport: Transport, peer_id: PeerId, port: int) -> Dia
         UnreachableError: no answer came in time, or an invalid one.
     """
     question = DialBack(port, secrets.token_bytes(NONCE_BYTES))
-    message = await _ask(transport, peer_id, question, ASK_REACH_SECONDS + DIAL_BACK_SECONDS)
+    message = await _ask(transport, peer_id, question, 2 * QUICK_REPLY_SECONDS)  # it dials, and then answers
     try:
         return read_dialled_back(message, question.nonce)
     except RemoteProtocolError as error:

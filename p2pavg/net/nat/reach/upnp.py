@@ -4,7 +4,7 @@ miniupnpc, the usual library, takes any device that answers, follows every addre
 long as a device sends: an endless answer took 700 MB in 5 s after its caller had given up. So this client
 
 * hears only the default router, and asks nothing at any other host (:mod:`p2pavg.net.nat.reach.upnp_messages`);
-* reads at most 136 KiB of an answer, within CALL_SECONDS;
+* reads at most 136 KiB of an answer, within REPLY_SECONDS;
 * runs in trio: a call that is given up reads nothing any more.
 
 A machine of the local network that forges the router's address can still lie: other peers dial back before the address
@@ -24,6 +24,7 @@ from typing import TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.nat.reach.gateway import default_gateway
 from p2pavg.net.nat.reach.router_udp import Granted
 from p2pavg.net.nat.reach.upnp_messages import (
@@ -52,8 +53,6 @@ MULTICAST = "239.255.255.250"
 SSDP_SECONDS = 1.0
 """The time between two searches. Routers answer within the second that a search gives them (MX)."""
 SEARCHES = 2  # a packet may be lost
-CALL_SECONDS = 10.0
-"""The timeout of one step, which is a few requests at the router."""
 
 _DESCRIPTION = "p2pavg"
 _OTHER_PORTS = 3
@@ -122,13 +121,13 @@ class Upnp:
         return self._found
 
     async def _bounded(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Do a step within CALL_SECONDS. After a failure, the router is looked for again.
+        """Do a step within REPLY_SECONDS. After a failure, the router is looked for again.
 
         Raises:
             UnreachableError: it failed, or took longer.
         """
         try:
-            with trio.fail_after(CALL_SECONDS):
+            with trio.fail_after(REPLY_SECONDS):
                 return await call()
         except RefusedActionError:
             raise  # an answer of the router that is known
@@ -144,7 +143,7 @@ class Upnp:
             raise UnreachableError(f"the router: {error.strerror or error}") from None
         except trio.TooSlowError:
             self._found = None
-            raise UnreachableError(f"no answer within {CALL_SECONDS:.0f} s") from None
+            raise UnreachableError(f"no answer within {REPLY_SECONDS:.0f} s") from None
 
     async def _find(self) -> _Found:
         gateway = self._gateway()

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
+from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.limits.sources import parse_host
 
@@ -35,8 +36,6 @@ NONCE_BYTES = 16
 QUESTION_BYTES = len(MAGIC) + NONCE_BYTES
 ANSWER_BYTES = NONCE_BYTES + 1 + 16 + 2
 
-WHOAMI_ANSWER_SECONDS = 5.0
-"""The timeout of one question at the listener, a few round trips."""
 
 # Probes of one host: 64 at once, and 4 a second. Each try of hole punching takes one probe, and a member of a group of
 # 16 punches up to 30 lanes. A home with several peers shares its host's budget.
@@ -123,7 +122,7 @@ class WhoamiAnswerer:
                 return
             self._answering += 1
             try:
-                with trio.move_on_after(WHOAMI_ANSWER_SECONDS):
+                with trio.move_on_after(QUICK_REPLY_SECONDS):
                     await _answer(trio.socket.from_stdlib_socket(opened), host, port)
             except (OSError, RemoteProtocolError) as error:
                 logger.debug("a whoami probe from %s ended: %s", host, error)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.addresses import CIRCUIT, is_circuit
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of
@@ -96,7 +97,6 @@ def _distance(one: str, other: str) -> bytes:
     return hashlib.sha256(f"{one} {other}".encode()).digest()
 
 
-DISTRUST_SECONDS = 60.0
 MAX_DISTRUSTED = 256
 
 
@@ -112,7 +112,7 @@ class RelayRecord:
 
     def failed(self, relay: str, now: float) -> None:
         """Note that a connection over a relay has failed or was lost."""
-        self._until[relay] = now + DISTRUST_SECONDS
+        self._until[relay] = now + RETRY_SECONDS
         self._until.move_to_end(relay)
         if len(self._until) > MAX_DISTRUSTED:
             self._until.popitem(last=False)

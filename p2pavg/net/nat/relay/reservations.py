@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import CALM_LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import CircuitAddress
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.nat.relay.choice import RelayCandidate, addresses_of_relay, choose_relays
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 ASK_RELAY_SECONDS = 6.0
 PING_ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
-AVOID_SECONDS = 60.0
 _LOST_SECONDS = 2.0
 """A relay that was lost may have been restarted, or this peer may have changed its network."""
 MAX_AVOIDED = 256
@@ -135,7 +134,7 @@ class Reservations:
         except _FAILURES as error:
             if held and self._held.keys() <= {relay}:
                 self._ask_all_again()
-            self._avoid(relay, _LOST_SECONDS if held else AVOID_SECONDS)
+            self._avoid(relay, _LOST_SECONDS if held else RETRY_SECONDS)
             logger.info("%s at %s: %s", "the reservation is lost" if held else "no reservation", relay, error)
         finally:
             if stream is not None:
@@ -195,11 +194,11 @@ class Reservations:
     def _ask_all_again(self) -> None:
         """Ask any peer again, because the only relay is lost: one that has refused may be a relay by now.
 
-        A relay that takes this peer and drops it again and again causes one such question to others in AVOID_SECONDS.
+        A relay that takes this peer and drops it again and again causes one such question to others in RETRY_SECONDS.
         """
         # A hostile relay could otherwise make this peer ask all others without end.
         if (now := trio.current_time()) >= self._next_questions:
-            self._next_questions = now + AVOID_SECONDS
+            self._next_questions = now + RETRY_SECONDS
             self._avoided.clear()
 
     def _avoid(self, relay: PeerId, seconds: float) -> None:

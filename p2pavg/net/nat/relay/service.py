@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import TokenBucket
@@ -62,7 +63,6 @@ RELAY_PING_SECONDS = 10.0
 """Home routers forget an idle connection after some minutes; and a peer behind one shall notice a dead relay soon."""
 MAX_PINGS = 8  # at once, since answers cost time; two in RELAY_PING_SECONDS after that
 RELAY_SILENCE_SECONDS = 25.0
-RELAY_ANSWER_SECONDS = 5.0
 PIECE_BYTES = 16 * 1024
 
 
@@ -94,7 +94,7 @@ class RelayService:
 
     async def serve(self, stream: Stream) -> None:
         """Answer a request for a reservation or a circuit."""
-        with trio.move_on_after(RELAY_ANSWER_SECONDS) as scope:
+        with trio.move_on_after(QUICK_REPLY_SECONDS) as scope:
             message = await receive(stream)
         if scope.cancelled_caught:
             return
@@ -197,12 +197,12 @@ class RelayService:
             await other.reset()
 
     async def _reach_in_time(self, target: PeerId, source: PeerId) -> Stream:
-        with trio.move_on_after(RELAY_ANSWER_SECONDS):
+        with trio.move_on_after(QUICK_REPLY_SECONDS):
             return await self._reach(target, source)
-        raise UnreachableError(f"no answer within {RELAY_ANSWER_SECONDS:.0f} s")
+        raise UnreachableError(f"no answer within {QUICK_REPLY_SECONDS:.0f} s")
 
     async def _reach(self, target: PeerId, source: PeerId) -> Stream:
-        stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=RELAY_ANSWER_SECONDS)
+        stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=QUICK_REPLY_SECONDS)
         try:
             # The target has a reservation, and so a connection of its own. If that
             # has just ended, another relay is no way to it.

@@ -12,6 +12,7 @@ import trio
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, UnreachableError
+from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_peer_address
 from p2pavg.net.transport import Transport
 from p2pavg.tools.doctor.rules.network import Dialled, DialOutcome
@@ -20,8 +21,6 @@ NAME_SECONDS = 2.0
 CONNECT_SECONDS = 3.0
 PROBE_GREETING_SECONDS = 2.0
 PROBE_DIAL_SECONDS = 4.0
-ADDRESS_SECONDS = 5.0
-"""Timeout of all steps of one address."""
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _MAX_HOSTS = 4  # addresses of one name
@@ -59,7 +58,8 @@ async def meet(transport: Transport, text: str, own_id: str | None = None) -> Di
         return made(answer=DialOutcome.OWN)
     found: Found = (DialOutcome.TIMED_OUT, "")
     began = trio.current_time()
-    with trio.move_on_after(ADDRESS_SECONDS):
+    # Timeout of all steps of one address.
+    with trio.move_on_after(QUICK_REPLY_SECONDS):
         hosts, found = await _look_up(address, port)
         if hosts:
             found = await _first_words(hosts, port)

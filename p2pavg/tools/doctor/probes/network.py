@@ -10,6 +10,7 @@ import trio
 
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_listen_address
 from p2pavg.net.nat.reach.messages import DialBackOutcome
@@ -40,7 +41,6 @@ CLOCK_TRIES = 3
 MEASURED_PEERS = 3
 MEASURE_SECONDS = 4.0  # of one peer
 PROBE_STREAM_SECONDS = 2.0
-POLL_SECONDS = 0.2
 MAX_ERROR_CHARS = 200
 
 
@@ -77,7 +77,7 @@ async def wait_for_reach(transport: Transport, seconds: float) -> NetworkReach:
     """Return the reachability as soon as dials of other peers have shown it, or what is known after ``seconds``."""
     with trio.move_on_after(seconds):
         while not _is_shown(transport.reachability):  # noqa: ASYNC110 - a transport does not tell of changes
-            await trio.sleep(POLL_SECONDS)
+            await trio.sleep(GLANCE_SECONDS)
     found = transport.reachability
     return NetworkReach(kind=str(found.kind), sentence=found.sentence, outer_hosts=found.outer_hosts)
 
@@ -147,7 +147,7 @@ async def _dial_back(transport: Transport, peer_id: str, host: str, port: int) -
             answer = await ask_dial_back(transport, peer_id, port)
             if answer.outcome is not DialBackOutcome.REFUSED:
                 break
-            await trio.sleep(POLL_SECONDS * 5)
+            await trio.sleep(GLANCE_SECONDS * 5)
     except UnreachableError as error:
         logger.info("%s said nothing about an address to announce: %s", peer_id, error)
         return _Answer()

@@ -304,7 +304,7 @@ class TestTheEnd:
     def test_a_thread_that_does_not_end_is_given_up(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("p2pavg.base.threads.trio_thread.STOP_THREAD_SECONDS", 0.01)
+        monkeypatch.setattr("p2pavg.base.threads.trio_thread.STOP_SECONDS", 0.01)
         release = threading.Event()
 
         async def hangs(give: Give, stop: trio.Event) -> None:

@@ -5,7 +5,8 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
-from p2pavg.net.framing import MESSAGE_SECONDS, receive_message, send_message
+from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import LONGEST_DELAY, MAX_ACCOUNTS, OVERHEAD, CallBudget, CallRates
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.transport import Stream
@@ -161,4 +162,4 @@ async def test_an_incomplete_message_breaks_its_stream_after_a_timeout(autojump_
             await drip()
     ((text, seconds),) = raised
     assert "was not complete" in text
-    assert seconds == pytest.approx(MESSAGE_SECONDS)
+    assert seconds == pytest.approx(REPLY_SECONDS)

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.catching_up import following
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import LOST_SECONDS, Follower, Following
-from p2pavg.optim.catching_up.following_news import (
-    FOLLOWING_RETRY_SECONDS,
-    MAX_FOLLOWING_RETRY_SECONDS,
-    UpdatePace,
-)
+from p2pavg.optim.catching_up.following_news import FOLLOWING_RETRY_SECONDS, UpdatePace
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import ProvenAverage
 from p2pavg.state.choice import MAX_DONORS, SETTLE_OFFERS_SECONDS
@@ -487,7 +484,7 @@ def test_a_wrong_snapshot_keeps_the_old_state_and_is_not_taken_again(world: Worl
     found = world.advance()
     assert found.failed
     assert (world.common.value, world.common.lineage.epoch, world.owner.adoptions) == (6.0, 3, 0)
-    assert "none offers one yet" in world.advance(MAX_FOLLOWING_RETRY_SECONDS).reason
+    assert "none offers one yet" in world.advance(RETRY_SECONDS).reason
     assert len(world.sharing.snapshots) == 1
     world.run_is_at(100, snapshot=offer_of(98, root=2))  # of the same update, with other bytes
     world.advance()
@@ -511,7 +508,7 @@ def test_a_disk_that_fails_keeps_the_old_state_and_the_same_one_is_fetched_again
     assert "the disk is full" in found.reason
     assert (world.common.value, world.owner.adoptions) == (6.0, 0)
     monkeypatch.undo()
-    world.advance(MAX_FOLLOWING_RETRY_SECONDS)
+    world.advance(RETRY_SECONDS)
     assert len(world.sharing.snapshots) == 2
     world.snapshot_comes(snapshot_of(98, 4851.0))
     assert world.advance().progressed

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import p2pavg
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers
-from p2pavg.optim.coordination.together import OBSERVER_LOOK_SECONDS, RoundCoordinator
+from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.events import AnyEvent, Waits
 from p2pavg.telemetry.hub import Events
@@ -323,7 +323,7 @@ def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: 
     company.says("a")
     rounds.results = [forming, forming, exchanging, success("a")]
     assert isinstance(company.together.observe(), Success)
-    assert rounds.waits == [OBSERVER_LOOK_SECONDS] * 4
+    assert rounds.waits == [GLANCE_SECONDS] * 4
     assert rounds.word.looks == 2, "a peer that has its group asks for nothing"
     rounds.waits.clear()
     rounds.results = [forming, success("a")]

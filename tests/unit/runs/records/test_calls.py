@@ -13,18 +13,18 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.framing import MESSAGE_SECONDS, receive_message, send_message
+from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
+from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.runs.records import calls
-from p2pavg.runs.records.calls import MAX_KEPT, RECORD_STREAM_SECONDS, RecordCalls
+from p2pavg.runs.records.calls import MAX_KEPT, RecordCalls
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_peer
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, Ed25519Signer, RpcError
 from p2pavg_dht.messages import Locate, encode
 
 HERE, *THERE = [Ed25519Signer(bytes([number + 1] * 32)) for number in range(6)]
-KEPT_SECONDS = RECORD_STREAM_SECONDS / 2
+KEPT_SECONDS = IDLE_STREAM_SECONDS / 2
 
 Serve = Callable[[Stream], Awaitable[None]]
 
@@ -369,22 +369,22 @@ REQUEST = encode(Locate(addresses=(), point=bytes(32)))
 
 async def test_stream_without_calls_is_closed(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
-        assert await seconds_until_let_go(stream) == pytest.approx(RECORD_STREAM_SECONDS)
+        assert await seconds_until_let_go(stream) == pytest.approx(IDLE_STREAM_SECONDS)
 
 
 async def test_stream_is_closed_after_idle_time(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         for _ in range(5):
-            await trio.sleep(0.9 * RECORD_STREAM_SECONDS)
+            await trio.sleep(0.9 * IDLE_STREAM_SECONDS)
             await send_message(stream, REQUEST)
             assert await receive_message(stream)
-        assert await seconds_until_let_go(stream) == pytest.approx(RECORD_STREAM_SECONDS)
+        assert await seconds_until_let_go(stream) == pytest.approx(IDLE_STREAM_SECONDS)
 
 
 async def test_incomplete_call_is_closed(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         await stream.send_all(len(REQUEST).to_bytes(4, "big") + REQUEST[:5])
-        assert await seconds_until_let_go(stream) == pytest.approx(MESSAGE_SECONDS)
+        assert await seconds_until_let_go(stream) == pytest.approx(REPLY_SECONDS)
 
 
 async def test_stream_with_unread_answers_is_closed(

@@ -168,7 +168,7 @@ async def test_connections_above_the_limit_are_closed(path: Path, monkeypatch: p
 async def test_a_machine_without_a_file_to_open_delays_a_connection(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unix, "ACCEPT_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(unix, "LOOK_SECONDS", 0.01)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with trio.fail_after(WATCHDOG_SECONDS):
         async with open_unix_listener(path) as listener, connect_unix(path), trio.open_nursery() as nursery:
@@ -217,7 +217,7 @@ async def test_a_daemon_that_does_not_answer_is_an_error(path: Path, monkeypatch
             nursery.start_soon(serve_unix, listener, control_handler(never))
             with pytest.raises(ControlError, match="did not answer within"):
                 await ask(path, Question.STATUS, timeout=0.05)
-            monkeypatch.setattr(service, "CONTROL_ANSWER_SECONDS", 0.05)
+            monkeypatch.setattr(service, "QUICK_REPLY_SECONDS", 0.05)
             with pytest.raises(ControlError, match="the daemon refused: no answer within"):
                 await ask(path, Question.STATUS)
             nursery.cancel_scope.cancel()

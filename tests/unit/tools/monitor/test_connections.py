@@ -8,7 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock, memory_stream_one_way_pair
 
-from p2pavg.tools.monitor.connections import PIECE_BYTES, QUIET_PAGE_SECONDS, SEND_PAGE_SECONDS, Connection
+from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
+from p2pavg.tools.monitor.connections import PIECE_BYTES, Connection
 
 
 class Socket:
@@ -52,12 +53,12 @@ async def test_client_that_takes_nothing_is_cut_off_also_under_a_shield(autojump
         pytest.raises(trio.BrokenResourceError, match="read nothing for 10 s"),
     ):
         await connection_of(stream).send_all(b"x")
-    assert trio.current_time() - begun == pytest.approx(SEND_PAGE_SECONDS)
+    assert trio.current_time() - begun == pytest.approx(REPLY_SECONDS)
     assert stream.socket.is_closed
 
 
 async def test_slow_client_that_takes_each_piece_in_time_gets_all(autojump_clock: MockClock) -> None:
-    stream = Stream(seconds_a_piece=0.9 * SEND_PAGE_SECONDS)
+    stream = Stream(seconds_a_piece=0.9 * REPLY_SECONDS)
     await connection_of(stream).send_all(bytes(2 * PIECE_BYTES + 1))
     assert stream.pieces == [PIECE_BYTES, PIECE_BYTES, 1]
 
@@ -67,7 +68,7 @@ async def test_silent_connection_is_closed(autojump_clock: MockClock) -> None:
     begun = trio.current_time()
     with pytest.raises(trio.BrokenResourceError, match="nothing has moved for 30 s"):
         await connection_of(stream).receive_some()
-    assert trio.current_time() - begun == pytest.approx(QUIET_PAGE_SECONDS)
+    assert trio.current_time() - begun == pytest.approx(STALL_SECONDS)
     assert stream.socket.is_closed
 
 
@@ -82,7 +83,7 @@ async def test_connection_on_which_something_is_sent_stays_open(autojump_clock: 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(receive)
         for _ in range(5):
-            await trio.sleep(0.9 * QUIET_PAGE_SECONDS)
+            await trio.sleep(0.9 * STALL_SECONDS)
             await connection.send_all(b"still here")
         await stream.client.send_all(b"hello")
     assert received == [b"hello"]

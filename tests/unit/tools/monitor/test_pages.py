@@ -218,7 +218,7 @@ ASK_FALSELY = b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n"
 async def test_client_that_does_not_read_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, request_bytes: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "SEND_PAGE_SECONDS", 600)
+    monkeypatch.setattr(connections, "REPLY_SECONDS", 600)
     with trio.fail_after(30):
         async with served() as client:
             stream = await asking_without_reading(client.port, request_bytes * 100_000)
@@ -226,7 +226,7 @@ async def test_client_that_does_not_read_does_not_hold_up_the_end(
 
 
 async def test_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SEND_PAGE_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "REPLY_SECONDS", 0.5)
     with trio.fail_after(30):
         async with served() as client:
             with pytest.raises(trio.BrokenResourceError):

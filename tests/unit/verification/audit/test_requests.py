@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES
 from p2pavg.verification.audit.requests import (
     ANSWER_PART,
     ANSWER_PIECE_SECONDS,
-    AUDIT_ANSWER_SECONDS,
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
     UNKNOWN_PIECE_BYTES,
@@ -28,7 +28,7 @@ def test_an_answer_takes_a_small_part_of_the_link(mbps: float) -> None:
 
 
 def test_an_answer_never_takes_longer_than_the_inputs_are_kept() -> None:
-    assert 10**9 * seconds_a_byte(10**9, 0.1) == pytest.approx(AUDIT_ANSWER_SECONDS)
+    assert 10**9 * seconds_a_byte(10**9, 0.1) == pytest.approx(REPLY_SECONDS)
 
 
 def test_an_empty_answer_takes_no_time() -> None:

@@ -354,7 +354,7 @@ async def test_an_answer_without_end_is_read_to_a_bound_and_its_connection_close
 async def test_a_slow_answer_is_given_up_and_its_connection_closed(
     monkeypatch: pytest.MonkeyPatch, pause: float
 ) -> None:
-    monkeypatch.setattr(upnp, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(upnp, "REPLY_SECONDS", 0.5)
     router, closed = Router(), trio.Event()
 
     async def drip(stream: trio.SocketStream) -> None:

@@ -135,7 +135,7 @@ class TestHostileAskers:
                 assert await stream.receive_some(100) == b""
 
     async def test_asker_that_says_nothing_is_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(whoami, "WHOAMI_ANSWER_SECONDS", 0.05)
+        monkeypatch.setattr(whoami, "QUICK_REPLY_SECONDS", 0.05)
         async with (
             listener(WhoamiAnswerer().answer) as port,
             await trio.open_tcp_stream(LOOPBACK, port) as stream,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.nat.relay.choice import (
-    DISTRUST_SECONDS,
     MAX_DISTRUSTED,
     RELAYS_WANTED,
     RelayCandidate,
@@ -108,7 +108,7 @@ class TestRelaysThatFailed:
         assert record.ordered(given, 0.0) == given
         record.failed("bad", 0.0)
         assert record.ordered(given, 1.0) == [self.DIRECT, self.OVER_GOOD, self.OVER_BAD]
-        assert record.ordered(given, DISTRUST_SECONDS) == given
+        assert record.ordered(given, RETRY_SECONDS) == given
 
     def test_the_oldest_is_forgotten(self) -> None:
         record = RelayRecord()

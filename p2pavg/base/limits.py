@@ -31,10 +31,13 @@ QUICK_REPLY_SECONDS = 5.0
 REPLY_SECONDS = 10.0
 """For one word of a peer that is there: to open a stream to it, for its first message, for its answer. A message of 256
 KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow, and not gone."""
+EXCHANGE_SECONDS = 60.0  # the exchange timeout of a configuration that names none
 STALL_SECONDS = 30.0
 """For one piece of data to move, or one stream to be used. A link of 70 kbit/s carries 256 KiB in this time. What takes
 longer holds memory and a place for nothing."""
 IDLE_STREAM_SECONDS = 60.0  # after which the serving side closes a stream without another round or call
+ROUND_TRIPS_SECONDS = 1.0
+"""For a few round trips among peers that are there, and the pause of a busy machine."""
 ASK_AGAIN_SECONDS = 1.0
 """Before a peer that is there, and could not answer as hoped, is asked again; doubled where it goes on."""
 HOLD_OFF_SECONDS = 10.0
@@ -45,6 +48,9 @@ RETRY_SECONDS = 60.0
 FORGIVE_SECONDS = 600.0
 """After which half of a peer's wasted waits or silences is forgotten. A program that stands still now and then does
 so many times meanwhile; one that has started anew, or has moved to a better link, is soon a member like any other."""
+SPREAD_LOOK_SECONDS = 20.0
+"""Between two looks for what must be everywhere within a minute: a revocation, evidence of a lie."""
+START_SECONDS = 180.0  # for a process to start: importing torch on a busy machine
 STOP_SECONDS = 10.0
 """For a thread, a process or a search of this program to end after it was told to. A peer leaves within 5 s."""
 FAREWELL_SECONDS = 1.0

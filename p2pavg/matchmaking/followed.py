@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Report, Send
@@ -16,9 +16,7 @@ from p2pavg.matchmaking.roster_check import not_admitted, wrong_with
 from p2pavg.matchmaking.timing import (
     BACK_SECONDS,
     DUE_SECONDS,
-    GRACE_SECONDS,
     LEADER_SILENCE_SECONDS,
-    ORPHAN_SECONDS,
     PROPOSAL_ANSWER_SECONDS,
 )
 
@@ -66,7 +64,8 @@ class FollowedLeader:
         if state.looked < self._leader.deadline:
             times.append(self._leader.deadline)
         if not state.me.auxiliary:
-            times.append(state.report_at + (0.0 if self._status.decided else GRACE_SECONDS))
+            # A little longer than the own deadline: the leader's word may be on its way.
+            times.append(state.report_at + (0.0 if self._status.decided else ROUND_TRIPS_SECONDS))
         return times
 
     def patience_end(self) -> float:
@@ -75,7 +74,7 @@ class FollowedLeader:
             return self._due_since + DUE_SECONDS
         me = self._state.me
         joined = self._joined if me.auxiliary else max(self._joined, me.deadline)
-        return max(joined, self._leader.deadline) + self._state.settings.match_timeout + GRACE_SECONDS
+        return max(joined, self._leader.deadline) + self._state.settings.match_timeout + ROUND_TRIPS_SECONDS
 
     def look(self, now: float) -> None:
         """Note whether the leader is due."""
@@ -92,7 +91,7 @@ class FollowedLeader:
         state = self._state
         if state.me.auxiliary or now < state.report_at:
             return []
-        if not self._status.decided and now < state.report_at + GRACE_SECONDS:
+        if not self._status.decided and now < state.report_at + ROUND_TRIPS_SECONDS:
             return []
         state.report_at = now + state.settings.match_timeout
         return [Report(self.ready_peers, "the group that this peer is in waits for more")]
@@ -191,7 +190,7 @@ class FollowedLeader:
         """
         if (proof := self.proof) is not None:
             return self.commit(proof)
-        self.orphaned = now + ORPHAN_SECONDS
+        self.orphaned = now + ROUND_TRIPS_SECONDS
         return []
 
     @property

@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-from p2pavg.base.limits import MAX_GROUP_SIZE
+from p2pavg.base.limits import GLANCE_SECONDS, MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.matchmaking.messages import Disband, GroupCommit, GroupProposal, Joined, LeaderStatus
-from p2pavg.matchmaking.timing import (
-    HEARTBEAT_SECONDS,
-    PROPOSAL_ANSWER_SECONDS,
-    SETTLE_GROUP_SECONDS,
-    STATUS_SECONDS,
-)
+from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, PROPOSAL_ANSWER_SECONDS, SETTLE_GROUP_SECONDS
 
 
 class OwnGroup:
@@ -85,7 +80,7 @@ class OwnGroup:
         self.followers[candidate.peer_id] = candidate
         self._state.peers[candidate.peer_id].nudges.awaited_until = None
         # Not at once: a group that meets again would send a message for each pair of members, and is complete soon.
-        self._tell_at = min(self._tell_at, now + STATUS_SECONDS)
+        self._tell_at = min(self._tell_at, now + GLANCE_SECONDS)
         joined = Joined(self._state.me)
         return [Send(candidate.peer_id, joined, "it comes after this peer, and there is room")]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from p2pavg.base.limits import GLANCE_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.actions import Actions, Open
 from p2pavg.matchmaking.attempt_state import AttemptState
 from p2pavg.matchmaking.known_peers import may_lead
 from p2pavg.matchmaking.messages import Nudge
-from p2pavg.matchmaking.timing import AUXILIARY_SECONDS, PROVEN_SECONDS
 
 
 def first_earlier(state: AttemptState, followers: Collection[str], now: float) -> Candidate | None:
@@ -42,7 +42,8 @@ def _waits_for_proven(state: AttemptState, now: float) -> bool:
     """Return whether peers with which a round was finished are enough for a group and have time left to form it."""
     if now < state.strangers_from:
         return True
-    if now >= state.begun + PROVEN_SECONDS:
+    # They have a few round trips to form a group before this peer asks others; a group takes no longer.
+    if now >= state.begun + ROUND_TRIPS_SECONDS:
         return False
     proven = (
         state.memory.is_proven(candidate.peer_id) and candidate.fits(state.me)
@@ -57,7 +58,7 @@ def times_to_ask(state: AttemptState) -> list[float]:
     looked = state.looked
     held = (state.memory.held_until(peer_id, looked) for peer_id in state.peers.candidates)
     times = [until for until in held if until > looked]
-    times += [time for time in (state.strangers_from, state.begun + PROVEN_SECONDS) if looked < time]
+    times += [time for time in (state.strangers_from, state.begun + ROUND_TRIPS_SECONDS) if looked < time]
     return times
 
 
@@ -77,6 +78,7 @@ def nudges(state: AttemptState, followers: Collection[str], now: float) -> Actio
         nudged += between.sent is None
         between.sent = candidate.deadline
         if candidate.auxiliary:
-            between.awaited_until = now + AUXILIARY_SECONDS
+            # A complete group waits so long for it.
+            between.awaited_until = now + GLANCE_SECONDS
         actions.append(Open(candidate, Nudge(me), "it comes after this peer"))
     return actions

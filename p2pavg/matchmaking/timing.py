@@ -5,9 +5,6 @@ from __future__ import annotations
 HEARTBEAT_SECONDS = 2.0  # a leader that has followers sends them a status this often
 LEADER_SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
 PROPOSAL_ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
-GRACE_SECONDS = 1.0  # a follower waits this much longer than its own deadline for its leader's status
-ORPHAN_SECONDS = 1.0
-"""A member that accepted a roster and then lost its leader waits so long for another member to begin the exchange."""
 PUT_OFF_SECONDS = 1.5
 """A leader keeps a place for better candidates so long, from the first time that another candidate asks for it. They
 are told of the leader at once, and ask within a few round trips. With the delay before the other one asks again, this
@@ -26,15 +23,9 @@ RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadli
 MOVED_SECONDS = 10.0
 """A peer whose reach or addresses have changed has at least so long for its new attempt. Others poll every 4 s."""
 NEXT_ATTEMPT_SECONDS = 0.001  # a deadline is moved by this to name another attempt
-STATUS_SECONDS = 0.25
-"""Followers are told within this time that the group has grown; mostly, it is proposed before."""
 REUNION_SECONDS = 0.5
 """Members of the last group wait so long for the record of the peer that led it, before they announce themselves. The
 record needs a trip, and two training steps do not end at the same time."""
 REUNIONS_SECONDS = 30.0
 """Each member announces itself this often all the same, and sees whether there are others for its group. Runs that step
 less often hardly notice what it costs."""
-PROVEN_SECONDS = 1.0
-"""If enough peers for a group have finished a round with each other, they have so long to form it before they ask
-other peers. A group takes a few round trips."""
-AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that it has nudged

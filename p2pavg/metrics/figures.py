@@ -29,7 +29,7 @@ from p2pavg.telemetry.events import (
     Way,
 )
 
-SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
+DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 """Buckets of durations: a round takes from milliseconds on one machine to ten minutes between homes."""
 MAX_NAMES = 32
 """Metrics of training that are kept, of all runs: other peers may send any names. The ones that came last win."""
@@ -182,4 +182,6 @@ class Figures:
         return Gauge(f"p2pavg_{name}", text, ["run", *labels], registry=self._registry)
 
     def _histogram(self, name: str, text: str, labels: list[str]) -> Any:
-        return Histogram(f"p2pavg_{name}", text, ["run", *labels], registry=self._registry, buckets=SECONDS)
+        return Histogram(
+            f"p2pavg_{name}", text, ["run", *labels], registry=self._registry, buckets=DURATION_BUCKETS
+        )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
 _MISSING = "RoundTraces needs OpenTelemetry: pip install 'p2pavg[otel]'"
-_NANOSECONDS = 1_000_000_000
+_NANO = 1_000_000_000
 
 
 class RoundTraces:
@@ -75,7 +75,7 @@ class RoundTraces:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return int(seconds * _NANOSECONDS)
+    return int(seconds * _NANO)
 
 
 def _attributes(event: RoundEnded) -> dict[str, str | int | float]:

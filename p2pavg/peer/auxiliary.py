@@ -11,7 +11,13 @@ from functools import lru_cache, partial
 import trio
 
 from p2pavg.allreduce.context import run_context
-from p2pavg.base.limits import CALM_LOOK_SECONDS, FAREWELL_SECONDS, MAX_AUXILIARY_ELEMENTS, TAIL_SECONDS
+from p2pavg.base.limits import (
+    CALM_LOOK_SECONDS,
+    EXCHANGE_SECONDS,
+    FAREWELL_SECONDS,
+    MAX_AUXILIARY_ELEMENTS,
+    TAIL_SECONDS,
+)
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
@@ -39,7 +45,6 @@ from p2pavg_compression import resolve_codec
 
 logger = logging.getLogger(__name__)
 
-EXCHANGE_SECONDS = 60.0
 # Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
 MAX_SCHEMAS = 4
 MAX_NAMES = 1024

@@ -37,8 +37,9 @@ from p2pavg.verification.audit.task import AuditTask, Lie, shares_of, tasks_of
 
 logger = logging.getLogger(__name__)
 
-KEEP_INPUTS_SECONDS = 30.0  # for which a reducer shows the inputs of a round that has ended
-AUDIT_SECONDS = 30.0  # for the answer of one reducer; its inputs are gone after that
+AUDIT_SECONDS = (
+    30.0  # for which a reducer shows the inputs of a round that has ended, and others wait for its answer
+)
 
 _BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError, UnreachableError)
 
@@ -154,7 +155,7 @@ class RoundAudits:
     async def _answer(self) -> None:
         """Answer auditors until the time is over: slower members may ask late."""
         try:
-            with self._answering, trio.move_on_after(KEEP_INPUTS_SECONDS):
+            with self._answering, trio.move_on_after(AUDIT_SECONDS):
                 if self._kept is not None:
                     await trio.sleep_forever()
         finally:
@@ -262,7 +263,7 @@ class RoundAudits:
         if kept is None or why:
             logger.info("an audit by %s is not answered: %s", stream.remote, why)
             return
-        with trio.move_on_after(KEEP_INPUTS_SECONDS):
+        with trio.move_on_after(AUDIT_SECONDS):
             manifest, inputs = await self._context.run_in_thread(kept.answer, request)
             pieces = [manifest, *(each for buffers in inputs for each in buffers)]
             a_byte = self._seconds_a_byte(sum(map(len, pieces)))

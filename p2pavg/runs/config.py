@@ -8,6 +8,7 @@ from typing import Any
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import (
+    EXCHANGE_SECONDS,
     MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
     MAX_GROUP_SIZE,
@@ -105,7 +106,7 @@ class AveragingConfig:
     group_size: int = USUAL_GROUP_SIZE
     min_group_size: int = 2
     match_timeout: float = 30.0
-    exchange_timeout: float = 60.0
+    exchange_timeout: float = EXCHANGE_SECONDS
     compression: str | Codec | None = "blockwise8"
     bandwidth: float | None = None
     max_upload_mbps: float | None = None

@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any, Protocol
 
-from p2pavg.base.limits import STOP_SECONDS
+from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
 
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
-_FORK_SECONDS = 180.0  # importing torch on a busy machine comes before the first fork
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
@@ -141,7 +140,8 @@ class ForkServer:
         try:
             with self._asking:
                 socket.send_fds(self._control, [message], [their_input, their_output, 2])
-                pid = self._answers.get(timeout=_FORK_SECONDS)
+                # The first fork comes after torch was imported.
+                pid = self._answers.get(timeout=START_SECONDS)
         except OSError:
             pid = None
         except queue.Empty:

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from p2pavg import blocking
-from p2pavg.base.limits import STOP_SECONDS
+from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.forking import Process, can_fork, fork_process
@@ -34,7 +34,6 @@ from p2pavg.testing.swarm_faults import carrying_out
 
 logger = logging.getLogger(__name__)
 
-START_SWARM_SECONDS = 180.0  # importing torch on a busy machine
 _LOOK_SECONDS = 0.05
 
 
@@ -116,7 +115,7 @@ class SwarmProcess:
         """True if the process has not ended. A stopped process has not ended."""
         return self.process.poll() is None
 
-    def wait_joined(self, timeout: float = START_SWARM_SECONDS) -> str:
+    def wait_joined(self, timeout: float = START_SECONDS) -> str:
         """Wait until the process' averager is open and other peers can reach it. Return its address.
 
         Raises:

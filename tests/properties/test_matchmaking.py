@@ -6,14 +6,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from p2pavg.base.limits import ROUND_TRIPS_SECONDS
 from p2pavg.group.reach import Reach
-from p2pavg.matchmaking.timing import GRACE_SECONDS, LEADER_SILENCE_SECONDS, PROPOSAL_ANSWER_SECONDS
+from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS, PROPOSAL_ANSWER_SECONDS
 from tests.unit.matchmaking.bus import MATCH_TIMEOUT, SIGNERS, Attempt, Bus
 
 PEERS = 7
 TARGET, MINIMUM = 3, 2
 # A follower may hear nothing for SILENCE_SECONDS, or be in the middle of a proposal, when its deadline passes.
-RESULT_SECONDS = GRACE_SECONDS + LEADER_SILENCE_SECONDS + PROPOSAL_ANSWER_SECONDS
+RESULT_SECONDS = ROUND_TRIPS_SECONDS + LEADER_SILENCE_SECONDS + PROPOSAL_ANSWER_SECONDS
 
 
 class Matchmaker(RuleBasedStateMachine):

@@ -14,13 +14,14 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.base.limits import SPREAD_LOOK_SECONDS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.certificate import Role, read_certificate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import RevocationList, revoke
 from p2pavg.runs.membership.sealing import sealed_key
-from p2pavg.runs.records.revocations import REVOCATIONS_LOOK_SECONDS, revocations_key, spread
+from p2pavg.runs.records.revocations import revocations_key, spread
 from p2pavg.runs.records.run_entry import run_key
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -231,7 +232,7 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
             while len(late) < 3:
                 await trio.sleep(1.0)
         nursery.cancel_scope.cancel()
-    assert REVOCATIONS_LOOK_SECONDS < 60.0
+    assert SPREAD_LOOK_SECONDS < 60.0
     everyone = {simulated_signer(index).peer_id for index in range(3)}
     assert everyone in members.values(), "the peer was a member before"
     assert late
@@ -259,7 +260,7 @@ async def test_a_follower_that_is_revoked_while_it_waits_is_dropped(autojump_clo
         membership = Membership(certified(2, roles=[Role.OBSERVER]), peers[2].id)
         tells = RunRecords(peers[2].records, membership, simulated_clock)
         assert await spread(tells, membership, newer, timeout=60.0) >= 1
-        await trio.sleep(REVOCATIONS_LOOK_SECONDS)
+        await trio.sleep(SPREAD_LOOK_SECONDS)
         assert leader._rounds.matchmaker._attempt is attempt, "the same attempt"
         assert attempt.rules.group.followers == {}
         nursery.cancel_scope.cancel()
@@ -286,7 +287,7 @@ async def test_a_revocation_reaches_every_run_of_the_authority(autojump_clock: M
     ):
         with telling(peers[2]) as (records, membership):
             assert await spread(records, membership, list_of(1), timeout=60.0) >= 1
-        await trio.sleep(REVOCATIONS_LOOK_SECONDS)
+        await trio.sleep(SPREAD_LOOK_SECONDS)
         for averager in (one, other):
             assert averager._run.membership is not None
             assert averager._run.membership.known.newest == list_of(1)
@@ -309,10 +310,10 @@ async def test_a_list_stays_published_while_the_peer_has_a_user_of_it(
         with telling(peers[2]) as (records, membership):
             assert await spread(records, membership, list_of(1), timeout=60.0) == 1
             ended[ends].set()
-            await trio.sleep(REVOCATIONS_LOOK_SECONDS / 2)
+            await trio.sleep(SPREAD_LOOK_SECONDS / 2)
             found = await records.find(revocations_key(RUN.public))
             assert peers[0].id in {each.publisher for each in found}
-            within = REVOCATIONS_LOOK_SECONDS / 2  # it watches the key again
+            within = SPREAD_LOOK_SECONDS / 2  # it watches the key again
             assert await spread(records, membership, list_of(2), timeout=within) == 1
         nursery.cancel_scope.cancel()
 

@@ -16,7 +16,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.base.limits import LOOK_SECONDS, RECORD_LIFE_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, RECORD_LIFE_SECONDS, SPREAD_LOOK_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit
@@ -41,7 +41,6 @@ from p2pavg.verification.evidence.messages import (
     Notice,
     accusations_key,
 )
-from p2pavg.verification.evidence.spreading import EVIDENCE_LOOK_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.group.samples import SIGNERS, candidate
@@ -232,7 +231,7 @@ async def test_entries_on_boards_of_an_excluded_peer_are_left_out(autojump_clock
         await trio.sleep(5.0)
         assert boards[0].entries.keys() == {name(1), name(2)}
         opened[1]._run.accuse(evidence_against(simulated_signer(2)))
-        await trio.sleep(2 * EVIDENCE_LOOK_SECONDS)
+        await trio.sleep(2 * SPREAD_LOOK_SECONDS)
         assert boards[0].entries.keys() == {name(1)}
 
 
@@ -243,10 +242,10 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one(autojump_cloc
                 partial(assist, peers[index], "sim", access=of_run(index, Role.AUXILIARY).access)
             )
         async with averagers(peers[:3], partial(of_run, group_size=2)) as opened:
-            await trio.sleep(EVIDENCE_LOOK_SECONDS)
+            await trio.sleep(SPREAD_LOOK_SECONDS)
             opened[0]._run.accuse(evidence_against(simulated_signer(3)))
             opened[0]._run.accuse(evidence_against(simulated_signer(2)))
-            await trio.sleep(EVIDENCE_LOOK_SECONDS)
+            await trio.sleep(SPREAD_LOOK_SECONDS)
             (run,) = peers[4].evidence._runs.values()
             assert run.accusations.exclusions.reasons.keys() == {name(2), name(3)}
             results = await step_all(opened[:2])
@@ -260,7 +259,7 @@ async def test_an_auxiliary_refuses_candidates_that_are_excluded(autojump_clock:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         nursery.start_soon(assist, peers[2], "sim")
         async with averagers(peers[:2], lambda _index: config(match_timeout=2.0)) as opened:
-            await trio.sleep(EVIDENCE_LOOK_SECONDS)
+            await trio.sleep(SPREAD_LOOK_SECONDS)
             (matchmaker,) = peers[2].registry._matchmakers.values()
             refuses = matchmaker._settings.refuses
             assert refuses is not None
@@ -279,7 +278,7 @@ async def test_evidence_of_some_mebibytes_spreads(
     network = MemoryNetwork(latency=LAN, bandwidth=1e7)
     async with simulated_peers(network, 4) as peers, averagers(peers) as opened:
         opened[0]._run.accuse(large_evidence())
-        await trio.sleep(EVIDENCE_LOOK_SECONDS)
+        await trio.sleep(SPREAD_LOOK_SECONDS)
         assert [averager.excluded for averager in opened] == [{LIAR.peer_id: "it lied at length"}] * 4
 
 
@@ -288,7 +287,7 @@ async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute(autojump_cloc
     count = 20
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(peer.averager(config())) for peer in peers]
-        await trio.sleep(EVIDENCE_LOOK_SECONDS)
+        await trio.sleep(SPREAD_LOOK_SECONDS)
         opened[0]._run.accuse(evidence_against(simulated_signer(count)))
         await trio.sleep(60.0)
         assert [set(averager.excluded) for averager in opened] == [{name(count)}] * count
@@ -300,7 +299,7 @@ async def test_two_processes_with_one_identity_are_told_so_once(
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, averagers(peers) as opened:
         for index in (0, 1):
             opened[index]._run.accuse(evidence_against(simulated_signer(2), bytes([index])))
-        await trio.sleep(2 * EVIDENCE_LOOK_SECONDS)
+        await trio.sleep(2 * SPREAD_LOOK_SECONDS)
         assert opened[2].excluded == {}
         assert opened[1].excluded.keys() == {name(2)}
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]

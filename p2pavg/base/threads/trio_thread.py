@@ -19,6 +19,7 @@ from p2pavg.base.limits import STOP_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.holding import hold_in
 from p2pavg.base.threads.loop_clock import LoopClock
+from p2pavg.base.threads.waits import FIRST_WORD_SECONDS
 from p2pavg.base.threads.workers import prepare_thread
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-TELL_CLOSING_SECONDS = 3.0  # of closing, after which the log says what it waits for
 TURN = 0.125
 """Part of the time in which the loop could not run that it gets back in a turn of its own. A program that holds
 Python's lock all the time becomes slower by as much, and its peer reads and answers in every turn what has come."""
@@ -141,16 +141,16 @@ class TrioThread(Generic[R]):
         # So one of both sees the other.
         self._stopping = True
         self._soon(self._stop.set if self._ready.done() else self._scope.cancel)
-        self._thread.join(min(TELL_CLOSING_SECONDS, STOP_SECONDS))
+        self._thread.join(min(FIRST_WORD_SECONDS, STOP_SECONDS))
         if self._thread.is_alive():
             logger.warning(
                 "closing %s takes longer than %.0f s: it tells its last group how the round ended, and withdraws its"
                 " records; at most %.0f s",
                 self._thread.name,
-                TELL_CLOSING_SECONDS,
+                FIRST_WORD_SECONDS,
                 STOP_SECONDS,
             )
-            self._thread.join(max(STOP_SECONDS - TELL_CLOSING_SECONDS, 0.0))
+            self._thread.join(max(STOP_SECONDS - FIRST_WORD_SECONDS, 0.0))
         if self._thread.is_alive():
             logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_SECONDS)
         if self._error is not None and not self._told:

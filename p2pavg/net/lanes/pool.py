@@ -55,7 +55,7 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import REPLY_SECONDS, RETRY_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.net.framing import receive_message, send_message
@@ -84,7 +84,6 @@ from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, 
 
 logger = logging.getLogger(__name__)
 
-EXCUSE_SECONDS = 0.25
 LANE_DIAL_SECONDS = 2.0  # for each of the two dials, which are tried one after the other
 
 # AES-GCM stays safe for 2^24.5 records of 16 KiB under one key (RFC 8446, section 5.5), and Python cannot renew it.
@@ -183,7 +182,7 @@ class LaneKeeper:
         """
         waits = ThreadWaits(self._processor_wait, trio.current_time())
         while self._searches:
-            await trio.sleep(EXCUSE_SECONDS)
+            await trio.sleep(GLANCE_SECONDS)
             waited = waits.since_last_look(trio.current_time())
             for scope, search in self._searches.items():
                 if not search.answered:

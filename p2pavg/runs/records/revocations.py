@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import FAREWELL_SECONDS, LOOK_SECONDS, RECORD_LIFE_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, LOOK_SECONDS, RECORD_LIFE_SECONDS, SPREAD_LOOK_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import KnownRevocations, RevocationList, read_revocations
@@ -18,7 +18,6 @@ from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
 
-REVOCATIONS_LOOK_SECONDS = 20.0  # a list is everywhere a minute after the authority has published it
 
 _KEY_DOMAIN = "p2pavg/revoked/3"
 
@@ -92,7 +91,8 @@ class Revocations:
     async def _look(self, records: RunRecords) -> None:
         while True:
             self._take(await records.find(self._key))
-            await trio.sleep(REVOCATIONS_LOOK_SECONDS)
+            # A list is everywhere a minute after the authority has published it.
+            await trio.sleep(SPREAD_LOOK_SECONDS)
 
     async def _publish(self, records: RunRecords) -> None:
         published = 0

@@ -1,6 +1,6 @@
 """Which donor sends which pieces of a blob next: the rules. No I/O, no clock: ``now`` is passed.
 
-* First, one donor is asked for the manifest; if it has not answered within :data:`HEDGE_SECONDS`, another one as well.
+* First, one donor is asked for the manifest; if it has not answered within ``STALLED_SECONDS``, another one as well.
 * A donor is asked for ranges of consecutive pieces, as many as it sends in :data:`RANGE_SECONDS`, and for two ranges at
   once, so that it has always something to send.
 * **End game:** if no piece is free, a donor with nothing to do takes over pieces of another one that stalls, or that
@@ -18,17 +18,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from p2pavg.base.limits import STALL_SECONDS
-from p2pavg.state.joiner.donors import Donor, Range
+from p2pavg.state.joiner.donors import STALLED_SECONDS, Donor, Range
 from p2pavg.state.messages import MAX_RANGE
 
 RANGE_SECONDS = 1.5
 MAX_RANGES = 2
 """Ranges that one donor is asked for at once."""
-HEDGE_SECONDS = 3.0
 MUCH_SLOWER = 2.0
+GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
 LEAST_GAIN_SECONDS = 0.5
 """By which the piece must come sooner. For less, it is not worth sending it twice."""
-GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
 MAX_HOLDERS = 2
 """Donors that are asked for the same piece at once, as long as they do not stall."""
 
@@ -204,7 +203,7 @@ class Pieces:
         if donor.asked_manifest:
             return WaitUntil(math.inf, "it is asked for the manifest")
         # A manifest can be large, and one is enough.
-        if now < (until := self._manifest_asked_at + HEDGE_SECONDS):
+        if now < (until := self._manifest_asked_at + STALLED_SECONDS):
             return WaitUntil(until, "another donor is asked for the manifest")
         donor.ask(now)
         donor.asked_manifest = True

@@ -18,6 +18,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ListenError
+from p2pavg.base.limits import EXCHANGE_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
@@ -47,7 +48,6 @@ LEARN_REACH_SECONDS = 10.0
 """Time to learn the reachability, from joining the network on: a dial that a router drops takes half of it."""
 ANNOUNCED_SECONDS = 12.0
 BANDWIDTH_SECONDS = 4.5
-_EXCHANGE_SECONDS = 60.0  # AveragingConfig's exchange_timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,8 @@ class _Facts:
 
     @property
     def exchange_timeout(self) -> float:
-        return _EXCHANGE_SECONDS if self.file is None else self.file.exchange_timeout
+        # AveragingConfig's exchange_timeout
+        return EXCHANGE_SECONDS if self.file is None else self.file.exchange_timeout
 
 
 async def examine(options: ExaminedPeer, *, wall_clock: Callable[[], float] = time.time) -> list[Finding]:

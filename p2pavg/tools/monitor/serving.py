@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from p2pavg.base.errors import ConfigError, ListenError
 from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.blocking import Averager
 from p2pavg.peer.averager import DecentralizedAverager
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-IDLE_PAGE_SECONDS = 5.0
-"""A connection on which nothing is asked is closed after this."""
 DEFAULT_HOST = "127.0.0.1"
 
 
@@ -118,7 +117,8 @@ def _answer_with(app: ASGIApp) -> Answer:
     config.errorlog = _http_logger()
     config.include_server_header = False
     config.h11_max_incomplete_size = MAX_HEADER_BYTES
-    config.keep_alive_timeout = IDLE_PAGE_SECONDS
+    # A connection on which nothing is asked is closed after this.
+    config.keep_alive_timeout = QUICK_REPLY_SECONDS
     wrapped = ASGIWrapper(cast(Any, app))
     context = WorkerContext(None)
 

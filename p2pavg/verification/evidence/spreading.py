@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import FAREWELL_SECONDS, LOOK_SECONDS, RECORD_LIFE_SECONDS, REPLY_SECONDS
+from p2pavg.base.limits import (
+    FAREWELL_SECONDS,
+    LOOK_SECONDS,
+    RECORD_LIFE_SECONDS,
+    REPLY_SECONDS,
+    SPREAD_LOOK_SECONDS,
+)
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
 from p2pavg.net.transport import Stream
@@ -37,8 +43,6 @@ from p2pavg_dht.contact import MAX_ADDRESS_LENGTH
 
 logger = logging.getLogger(__name__)
 
-EVIDENCE_LOOK_SECONDS = 20.0
-"""Between two look-ups of the records. A record that another peer stores here is read within a second."""
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
@@ -142,7 +146,8 @@ class Accusations:
             self._woken = trio.Event()
             if trio.current_time() >= look_at:
                 self._hear(await records.find(self._key))
-                look_at = trio.current_time() + EVIDENCE_LOOK_SECONDS
+                # Between two look-ups of the records. A record that another peer stores here is read within a second.
+                look_at = trio.current_time() + SPREAD_LOOK_SECONDS
             else:
                 # Records that are stored here are read without a call to any peer.
                 self._hear(records.held(self._key))

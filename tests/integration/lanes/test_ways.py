@@ -148,7 +148,7 @@ async def test_a_search_is_given_the_time_in_which_there_was_no_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The parts would otherwise go over streams, which takes more of a processor that is missing already."""
-    monkeypatch.setattr(pool, "EXCUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pool, "GLANCE_SECONDS", 0.01)
 
     async def say_nothing(stream: Stream) -> None:
         await trio.sleep_forever()
@@ -165,7 +165,7 @@ async def test_a_search_is_given_the_time_in_which_there_was_no_processor(
 @watched
 async def test_a_peer_that_has_answered_is_given_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for parts, and its address may never answer."""
-    monkeypatch.setattr(pool, "EXCUSE_SECONDS", 0.01)
+    monkeypatch.setattr(pool, "GLANCE_SECONDS", 0.01)
 
     async def answer_and_wait(_: Stream, search: LaneSearch) -> TlsConnection:
         search.answered = True

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from p2pavg.base.limits import FORGIVE_SECONDS, HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_MEMBERS
+from p2pavg.base.limits import (
+    FORGIVE_SECONDS,
+    HOLD_OFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
+    MAX_MEMBERS,
+    ROUND_TRIPS_SECONDS,
+)
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
@@ -23,7 +29,7 @@ from p2pavg.matchmaking.messages import (
     encode,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import DUE_SECONDS, PROVEN_SECONDS, RENEW_SECONDS, SETTLE_GROUP_SECONDS
+from p2pavg.matchmaking.timing import DUE_SECONDS, RENEW_SECONDS, SETTLE_GROUP_SECONDS
 from p2pavg_dht import Ed25519Signer
 from tests.unit.matchmaking.bus import EPOCH, KEY, MATCH_TIMEOUT, Bus, candidate, settings
 
@@ -277,8 +283,8 @@ class TestPreference:
         rules = Matchmaking(me, settings(2), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
         assert rules.state.leader is None
-        assert rules.wake_at() <= EPOCH + PROVEN_SECONDS
-        rules.tick(EPOCH + PROVEN_SECONDS)
+        assert rules.wake_at() <= EPOCH + ROUND_TRIPS_SECONDS
+        rules.tick(EPOCH + ROUND_TRIPS_SECONDS)
         assert rules.state.leader == stranger
 
     def test_a_peer_without_an_address_leads_only_others_without_one(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.actions import Open, Send
 from p2pavg.matchmaking.memory import Memory
@@ -20,7 +21,7 @@ from p2pavg.matchmaking.reunion import (
     last_group,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, REUNION_SECONDS, REUNIONS_SECONDS, STATUS_SECONDS
+from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, REUNION_SECONDS, REUNIONS_SECONDS
 from p2pavg.runs.records.run_records import MAX_MATES
 from tests.unit.matchmaking.bus import EPOCH, candidate, settings
 
@@ -148,10 +149,10 @@ class TestStatus:
         rules = Matchmaking(me, settings(5), EPOCH)
         said = [action for follower in followers for action in rules.asked(follower, EPOCH)]
         assert [type(action.message) for action in said if isinstance(action, Send)] == 3 * [Joined]
-        assert rules.wake_at() <= EPOCH + STATUS_SECONDS
-        told = rules.tick(EPOCH + STATUS_SECONDS)
+        assert rules.wake_at() <= EPOCH + GLANCE_SECONDS
+        told = rules.tick(EPOCH + GLANCE_SECONDS)
         statuses = [action for action in told if isinstance(action, Send)]
         assert {action.peer_id for action in statuses} == {follower.peer_id for follower in followers}
         assert {action.message for action in statuses} == {LeaderStatus(4, False)}
-        assert rules.tick(EPOCH + 2 * STATUS_SECONDS) == []
-        assert rules.tick(EPOCH + STATUS_SECONDS + HEARTBEAT_SECONDS) != []
+        assert rules.tick(EPOCH + 2 * GLANCE_SECONDS) == []
+        assert rules.tick(EPOCH + GLANCE_SECONDS + HEARTBEAT_SECONDS) != []

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, HOLD_OFF_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, GLANCE_SECONDS, HOLD_OFF_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Open, Send
@@ -24,13 +24,7 @@ from p2pavg.matchmaking.messages import (
     Refuse,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import (
-    AUXILIARY_SECONDS,
-    GRACE_SECONDS,
-    LEADER_SILENCE_SECONDS,
-    ORPHAN_SECONDS,
-    PROPOSAL_ANSWER_SECONDS,
-)
+from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS, PROPOSAL_ANSWER_SECONDS
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
 
@@ -160,7 +154,7 @@ class TestDeadlines:
     def test_too_few_members_report_their_number_and_a_fourth_completes_the_group(self) -> None:
         bus = Bus()
         attempts = announce_all(bus, 0, 1, 2, minimum=4)
-        bus.run(MATCH_TIMEOUT + GRACE_SECONDS)
+        bus.run(MATCH_TIMEOUT + ROUND_TRIPS_SECONDS)
         assert [[report.ready_peers for _, report in attempt.reports] for attempt in attempts] == [[3]] * 3
         [fourth] = announce_all(bus, 3, minimum=4)
         assert all(attempt.formed for attempt in [*attempts, fourth])
@@ -384,7 +378,7 @@ class TestStandingInTheWay:
             now += 1.0
             rules.told_by_leader(leader.peer_id, LeaderStatus(3, False), now)
             rules.tick(now)
-        assert now <= EPOCH + 2 * MATCH_TIMEOUT + GRACE_SECONDS
+        assert now <= EPOCH + 2 * MATCH_TIMEOUT + ROUND_TRIPS_SECONDS
 
     def test_a_follower_that_does_not_answer_a_roster_is_held_off_twice_as_long_each_time(self) -> None:
         leader, silent = candidate(0, EPOCH + 500), candidate(1, EPOCH + 600)
@@ -419,7 +413,7 @@ class TestStandingInTheWay:
         leader = candidate(0, EPOCH + 5)
         helper, again = (candidate(9, EPOCH + seconds, auxiliary=True) for seconds in (3000, 3001))
         rules = matchmaking(leader, helper, target=2)
-        rules.tick(EPOCH + AUXILIARY_SECONDS)
+        rules.tick(EPOCH + GLANCE_SECONDS)
         rules.discovered([again], EPOCH + 1)
         rules.asked(candidate(1, EPOCH + 6), EPOCH + 1)
         assert rules.state.phase is AttemptPhase.PROPOSING
@@ -566,7 +560,7 @@ class TestAuxiliaries:
         while found := bus.deliverable():
             bus.deliver(*found[0])
         assert first.active
-        bus.advance(AUXILIARY_SECONDS)
+        bus.advance(GLANCE_SECONDS)
         bus.settle()
         assert first.formed is not None
         assert len(first.formed.members) == 2
@@ -619,7 +613,7 @@ class TestWordOfACommit:
     def test_without_a_proof_of_the_commit_the_group_is_given_up_after_a_second(self) -> None:
         rules, leader, _, _ = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
-        assert rules.wake_at() == EPOCH + 1 + ORPHAN_SECONDS
+        assert rules.wake_at() == EPOCH + 1 + ROUND_TRIPS_SECONDS
         assert Expect(None, "its leader was lost, and no member knows of a commit") in rules.tick(
             rules.wake_at()
         )

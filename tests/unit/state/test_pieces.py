@@ -19,7 +19,13 @@ from p2pavg.state.joiner.donors import (
     Meter,
     Range,
 )
-from p2pavg.state.joiner.pieces import HEDGE_SECONDS, MAX_RANGES, FetchManifest, FetchRange, Pieces, WaitUntil
+from p2pavg.state.joiner.pieces import (
+    MAX_RANGES,
+    FetchManifest,
+    FetchRange,
+    Pieces,
+    WaitUntil,
+)
 from p2pavg.state.messages import MAX_RANGE
 
 MIB = 1 << 20
@@ -64,8 +70,8 @@ class TestManifest:
         assert isinstance(plan.next("a", 0.1), WaitUntil)
         waiting = plan.next("b", 0.1)
         assert isinstance(waiting, WaitUntil)
-        assert waiting.until == HEDGE_SECONDS
-        assert isinstance(plan.next("b", HEDGE_SECONDS), FetchManifest)
+        assert waiting.until == STALLED_SECONDS
+        assert isinstance(plan.next("b", STALLED_SECONDS), FetchManifest)
         plan.manifest_came("b", 4.0)
         assert not plan.donors["a"].is_busy
         assert isinstance(plan.next("a", 4.0), WaitUntil), "until earlier pieces are verified"

@@ -39,6 +39,7 @@ from typing import TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.dial_policy import NOT_REACHED
@@ -58,8 +59,6 @@ from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
-# The time for one message of the other peer: a few round trips over a relay, and its probe of its own router.
-PUNCH_MESSAGE_SECONDS = MAX_BUSY_SECONDS
 
 # The time from Sync to the verdict, at most.
 TRY_PUNCH_SECONDS = plan.LONGEST_ROUND_TRIP + plan.PUNCH_SECONDS + plan.UPGRADE_SECONDS
@@ -308,7 +307,7 @@ def _half(ports: dict[Endpoint, FreshPort], other: Endpoint) -> _Half:
     raise RemoteProtocolError(f"the answer has an endpoint of IPv{other.version}, which was not proposed")
 
 
-async def receive_bounded(stream: Stream, seconds: float = PUNCH_MESSAGE_SECONDS) -> bytes | None:
+async def receive_bounded(stream: Stream, seconds: float = REPLY_SECONDS) -> bytes | None:
     """Return the next message; ``None`` if the other peer has closed its half.
 
     Raises:

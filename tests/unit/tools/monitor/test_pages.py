@@ -244,7 +244,7 @@ async def is_served(stream: trio.SocketStream) -> bool:
 
 
 async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "IDLE_PAGE_SECONDS", 600)
+    monkeypatch.setattr(serving, "QUICK_REPLY_SECONDS", 600)
     with trio.fail_after(60):
         async with served() as client, AsyncExitStack() as stack:
             idle = [
@@ -259,7 +259,7 @@ async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_place_of_a_connection_that_has_ended_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(serving, "IDLE_PAGE_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "QUICK_REPLY_SECONDS", 0.1)
     with trio.fail_after(30):
         async with served() as client:
             for _ in range(3):

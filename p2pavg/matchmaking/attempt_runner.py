@@ -19,11 +19,9 @@ from p2pavg.matchmaking.messages import (
     OF_FOLLOWERS,
     OF_LEADERS,
     PROTOCOL,
-    Accept,
     JoinRequest,
     Message,
     Nudge,
-    Refuse,
     encode,
 )
 from p2pavg.matchmaking.rules import Matchmaking
@@ -309,8 +307,7 @@ class AttemptRunner:
             self._nursery.start_soon(task, *args)
 
     def _send(self, peer_id: str, message: Message) -> None:
-        # Only answers to a proposal go to a leader. All other messages are for followers.
-        links = self._upward if isinstance(message, Accept | Refuse) else self._downward
+        links = self._upward if isinstance(message, OF_FOLLOWERS) else self._downward
         if (link := links.get(peer_id)) is not None:
             link.send(message)
 

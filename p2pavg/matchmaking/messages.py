@@ -221,9 +221,10 @@ def decode(data: bytes, kinds: Collection[type[Message]] | None = None) -> Messa
     if kind is Disband:
         reason, leader = unpack(body, str, tuple)
         return Disband(_reason(reason), _read_optional(leader))
-    # Both are about a roster that both sides have, so its id is enough.
-    group_id = _group_id(unpack(body, bytes)[0])
-    return Accept(group_id) if kind is Accept else GroupCommit(group_id)
+    if kind is Accept or kind is GroupCommit:
+        # Both are about a roster that both sides have, so its id is enough.
+        return kind(_group_id(unpack(body, bytes)[0]))
+    raise AssertionError(f"{kind.__name__} has no reader")
 
 
 # A kind's place in this list is its number on the wire.

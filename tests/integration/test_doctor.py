@@ -25,6 +25,7 @@ from p2pavg.tools.cli.authority import create, invite, open_authority
 from p2pavg.tools.cli.authority import revoke as revoke_certificates
 from p2pavg.tools.cli.publishing import publish
 from p2pavg.tools.doctor.examination import ExaminedPeer, examine
+from p2pavg.tools.doctor.findings import ORDER
 from p2pavg_dht import Ed25519Signer
 from tests.integration.doctor_peers import ABSENT_RUN, LATE_RUN, LATE_SECONDS, RECIPES
 from tests.unit.tools.cli.commands import Commands
@@ -195,6 +196,9 @@ class TestHealthy:
         files = ["--certificate", scene.folder / "late.cert", "--identity", scene.folder / "late.key"]
         report = doctor("--bootstrap", scene.addresses["one"], "--run", scene.run, *files)
         assert report.faults() == []
+        # A check in ORDER that nothing makes would be reported as one for which there was no time.
+        assert {each["name"] for each in report.findings} == set(ORDER) - {"announced"}
+        assert not [each for each in report.findings if "the doctor's time was over" in each["cause"]]
         assert "it expires in 24 hours" in report.told("certificate", "warning")
         assert "2 peers can meet" in report.told("peers", "ok")
 

@@ -37,7 +37,7 @@ OPENED_AT_ONCE = 32
 
 
 class RunRecordNode(Protocol):
-    """The part of :class:`p2pavg_dht.RunRecordNode` that a run uses."""
+    """The part of :class:`p2pavg_dht.RecordNode` that a run uses."""
 
     @property
     def network_size(self) -> int: ...

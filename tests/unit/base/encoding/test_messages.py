@@ -15,6 +15,8 @@ from p2pavg.base.messages import pack
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.matchmaking.messages import (
     MAX_REASON_CHARS,
+    OF_FOLLOWERS,
+    OF_LEADERS,
     Accept,
     Declined,
     Disband,
@@ -69,6 +71,13 @@ def test_every_message_survives_the_wire(name: str) -> None:
 def test_every_kind_is_covered() -> None:
     kinds = {encode(message)[0] for message in MESSAGES.values()}
     assert kinds == set(range(10))
+    # A kind that neither side of a stream sends, and that begins none, would be refused wherever it came.
+    assert {type(message) for message in MESSAGES.values()} == {
+        JoinRequest,
+        Nudge,
+        *OF_LEADERS,
+        *OF_FOLLOWERS,
+    }
     for kind in range(10, 256):
         with pytest.raises(RemoteProtocolError, match="unknown kind"):
             decode(bytes([kind]) + pack(b"\x07" * 32))

@@ -31,13 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.events import AttemptEvent
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.movers.lobby import Lanes
 from p2pavg.allreduce.movers.reuse import Leftover, ResumeMark
@@ -48,33 +49,12 @@ from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import AttemptData
-from p2pavg.group.milestones import OnMilestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.sites import sites_of
 from p2pavg.group.topology import Hierarchical
 
-
-class Reports(Protocol):
-    """Listener of the attempts of an exchange."""
-
-    @property
-    def reached(self) -> OnMilestone:
-        """Is told a milestone that this member has reached."""
-
-    def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        """This member has the whole result. There is one digest a share, in the order of the roster."""
-
-    def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
-        """A lane to or from a member broke."""
-
-    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
-        """A direct lane to or from a member broke. The lane may be begun again, or the member may be gone."""
-
-    def arrived(self, peer_id: str, count: int) -> None:
-        """Bytes of a member came."""
-
-    def owes(self, attempt: Attempt, peer_id: str, yes: bool) -> None:
-        """A member's contribution is waited for, or no longer."""
+OnAttemptEvent: TypeAlias = Callable[["Attempt", AttemptEvent], None]
+"""Takes an event of an attempt, on the event loop."""
 
 
 class Attempt:
@@ -98,7 +78,7 @@ class Attempt:
         roster: Roster,
         lanes: Lanes,
         vector: torch.Tensor | None,
-        reports: Reports,
+        on_event: OnAttemptEvent,
         position: Callable[[str], int],
         leftover: Leftover | None = None,
     ) -> None:
@@ -110,7 +90,9 @@ class Attempt:
         self.scope = trio.CancelScope()
         """Cancel it to end the attempt."""
         count = len(self.ledger.tasks) + len(self.ledger.forwards)
-        self.signals = Signals(_OneAttempt(self, reports), self.ledger.feeders, count, self.scope)
+        self.signals = Signals(
+            partial(on_event, self), context.on_milestone, self.ledger.feeders, count, self.scope
+        )
         self.values = AttemptData(
             ledger=self.ledger,
             codec=context.codec,
@@ -242,15 +224,3 @@ def _proofs(
     subject = Subject(group_id, number, tuple(sorted(positions.values())), context.aggregation.text)
     audited = context.aggregation.audits is not None
     return Proofs(subject, ledger, context.signer, positions, audited=audited)
-
-
-class _OneAttempt:
-    """Tells the listener of an exchange which of its attempts a signal is of."""
-
-    def __init__(self, attempt: Attempt, reports: Reports) -> None:
-        self.completed = partial(reports.completed, attempt)
-        self.troubled = partial(reports.troubled, attempt)
-        self.lane_broke = partial(reports.lane_broke, attempt)
-        self.owes = partial(reports.owes, attempt)
-        self.arrived = reports.arrived
-        self.reached = reports.reached

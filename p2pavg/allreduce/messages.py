@@ -28,8 +28,6 @@ from msgspec import Meta
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.base.messages import Hash, Message, pack
 from p2pavg.consensus.votes import Ballot
-from p2pavg.net.framing import receive_exactly_into
-from p2pavg.net.transport import Stream
 
 PROTOCOL = "/p2pavg/exchange/4.0.0"
 MAX_HEADER_BYTES = 96
@@ -86,10 +84,3 @@ def members_digest(attempt: int, peer_ids: Iterable[str]) -> bytes:
 def part_frame(index: int) -> bytes:
     """Return the frame that goes before a part's values."""
     return index.to_bytes(FRAME_BYTES, "big")
-
-
-async def receive_index(stream: Stream) -> int:
-    """The index of the part that comes next."""
-    index = bytearray(FRAME_BYTES)
-    await receive_exactly_into(stream, memoryview(index))
-    return int.from_bytes(index, "big")

@@ -1,7 +1,6 @@
 """The order of parts on a lane, and what each part waits for. Pure: no I/O, no clock.
 
-Two drivers carry this out: :mod:`p2pavg.allreduce.movers.lane_driver` in a thread, on a direct lane, and
-:mod:`p2pavg.allreduce.sender` and :mod:`p2pavg.allreduce.receiver` on the event loop, on streams.
+:mod:`p2pavg.allreduce.movers.moves` has what is done with each part.
 
 * Contributions wait for nothing, so all of them arrive. Averages wait for contributions only. If an average went
   before a contribution, two members could wait for each other.

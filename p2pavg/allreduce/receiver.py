@@ -1,38 +1,34 @@
 """Receives the parts of one attempt, on the lanes that other members open, and averages this member's share.
 
-A direct lane is read by :mod:`p2pavg.allreduce.movers.lane_driver`, in a thread; a stream is read here. If a direct
-lane breaks, its sender begins again on streams, with the first part: what has come already is read and dropped. Only
-when a stream breaks as well, something is wrong.
+If a direct lane breaks, its sender begins again on streams, with the first part: what has come already is read and
+dropped. Only when a stream breaks as well, something is wrong. :mod:`p2pavg.allreduce.movers.moves` says who moves the
+parts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 import trio
 
-from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
+from p2pavg.allreduce.events import BytesArrived, DirectLaneBroke
+from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.lane_driver import DirectUse
 from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
 from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
-from p2pavg.allreduce.movers.reuse import START, ResumeMark
-from p2pavg.allreduce.movers.stream_bytes import StreamBytes
+from p2pavg.allreduce.movers.moves import Moves, carry_out, receiving, receiving_share
+from p2pavg.allreduce.movers.reuse import START
+from p2pavg.allreduce.movers.stream_driver import StreamBytes, StreamUse
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
-from p2pavg.allreduce.proofs import trailer_bytes
-from p2pavg.allreduce.signals import Listener, Signals
-from p2pavg.allreduce.values import check_index
+from p2pavg.allreduce.signals import Signals
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.base.threads.workers import in_own_thread
-from p2pavg.group.shares import SharePart
 from p2pavg.net.blame import guarded
-from p2pavg.net.framing import receive_exactly_into
-from p2pavg.net.transport import Buffer, DirectLane, Stream
+from p2pavg.net.transport import DirectLane, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +75,7 @@ class Receiver:
         count = use.lane.bytes_received - use.noted
         if count:
             use.noted += count
-            self._signals.listener.arrived(use.lane.remote, count)
+            self._signals.emit(BytesArrived(use.lane.remote, count))
 
     def take_from(self, source: str, lost: Collection[str]) -> None:
         """Take the shares that lost members would have sent from this member from now on.
@@ -178,7 +174,7 @@ class Receiver:
                     await self._over_direct_lane(lane, lane.stream)
                 else:
                     self.streamed.add(lane.remote)
-                    await self._over_stream(lane, _Noted(lane.stream, self._signals.listener))
+                    await self._over_stream(lane, lane.stream)
         except _BROKEN as error:
             self._signals.broken(lane.remote, error)
         finally:
@@ -191,28 +187,20 @@ class Receiver:
         plan = self._plan
         use = LoopUse(direct, plan.values, plan.context.download, self._signals)
         self._uses.append(use)
-        small: Callable[[], Awaitable[None]] | None = None
-        if lane.header.lane is Lane.PASSED_ON:
-            reducer = await self._reducer_to_take(lane)
-            work = partial(use.receive_share, reducer, plan.ledger.parts[reducer])
-        else:
-            begin = lane.header.begin
-            steps = incoming(*self._parts_of(lane.remote), begin.parts)
-            work = partial(use.receive_parts, steps, begin)
-            parts = [step.part for step in steps]
-            # A few values are not worth a thread: its start and its wake-ups take longer than the work.
-            if plan.values.is_on_cpu and is_small(
+        steps, moves = await self._moves_of(lane)
+        parts = [step.part for step in steps]
+        # A few values are not worth a thread: its start and its wake-ups take longer than the work.
+        small = lane.header.lane is not Lane.PASSED_ON and plan.values.is_on_cpu
+        try:
+            if small and is_small(
                 direct, parts, len(plan.roster.members), plan.context, plan.context.download
             ):
-                small = partial(use.receive_small, steps, begin)
-        try:
-            if small is not None:
-                await small()
+                await use.receive_small(moves)
             else:
-                await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
+                await in_own_thread(partial(use.carry_out, moves), stop=use.stop, name="p2pavg-receive")
         except StreamBrokenError as error:
             logger.info("the direct lane of %s broke: %s", direct.remote, error)
-            self._signals.listener.lane_broke(direct.remote)
+            self._signals.emit(DirectLaneBroke(direct.remote))
             await trio.sleep(REOPEN_SECONDS)  # the stream that takes its place cancels this
             raise
         finally:
@@ -220,85 +208,25 @@ class Receiver:
             lane.clean = use.finished
             self._note_arrivals(use)
 
-    def _parts_of(self, peer_id: str) -> tuple[Sequence[SharePart], list[tuple[str, SharePart]]]:
-        """Return the contributions and the averages that a member sends to this one."""
-        return self._plan.ledger.contributions_of(peer_id), self._plan.averages_from(peer_id)
-
     async def _over_stream(self, lane: InboundLane, stream: Stream) -> None:
-        kind, values = lane.header.lane, self._plan.values
+        use = StreamUse(stream, self._plan.context, self._signals, self.stream_bytes)
+        _, moves = await self._moves_of(lane)
+        await carry_out(moves, use.move)
+
+    async def _moves_of(self, lane: InboundLane) -> tuple[Sequence[Step], Moves]:
+        """Return the parts that come on a lane, and the moves that receive them."""
+        plan, kind, begin = self._plan, lane.header.lane, lane.header.begin
         if kind is Lane.PASSED_ON:
-            await self._receive_share(lane, stream)
-            return
-        begin = lane.header.begin
-        contributions, averages = self._parts_of(stream.remote)
-        for step in (
-            incoming(contributions, [], begin.parts) if kind is Lane.CONTRIBUTIONS else incoming([], averages)
-        ):
-            # Both sides know the order of the parts. The index only shows that they mean the same one.
-            check_index(await receive_index(stream), step.part)
-            if kind is Lane.CONTRIBUTIONS:
-                await self._receive_contribution(stream, step, begin)
-                self._signals.check_complete()
-                continue
-            payload, trailer = await self._receive_part(stream, step, self._memory_of(step.part))
-            if not values.has(step.reducer, kind, step.part.index):  # it came over a direct lane that broke
-                await self._plan.context.run_in_thread(
-                    values.receive_average, step.reducer, step.part, payload, trailer
-                )
-            self._signals.check_complete()
-
-    async def _receive_contribution(self, stream: Stream, step: Step, begin: ResumeMark) -> None:
-        peer_id, values = stream.remote, self._plan.values
-        if values.has(
-            peer_id, step.kind, step.part.index
-        ):  # in an earlier attempt, or over a lane that broke
-            await self._receive_part(stream, step, values.carry.receive(peer_id, step.part, begin))
-            return
-        # Back-pressure: a contributor that is ahead waits, and does not owe a part during this wait.
-        if step.after is not None:
-            self._signals.note_owes(peer_id, False)
-            await self._signals.until_ready(step.after)
-            self._signals.note_owes(peer_id, True)
-        coming = values.carry.receive(peer_id, step.part, begin)
-        payload, trailer = await self._receive_part(stream, step, coming)
-        complete = await self._plan.context.run_in_thread(
-            values.contributed, peer_id, step.part.index, payload, trailer
+            reducer = await self._reducer_to_take(lane)
+            steps = incoming([], [(reducer, part) for part in plan.ledger.parts[reducer]])
+            return steps, receiving_share(plan.values, reducer, steps, self._signals)
+        # A direct lane carries both kinds.
+        steps = incoming(
+            () if kind is Lane.AVERAGES else plan.ledger.contributions_of(lane.remote),
+            () if kind is Lane.CONTRIBUTIONS else plan.averages_from(lane.remote),
+            begin.parts,
         )
-        self._signals.note_owes(peer_id, not step.last)
-        if complete:
-            try:
-                await self._plan.context.run_in_thread(values.average, step.part.index)
-            # It names the contributor whose values cannot be averaged, which need not be the sender of this
-            # last part.
-            except BadContributionError as error:
-                self._signals.broken(error.peer_id, error)
-
-    async def _receive_part(self, stream: Stream, step: Step, coming: IncomingPart) -> tuple[Buffer, bytes]:
-        """Return a part, and the bytes that follow it if it is the last one of its kind."""
-        payload = await self._receive_payload(stream, coming)
-        return payload, await self._receive_trailer(stream, step.kind) if step.last else b""
-
-    async def _receive_trailer(self, stream: Stream, kind: Lane) -> bytes:
-        trailer = bytearray(trailer_bytes(self._plan.values.proofs, kind))
-        await receive_exactly_into(stream, memoryview(trailer))
-        self.stream_bytes.add(stream, len(trailer))
-        return bytes(trailer)
-
-    def _memory_of(self, part: SharePart) -> IncomingPart:
-        return IncomingPart(part.index, self._plan.values.buffer(part))
-
-    async def _receive_payload(self, stream: Stream, coming: IncomingPart) -> Buffer:
-        rest = coming.rest
-        # Before the read: what is not read holds the sender back, and that is what a download limit can do.
-        await trio.sleep(self._plan.context.download.delay(len(rest)))
-
-        def came(count: int) -> None:
-            coming.add(count)
-            self.stream_bytes.add(stream, count)
-
-        self.stream_bytes.add(stream, FRAME_BYTES)
-        await receive_exactly_into(stream, rest, came)
-        return coming.payload
+        return steps, receiving(plan.values, lane.remote, steps, begin, self._signals)
 
     async def _reducer_to_take(self, lane: InboundLane) -> str:
         """Return the lost reducer whose averages come on this lane, once they are to be taken from its sender."""
@@ -309,16 +237,6 @@ class Receiver:
         while self._sources.get(reducer) != lane.remote:
             await self._source_named.wait()  # the source may hear of it first; any other member may wait
         return reducer
-
-    async def _receive_share(self, lane: InboundLane, stream: Stream) -> None:
-        reducer = await self._reducer_to_take(lane)
-        payloads = []
-        for part in self._plan.ledger.parts[reducer]:
-            check_index(await receive_index(stream), part)
-            payloads.append(await self._receive_payload(stream, self._memory_of(part)))
-        trailer = await self._receive_trailer(stream, Lane.AVERAGES)
-        await self._plan.context.run_in_thread(self._plan.values.receive_share, reducer, payloads, trailer)
-        self._signals.check_complete()
 
 
 class _Taken:
@@ -332,27 +250,3 @@ class _Taken:
         """End it, because another lane takes its place."""
         self.scope.cancel()
         await self.ended.wait()
-
-
-class _Noted(Stream):
-    """A stream that reports every arrival as a sign of life."""
-
-    def __init__(self, stream: Stream, listener: Listener) -> None:
-        self.remote = stream.remote
-        self.relayed = stream.relayed
-        self._stream = stream
-        self._listener = listener
-
-    async def send_all(self, data: Buffer) -> None:
-        await self._stream.send_all(data)
-
-    async def receive_some(self, max_bytes: int) -> bytes:
-        chunk = await self._stream.receive_some(max_bytes)
-        self._listener.arrived(self.remote, len(chunk))
-        return chunk
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    async def reset(self) -> None:
-        await self._stream.reset()

@@ -1,36 +1,35 @@
 """Sends the parts of one attempt: over a direct lane where one comes about, else over streams.
 
-A direct lane carries all that one member sends another, and :mod:`p2pavg.allreduce.movers.lane_driver` moves its parts
-in a thread. Without one, contributions and averages go over a stream each, which are moved here. If a direct lane
-breaks, its sender begins again on streams.
+A direct lane carries all that one member sends another. Without one, contributions and averages go over a stream each.
+If a direct lane breaks, its sender begins again on streams. :mod:`p2pavg.allreduce.movers.moves` says who moves the
+parts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import trio
 
-from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, part_frame
+from p2pavg.allreduce.events import DirectLaneBroke
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
 from p2pavg.allreduce.movers.lane_driver import DirectUse
 from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
-from p2pavg.allreduce.movers.reuse import START
-from p2pavg.allreduce.movers.stream_bytes import StreamBytes
-from p2pavg.allreduce.part_schedule import outgoing
+from p2pavg.allreduce.movers.moves import carry_out, sending
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
+from p2pavg.allreduce.movers.stream_driver import Precedence, StreamBytes, StreamUse
+from p2pavg.allreduce.part_schedule import Step, outgoing
 from p2pavg.allreduce.plan import AttemptPlan
-from p2pavg.allreduce.precedence import PIECE_BYTES, Precedence
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.turns import Turns
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.milestones import Milestone
-from p2pavg.group.shares import SharePart
 from p2pavg.net.framing import send_message
-from p2pavg.net.transport import Buffer, Stream
+from p2pavg.net.transport import Stream
 
 logger = logging.getLogger(__name__)
 
@@ -128,17 +127,14 @@ class Sender:
                     self._nursery.start_soon(self._send_share, members[peer_id], reducer)
 
     async def _send_share(self, member: Candidate, reducer: str) -> None:
-        parts = self._plan.ledger.parts[reducer]
-
-        async def send(stream: Stream) -> None:
-            for part in parts:
-                await self._send_part(stream, part, self._plan.values.encoded(reducer, part.index))
-            await self._send_trailer(stream, Lane.AVERAGES, reducer)
-
+        steps = outgoing([], [(reducer, part, None) for part in self._plan.ledger.parts[reducer]])
         header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
 
         async def send_share(use: LoopUse) -> None:
-            await self._in_thread(use, partial(use.send_share, header, reducer, parts))
+            await self._in_thread(use, partial(use.send_parts, header, steps))
+
+        async def send(stream: Stream) -> None:
+            await self._send(stream, steps, passes_on=True)
 
         if not await self._over_direct_lane(member, send_share):
             await self.over_stream(member, header, send)
@@ -191,7 +187,7 @@ class Sender:
         except StreamBrokenError as error:
             logger.info("the direct lane to %s broke: %s", member.peer_id, error)
             # The member may be dead, and no stream of votes may be open that would tell.
-            self._signals.listener.lane_broke(member.peer_id)
+            self._signals.emit(DirectLaneBroke(member.peer_id))
             return False
         finally:
             # Also when the attempt ends before the acknowledgement has come: the transport waits for it then.
@@ -203,50 +199,20 @@ class Sender:
 
     async def send_contributions(self, stream: Stream) -> None:
         """Send this member's values, or the means of its site, to another one's tasks."""
-        plan = self._plan
-        begin = plan.values.carry.goes_on_at(stream.remote)
-        contributions, sums_at = plan.contributions_to(stream.remote)
+        begin = self._plan.values.carry.goes_on_at(stream.remote)
+        contributions, sums_at = self._plan.contributions_to(stream.remote)
         with self._precedence.contributing():
-            for step in outgoing(contributions[begin.parts :], [], sums_at):
-                if step.after is None:
-                    contribution = partial(plan.values.contribution, stream.remote, step.part)
-                    payload = await plan.context.run_in_thread(contribution)
-                else:
-                    await self._signals.until_ready(step.after)
-                    payload = plan.values.sum_of_site(step.after)
-                await self._send_part(stream, step.part, begin.of(step.part, payload), self._precedence.moved)
-                self._signals.listener.reached(Milestone.CONTRIBUTION_SENT)
-            await self._send_trailer(stream, Lane.CONTRIBUTIONS, stream.remote)
+            await self._send(stream, outgoing(contributions[begin.parts :], [], sums_at), begin)
 
     async def send_averages(self, stream: Stream) -> None:
         """Send averages, each as soon as it is ready."""
-        plan = self._plan
-        for step in outgoing([], plan.averages_to(stream.remote)):
-            if step.after is not None:
-                await self._signals.until_ready(step.after)
-            # Averages come after contributions: other members need the latter to make averages of their own.
-            await self._precedence.until_free()
-            await self._send_part(stream, step.part, plan.values.encoded(step.reducer, step.part.index))
-            self._signals.listener.reached(Milestone.AVERAGE_SENT)
-            if step.last:
-                await self._send_trailer(stream, Lane.AVERAGES, step.reducer)
+        await self._send(stream, outgoing([], self._plan.averages_to(stream.remote)))
 
-    async def _send_trailer(self, stream: Stream, kind: Lane, reducer: str) -> None:
-        trailer = self._plan.values.trailer(kind, reducer)
-        if trailer:
-            await stream.send_all(trailer)
-            self.stream_bytes.add(stream, len(trailer))
-
-    async def _send_part(
-        self, stream: Stream, part: SharePart, payload: Buffer, moved: Callable[[], None] = lambda: None
+    async def _send(
+        self, stream: Stream, steps: Sequence[Step], begin: ResumeMark = START, *, passes_on: bool = False
     ) -> None:
-        await trio.sleep(self._plan.context.upload.delay(len(payload)))
-        await stream.send_all(part_frame(part.index))
-        self.stream_bytes.add(stream, FRAME_BYTES)
-        view = memoryview(payload)
-        for start in range(0, len(view), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            await stream.send_all(piece)
-            # Piece by piece: parts to many members end together, and would look like a link that is much faster.
-            self.stream_bytes.add(stream, len(piece))
-            moved()
+        # What is passed on does not wait for contributions: the attempt of which it is a part has none left to send.
+        precedence = None if passes_on else self._precedence
+        use = StreamUse(stream, self._plan.context, self._signals, self.stream_bytes, precedence)
+        moves = sending(self._plan.values, stream.remote, steps, begin, passes_on=passes_on)
+        await carry_out(moves, use.move)

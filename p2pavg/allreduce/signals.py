@@ -1,43 +1,20 @@
-"""Signals of one attempt: from the lanes' threads to the event loop, and from there to the listener of the attempt."""
+"""Signals of one attempt: from the lanes' threads to the event loop, and from there, as events, to its exchange."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 import trio
 
+from p2pavg.allreduce.events import AttemptEvent, ContributionOwed, LaneFailed, ResultComplete
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.threads.workers import ToLoop
 from p2pavg.group.milestones import Milestone, OnMilestone, ignore
 
 logger = logging.getLogger(__name__)
-
-
-class Listener(Protocol):
-    """Hears, on the event loop, how one attempt goes."""
-
-    def completed(self, digests: tuple[bytes, ...]) -> None:
-        """This member has the whole result. There is one digest a share, in the order of the roster."""
-
-    def troubled(self, peer_id: str, reason: str, *, hostile: bool) -> None:
-        """A lane to or from a member broke."""
-
-    def lane_broke(self, peer_id: str) -> None:
-        """A direct lane to or from a member broke. The lane may be begun again, or the member may be gone."""
-
-    def arrived(self, peer_id: str, count: int) -> None:
-        """Bytes of a member came."""
-
-    def owes(self, peer_id: str, yes: bool) -> None:
-        """A member's contribution is waited for, or no longer."""
-
-    @property
-    def reached(self) -> OnMilestone:
-        """Is told a milestone that this member has reached."""
 
 
 class Signals:
@@ -47,6 +24,8 @@ class Signals:
     :class:`~p2pavg.allreduce.movers.lane_driver.DirectUse` reports to. The second group belongs to the event loop.
 
     Args:
+        emit: takes the attempt's events, on the event loop.
+        on_milestone: is told on the event loop which milestones this member has reached.
         values: what this member holds of the attempt; set by the owner, since the values report here.
         count: of what can be ready: see :meth:`~p2pavg.allreduce.values.AttemptData.is_ready`.
         feeders: members that send this one their own contributions, and wait for no other member before that.
@@ -56,9 +35,15 @@ class Signals:
     values: AttemptData
 
     def __init__(
-        self, listener: Listener, feeders: Collection[str], count: int, scope: trio.CancelScope
+        self,
+        emit: Callable[[AttemptEvent], None],
+        on_milestone: OnMilestone,
+        feeders: Collection[str],
+        count: int,
+        scope: trio.CancelScope,
     ) -> None:
-        self.listener = listener
+        self.emit = emit
+        self._on_milestone = on_milestone
         self._feeders = frozenset(feeders)
         self._scope = scope
         self._to_loop: ToLoop | None = None
@@ -86,8 +71,8 @@ class Signals:
 
     def reached(self, milestone: Milestone) -> None:
         """Note that a part has been sent."""
-        if self.listener.reached is not ignore:
-            self._soon(self.listener.reached, milestone)
+        if self._on_milestone is not ignore:
+            self._soon(self._on_milestone, milestone)
 
     def progressed(self) -> None:
         """Note that a part has come."""
@@ -116,26 +101,26 @@ class Signals:
         await self._ready[index].wait()
 
     def note_owes(self, peer_id: str, yes: bool) -> None:
-        """Tell the listener whether a member's contribution is waited for."""
+        """Tell whether a member's contribution is waited for."""
         if not yes or peer_id in self._feeders:
-            self.listener.owes(peer_id, yes)
+            self.emit(ContributionOwed(peer_id, yes))
 
     def check_complete(self) -> None:
-        """Tell the listener once that everything is here."""
+        """Tell once that everything is here."""
         if not self._complete and not self._scope.cancel_called and self.values.complete:
             self._complete = True
-            self.listener.completed(self.values.digests())
+            self.emit(ResultComplete(self.values.digests()))
 
     def broken(self, peer_id: str, error: Exception | str) -> None:
-        """Tell the listener that a lane to or from a member broke."""
+        """Tell that a lane to or from a member broke."""
         if isinstance(error, UnreachableError):
             # The leader is told the reason. It must not hear what answers at the addresses that a member announced.
             logger.info("%s could not be reached: %s", peer_id, error)
             error = "it could not be reached"
         hostile = isinstance(error, RemoteProtocolError)
         reason = f"it broke the protocol: {error}" if hostile else str(error)
-        self.listener.troubled(peer_id, reason, hostile=hostile)
+        self.emit(LaneFailed(peer_id, reason, hostile))
 
     def cannot_handle(self, peer_id: str, error: Exception) -> None:
-        """Tell the listener that a member's message raised an exception here."""
+        """Tell that a member's message raised an exception here."""
         self.broken(peer_id, RemoteProtocolError(f"its message cannot be handled: {error!r}"))

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.events import (
+    AttemptEvent,
+    BytesArrived,
+    ContributionOwed,
+    DirectLaneBroke,
+    LaneFailed,
+    ResultComplete,
+)
 from p2pavg.consensus.member import RoundPhase
-from p2pavg.group.milestones import OnMilestone
 from p2pavg.round.voting import Voting
 
 
 class AttemptNews:
-    """Listener of the attempts of one exchange: see :class:`~p2pavg.allreduce.attempt.Reports`.
+    """What the events of one exchange's attempts mean for the agreement.
 
     Args:
         positions: of the members in the group's roster, by peer id.
         is_current: returns whether an attempt is the one that runs.
         completed: is told an attempt whose whole result is here, and one digest a share.
-        reached: is told a milestone that this member has reached.
     """
 
     def __init__(
@@ -27,19 +33,35 @@ class AttemptNews:
         *,
         is_current: Callable[[Attempt], bool],
         completed: Callable[[Attempt, tuple[bytes, ...]], None],
-        reached: OnMilestone,
     ) -> None:
-        self.completed = completed
-        self.reached = reached
+        self._completed = completed
         self._voting = voting
         self._positions = positions
         self._is_current = is_current
+
+    def happened(self, attempt: Attempt, event: AttemptEvent) -> None:
+        """Tell the agreement of an event."""
+        match event:
+            case ResultComplete(digests):
+                self._completed(attempt, digests)
+            case BytesArrived(peer_id, count):
+                self._voting.control.arrived(peer_id, count)
+            case ContributionOwed(peer_id, owed):
+                if self._is_current(attempt):
+                    self._voting.control.owes(peer_id, owed)
+            case DirectLaneBroke(peer_id):
+                # No other message tells of a member that died before its votes' stream was open: it is asked.
+                position = self._positions[peer_id]
+                if self._is_current(attempt) and position not in self._voting.member.lost:
+                    self._voting.missing(position)
+            case LaneFailed(peer_id, reason, hostile):
+                self._lane_failed(attempt, peer_id, reason, hostile)
 
     def lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
         """Lose a reducer whose averages this member could not verify."""
         self._voting.lost(self._positions[peer_id], reason, hostile=hostile, silent=not hostile)
 
-    def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
+    def _lane_failed(self, attempt: Attempt, peer_id: str, reason: str, hostile: bool) -> None:
         """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
         member = self._voting.member
         current = self._is_current(attempt) and member.promised == member.begun.ballot
@@ -53,19 +75,3 @@ class AttemptNews:
         if hostile or (current and member.phase is RoundPhase.EXCHANGING):
             # The leader of a later attempt may have told the two members different things.
             self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
-
-    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
-        """Ask the other end of a broken lane: no other message tells of a member that died before its votes' stream
-        was open."""
-        position = self._positions[peer_id]
-        if self._is_current(attempt) and position not in self._voting.member.lost:
-            self._voting.missing(position)
-
-    def arrived(self, peer_id: str, count: int) -> None:
-        """Note bytes of a member."""
-        self._voting.control.arrived(peer_id, count)
-
-    def owes(self, attempt: Attempt, peer_id: str, yes: bool) -> None:
-        """Note whether a member's contribution is waited for."""
-        if self._is_current(attempt):
-            self._voting.control.owes(peer_id, yes)

@@ -167,7 +167,6 @@ class Exchange:
             # Lanes of an attempt that was left end with errors, which say nothing about their members any more.
             is_current=lambda attempt: attempt is self._attempt,
             completed=self._completed,
-            reached=self.reached,
         )
         self._audits = RoundAudits(context, roster, on_finding, self._news.lose)
 
@@ -349,7 +348,7 @@ class Exchange:
             roster=roster,
             lanes=self._group.lanes(number),
             vector=self._vector,
-            reports=self._news,
+            on_event=self._news.happened,
             position=self._positions.__getitem__,
             leftover=leftover,
         )

@@ -14,6 +14,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.values import AttemptData
@@ -110,13 +111,14 @@ async def test_each_value_crosses_between_sites_once_in_each_direction(
 ) -> None:
     """In a butterfly, it crosses once for each member of a site."""
     crossed: Counter[tuple[str, str]] = Counter()
-    send_part, site_by_name = Sender._send_part, {name(index): site for index, site in enumerate(SITES)}
+    send, site_by_name = Sender._send, {name(index): site for index, site in enumerate(SITES)}
 
-    async def count(self: Sender, stream: Stream, part: SharePart, payload: Buffer, *moved: Any) -> None:
-        crossed[site_by_name[self._plan.me], site_by_name[stream.remote]] += part.elements
-        await send_part(self, stream, part, payload, *moved)
+    async def count(self: Sender, stream: Stream, steps: Sequence[Step], *given: Any, **named: Any) -> None:
+        sites = site_by_name[self._plan.me], site_by_name[stream.remote]
+        crossed[sites] += sum(step.part.elements for step in steps)
+        await send(self, stream, steps, *given, **named)
 
-    monkeypatch.setattr(Sender, "_send_part", count)
+    monkeypatch.setattr(Sender, "_send", count)
     changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
     check_one_result(list((await play(network(), **changes)).values()), ELEMENTS)
     times = 1 if topology == "hierarchical" else SIZE // 2
@@ -279,7 +281,7 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Members that take part in the result hold the same bits, which are the mean of its peers."""
-    liar, send_averages, send_part = 4, Sender.send_averages, Sender._send_part
+    liar, send_averages, encoded = 4, Sender.send_averages, AttemptData.encoded
     to_victim: ContextVar[bool] = ContextVar("to_victim", default=False)
     changed = 0
 
@@ -288,14 +290,15 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
         to_victim.set(is_first and stream.remote == name(victim))
         await send_averages(self, stream)
 
-    async def change(self: Sender, stream: Stream, part: SharePart, payload: Buffer, *moved: Any) -> None:
+    def change(self: AttemptData, reducer: str, index: int) -> Buffer:
         nonlocal changed
-        if to_victim.get() and part not in self._plan.own_parts:
+        payload = encoded(self, reducer, index)
+        if to_victim.get() and reducer != name(liar):
             payload, changed = bytes(len(payload)), changed + 1
-        await send_part(self, stream, part, payload, *moved)
+        return payload
 
     monkeypatch.setattr(Sender, "send_averages", note)
-    monkeypatch.setattr(Sender, "_send_part", change)
+    monkeypatch.setattr(AttemptData, "encoded", change)
     found = await play(network(), sites=("a", "b", "a", "b", "b", "a"))
     assert changed
     results = [result for index, result in found.items() if index != liar and isinstance(result, Success)]

@@ -1,26 +1,32 @@
 """The parts of an attempt over direct lanes: blocking code, one thread a lane.
 
-What :mod:`p2pavg.allreduce.sender` and :mod:`p2pavg.allreduce.receiver` do with a stream on the event loop is done
-here with a :class:`DirectLane`: the same parts in the same order, encoded, decoded and averaged in the thread that
-moves them. So nothing waits for the event loop, and each thread works on what its core's cache still holds.
+Parts are encoded, decoded and averaged in the thread that moves them. So nothing waits for the event loop, and each
+thread works on what its core's cache still holds. :mod:`p2pavg.allreduce.movers.moves` has the order.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
-from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, part_frame
-from p2pavg.allreduce.movers.reuse import START, ResumeMark
+from p2pavg.allreduce.movers.moves import (
+    AwaitReady,
+    LaneListener,
+    Move,
+    Moves,
+    ReceiveIndex,
+    ReceivePart,
+    RunWork,
+    SendPart,
+    sending,
+)
 from p2pavg.allreduce.part_schedule import Step
-from p2pavg.allreduce.proofs import trailer_bytes
 from p2pavg.allreduce.turns import Turns
-from p2pavg.allreduce.values import AttemptData, check_index
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.group.milestones import Milestone
 from p2pavg.group.shares import SharePart
 from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.limits.rate import RateLimit
@@ -35,22 +41,6 @@ UNSENT_BYTES = 128 * 1024
 COMING_BYTES = 64 * 1024
 """Of a part that is being received, up to so many bytes may come for nothing if the attempt ends."""
 NEXT_PART_SECONDS = 0.2
-
-
-class LaneListener(Protocol):
-    """Listener of a lane. Its methods are called in the lane's thread."""
-
-    def owes(self, peer_id: str, yes: bool) -> None:
-        """A member's contribution is waited for, or no longer."""
-
-    def reached(self, milestone: Milestone) -> None:
-        """A part has been sent."""
-
-    def progressed(self) -> None:
-        """A part has come."""
-
-    def blame(self, peer_id: str, error: Exception) -> None:
-        """A part that a member sent cannot be averaged."""
 
 
 class DirectUse:
@@ -76,7 +66,6 @@ class DirectUse:
         self._hears = hears
         self._turns = turns
         self._place = place
-        self._phase = 0
         self._given = 0
         self._stopped = threading.Event()
         self.finished = False
@@ -102,161 +91,82 @@ class DirectUse:
         with self._values.changed:
             self._values.changed.notify_all()
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ in a thread
 
     def send_parts(self, header: LaneHeader, steps: Sequence[Step]) -> None:
-        """Send contributions to a member's tasks, then averages, each as soon as it is ready.
-
-        Args:
-            steps: as :func:`~p2pavg.allreduce.part_schedule.outgoing` returns them.
+        """Send what a header announces: see :func:`~p2pavg.allreduce.movers.moves.sending`.
 
         Raises:
             StreamBrokenError: the lane broke.
         """
-        self._begin(header)
-        values, room = self._values, None
-        for step in steps:
-            if step.kind is Lane.CONTRIBUTIONS:
-                if step.after is not None:  # the mean of a site
-                    self._await_ready(step.after)
-                    payload = values.sum_of_site(step.after)
-                else:
-                    room = room or values.room(step.part)
-                    payload = values.contribution(self.lane.remote, step.part, room)
-                self._send_part(step.part, header.begin.of(step.part, payload))
-                if step.last:
-                    self._send_trailer(values.trailer(step.kind, self.lane.remote))
-                self._hears.reached(Milestone.CONTRIBUTION_SENT)
-            else:
-                # Contributions of all lanes have priority over averages: every reducer waits for
-                # contributions.
-                self._phase = 1
-                if step.after is not None:
-                    self._await_ready(step.after)
-                self._send_part(step.part, values.encoded(step.reducer, step.part.index))
-                if step.last:
-                    self._send_trailer(values.trailer(step.kind, step.reducer))
-                self._hears.reached(Milestone.AVERAGE_SENT)
-        self.finished = True
-
-    def send_share(self, header: LaneHeader, reducer: str, parts: Sequence[SharePart]) -> None:
-        """Send another reducer's share as it came. Raises StreamBrokenError."""
-        self._phase = 1
-        self._begin(header)
-        for part in parts:
-            self._send_part(part, self._values.encoded(reducer, part.index))
-        self._send_trailer(self._values.trailer(Lane.AVERAGES, reducer))
-        self.finished = True
-
-    def _begin(self, header: LaneHeader) -> None:
         self.lane.keep_unsent_below(UNSENT_BYTES if self._turns is None else UNSENT_IN_TURNS_BYTES)
         message = header.encode()
         self.lane.send(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+        passes_on = header.lane is Lane.PASSED_ON
+        moves = sending(
+            self._values, self.lane.remote, steps, header.begin, passes_on=passes_on, in_one_room=True
+        )
+        self.carry_out(moves)
+        self.finished = True
 
-    def _send_part(self, part: SharePart, payload: Buffer) -> None:
-        self.lane.send(part_frame(part.index))
-        for paced in self._paced(memoryview(payload)):
-            self._pause(len(paced))
-            for piece in _pieces(paced, self._turn_bytes):
-                self._send_piece(piece)
-        self.moved += FRAME_BYTES + len(payload)
-
-    def _send_trailer(self, trailer: bytes) -> None:
-        if trailer:
-            self.lane.send(trailer)
-            self.moved += len(trailer)
-
-    def _send_piece(self, piece: memoryview) -> None:
-        if self._turns is None:
-            self.lane.send(piece)
-        else:
-            self.lane.wait_for_room()  # a slow receiver does not keep other lanes from their turns
-            with self._turns.turn((self._phase, self._given, self._place)):
-                self.lane.send(piece)
-        self._given += len(piece)
-
-    # ------------------------------------------------------------------ in
-
-    def receive_parts(self, steps: Sequence[Step], begin: ResumeMark = START) -> None:
-        """Receive what :meth:`send_parts` of the other end sends.
-
-        Args:
-            steps: as :func:`~p2pavg.allreduce.part_schedule.incoming` returns them.
-            begin: where the contributions go on, if some of them came in an earlier attempt.
+    def carry_out(self, moves: Moves) -> None:
+        """Carry moves out, one after the other.
 
         Raises:
             StreamBrokenError: the lane broke.
             RemoteProtocolError: the member sent what none sends.
         """
-        for step in steps:
-            check_index(self._receive_index(), step.part)
-            if step.kind is Lane.CONTRIBUTIONS:
-                self._receive_contribution(step, begin)
-            else:
-                payload, trailer = self._receive_part(step, self._memory_of(step.part))
-                self._values.receive_average(step.reducer, step.part, payload, trailer)
-            self._hears.progressed()
-
-    def receive_share(self, reducer: str, parts: Sequence[SharePart]) -> None:
-        """Receive the share of a reducer that is gone. Raises what :meth:`receive_parts` raises."""
-        payloads: list[Buffer] = []
-        for part in parts:
-            check_index(self._receive_index(), part)
-            payloads.append(self._receive_payload(self._memory_of(part)))
-        trailer = self._receive_trailer(Lane.AVERAGES)
-        self._acknowledge()
-        self._values.receive_share(reducer, payloads, trailer)
-        self._hears.progressed()
-
-    def _receive_contribution(self, step: Step, begin: ResumeMark) -> None:
-        remote, values = self.lane.remote, self._values
-        # Silence counts in seconds: the event loop need not hear of less.
-        if step.after is not None and not self._await_ready(step.after, NEXT_PART_SECONDS):
-            self._hears.owes(remote, False)
-            self._await_ready(step.after)
-            self._hears.owes(remote, True)
-        # It came in an earlier attempt, to the end. What comes again is read, and does not count twice.
-        comes_again = values.has(remote, step.kind, step.part.index)
-        payload, trailer = self._receive_part(step, values.carry.receive(remote, step.part, begin))
-        complete = not comes_again and values.contributed(remote, step.part.index, payload, trailer)
-        if step.last:
-            self._hears.owes(remote, False)
-        if complete:
+        result = None
+        while True:
             try:
-                values.average(step.part.index)
-            except BadContributionError as error:
-                self._hears.blame(error.peer_id, error)
+                move = moves.send(result)
+            except StopIteration:
+                return
+            result = self._carry_out(move)
 
-    def _receive_index(self) -> int:
-        index = bytearray(FRAME_BYTES)
-        self.lane.receive_into(memoryview(index))
-        return int.from_bytes(index, "big")
+    def _carry_out(self, move: Move) -> Any:
+        match move:
+            case RunWork(work):
+                return work()
+            case AwaitReady(index, receives):
+                # Silence counts in seconds: the event loop need not hear of less.
+                if not self._await_ready(index, NEXT_PART_SECONDS if receives else None):
+                    self._hears.owes(self.lane.remote, False)
+                    self._await_ready(index)
+                    self._hears.owes(self.lane.remote, True)
+            case SendPart(step, payload, trailer, milestone):
+                # Contributions of all lanes go before averages: every reducer waits for contributions.
+                self._send_part(step.part, payload, trailer, phase=int(step.kind is not Lane.CONTRIBUTIONS))
+                if milestone is not None:
+                    self._hears.reached(milestone)
+            case ReceiveIndex():
+                frame = bytearray(FRAME_BYTES)
+                self.lane.receive_into(memoryview(frame))
+                return int.from_bytes(frame, "big")
+            case ReceivePart(coming, follow, ends):
+                return self._receive_part(coming, bytearray(follow), ends)
+        return None
 
-    def _receive_part(self, step: Step, coming: IncomingPart) -> tuple[Buffer, bytes]:
-        """Return a part, and the bytes that follow it if it is the last one of its kind."""
-        payload = self._receive_payload(coming)
-        trailer = self._receive_trailer(step.kind) if step.last else b""
-        if step.ends:
-            self._acknowledge()
-        return payload, trailer
-
-    def _receive_trailer(self, kind: Lane) -> bytes:
-        trailer = bytearray(trailer_bytes(self._values.proofs, kind))
+    def _send_part(self, part: SharePart, payload: Buffer, trailer: bytes, phase: int) -> None:
+        self.lane.send(part_frame(part.index))
+        for paced in self._paced(memoryview(payload)):
+            self._pause(len(paced))
+            for piece in _pieces(paced, self._turn_bytes):
+                self._send_piece(piece, phase)
         if trailer:
-            self.lane.receive_into(memoryview(trailer))
-            self.moved += len(trailer)
-        return bytes(trailer)
+            self.lane.send(trailer)
+        self.moved += FRAME_BYTES + len(payload) + len(trailer)
 
-    def _acknowledge(self) -> None:
-        # Before the acknowledgement: from then on the sender may use the lane again, and `stop` must not
-        # abort it.
-        self.finished = True
-        self.lane.acknowledge()
+    def _send_piece(self, piece: memoryview, phase: int) -> None:
+        if self._turns is None:
+            self.lane.send(piece)
+        else:
+            self.lane.wait_for_room()  # a slow receiver does not keep other lanes from their turns
+            with self._turns.turn((phase, self._given, self._place)):
+                self.lane.send(piece)
+        self._given += len(piece)
 
-    def _memory_of(self, part: SharePart) -> IncomingPart:
-        return IncomingPart(part.index, self._values.buffer(part))
-
-    def _receive_payload(self, coming: IncomingPart) -> Buffer:
+    def _receive_part(self, coming: IncomingPart, trailer: bytearray, ends: bool) -> bytes:
         rest = coming.rest
         for paced in self._paced(rest):
             self._pause(len(paced))
@@ -264,10 +174,14 @@ class DirectUse:
                 self.lane.receive_into(piece)
                 # Noted piece by piece, so that a next attempt goes on in the middle of a part.
                 coming.add(len(piece))
-        self.moved += FRAME_BYTES + len(rest)
-        return coming.payload
-
-    # ------------------------------------------------------------------ both
+        if trailer:
+            self.lane.receive_into(memoryview(trailer))
+        self.moved += FRAME_BYTES + len(rest) + len(trailer)
+        if ends:
+            # Before the acknowledgement: from then on the sender may use the lane again, and `stop` must not abort it.
+            self.finished = True
+            self.lane.acknowledge()
+        return bytes(trailer)
 
     def _paced(self, data: memoryview) -> list[memoryview]:
         """Return the pieces of a part between which this member pauses under a limit."""

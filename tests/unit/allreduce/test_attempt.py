@@ -13,11 +13,18 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.events import (
+    AttemptEvent,
+    BytesArrived,
+    ContributionOwed,
+    DirectLaneBroke,
+    LaneFailed,
+    ResultComplete,
+)
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, members_digest, part_frame
 from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import DirectLane, Stream
 from p2pavg_compression import Fp32
@@ -51,25 +58,19 @@ class Reports:
         self.broken: list[str] = []
         self.bytes = 0
         self.owing: set[str] = set()
-        self.milestones: list[Milestone] = []
 
-    def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        self.results.append(digests)
-
-    def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
-        self.troubles.append((peer_id, hostile))
-
-    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
-        self.broken.append(peer_id)
-
-    def arrived(self, peer_id: str, count: int) -> None:
-        self.bytes += count
-
-    def owes(self, attempt: Attempt, peer_id: str, yes: bool) -> None:
-        (self.owing.add if yes else self.owing.discard)(peer_id)
-
-    def reached(self, milestone: Milestone) -> None:
-        self.milestones.append(milestone)
+    def happened(self, attempt: Attempt, event: AttemptEvent) -> None:
+        match event:
+            case ResultComplete(digests):
+                self.results.append(digests)
+            case LaneFailed(peer_id, _, hostile):
+                self.troubles.append((peer_id, hostile))
+            case DirectLaneBroke(peer_id):
+                self.broken.append(peer_id)
+            case BytesArrived(_, count):
+                self.bytes += count
+            case ContributionOwed(peer_id, owed):
+                (self.owing.add if owed else self.owing.discard)(peer_id)
 
 
 class Broken(SaidBefore):
@@ -123,7 +124,7 @@ class Side:
             roster=group,
             lanes=self.lanes,
             vector=None if me == AUX else torch.full((3 * SHARE,), value),
-            reports=self.reports,
+            on_event=self.reports.happened,
             position=positions.__getitem__,
         )
 

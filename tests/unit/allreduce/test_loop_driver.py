@@ -12,9 +12,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.loop_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, LoopUse, is_small
-from p2pavg.allreduce.part_schedule import Step
+from p2pavg.allreduce.movers.moves import Move, Moves, ReceivePart
 from p2pavg.group.aggregation import Aggregation, Median
 from p2pavg.group.shares import SharePart
 from p2pavg.net.limits.rate import RateLimit
@@ -102,17 +101,17 @@ class Halfway(Takes):
         return found
 
 
+def one_move(move: Move) -> Moves:
+    yield move
+
+
 async def test_an_attempt_that_ends_in_the_middle_of_a_part_keeps_what_has_come() -> None:
     """The next attempt goes on there, to the byte."""
     payload, half = bytearray(300_000), bytes(range(200)) * 750
     coming = IncomingPart(0, memoryview(payload))
     use = LoopUse(Halfway(half), cast(Any, None), RateLimit(None), cast(Any, None))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(
-            use._take,
-            Step(Lane.CONTRIBUTIONS, SharePart(0, 0, 75_000), after=None, last=False, ends=False),
-            coming,
-        )
+        nursery.start_soon(use.receive_small, one_move(ReceivePart(coming, follow=0, ends=False)))
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert coming.filled == len(half)

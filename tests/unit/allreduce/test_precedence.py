@@ -6,7 +6,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from p2pavg.allreduce.precedence import STUCK_SECONDS, Precedence
+from p2pavg.allreduce.movers.stream_driver import STUCK_SECONDS, Precedence
 
 
 async def waited(precedence: Precedence) -> float:

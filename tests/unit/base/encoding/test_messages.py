@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, part_frame, receive_index
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.reuse import ResumeMark
-from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.matchmaking.messages import (
@@ -32,7 +32,6 @@ from p2pavg.matchmaking.messages import (
     encode,
 )
 from p2pavg_dht.record import pack as pack_record
-from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.group.samples import KEY, SIGNERS, candidate, roster
 
 ME, OTHER = candidate(0), candidate(1)
@@ -213,11 +212,5 @@ def test_a_malformed_lane_header_is_refused(fields: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize(("index", "frame"), [(0, "00000000"), (1, "00000001"), (2**32 - 1, "ffffffff")])
-async def test_the_frame_of_a_part(index: int, frame: str) -> None:
+def test_the_frame_of_a_part(index: int, frame: str) -> None:
     assert part_frame(index).hex() == frame
-    assert await receive_index(SaidBefore(part_frame(index))) == index
-
-
-async def test_a_stream_that_ends_before_a_part_is_broken() -> None:
-    with pytest.raises(StreamBrokenError):
-        await receive_index(SaidBefore(part_frame(1)[:3]))

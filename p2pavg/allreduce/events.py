@@ -1,0 +1,48 @@
+"""Events of an attempt, which its exchange is told on the event loop. No I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class ResultComplete:
+    """This member has the whole result. There is one digest a share, in the order of the roster."""
+
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFailed:
+    """A lane to or from a member broke, and no other one takes its place."""
+
+    peer_id: str
+    reason: str
+    hostile: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLaneBroke:
+    """A direct lane to or from a member broke. The lane may be begun again, or the member may be gone."""
+
+    peer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BytesArrived:
+    """Bytes of a member came: a sign of life."""
+
+    peer_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionOwed:
+    """A member's contribution is waited for, or no longer."""
+
+    peer_id: str
+    owed: bool
+
+
+AttemptEvent: TypeAlias = ResultComplete | LaneFailed | DirectLaneBroke | BytesArrived | ContributionOwed

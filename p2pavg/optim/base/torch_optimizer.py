@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch.optim import Optimizer
 
 from p2pavg.base.result import Success
+from p2pavg.optim.base.batches import NO_METRICS
 from p2pavg.optim.base.report import StepReport
+
+L = TypeVar("L")
 
 
 class TorchOptimizer(Optimizer):
     """A torch optimizer whose groups, state and defaults are those of another one.
 
-    A ``LRScheduler`` can wrap it, a ``GradScaler`` can step it, and torch's hooks work. The subclasses define ``step``.
+    A ``LRScheduler`` can wrap it, a ``GradScaler`` can step it, and torch's hooks work.
     """
 
     _step_supports_amp_scaling = True
@@ -36,6 +39,70 @@ class TorchOptimizer(Optimizer):
         if isinstance(result, Success):  # its tensors are as large as the model
             report = replace(report, result=replace(result, averaged=[]))
         self.report = report
+
+    # ------------------------------------------------------------------ steps
+
+    @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
+    def step(
+        self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
+    ) -> StepReport: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], L],
+        *,
+        samples: float | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> L: ...
+
+    def step(
+        self,
+        closure: Callable[[], L] | None = None,
+        *,
+        samples: float | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> StepReport | L:
+        """Take one batch, whose gradients the parameters hold, and the update if it is due.
+
+        Args:
+            closure: function that zeroes the gradients, computes the loss and its gradients, and returns the loss. It
+                is called once.
+            samples: size of the batch; the gradients must be the mean over its samples. ``batch_size`` or
+                ``samples_of`` if not given. With a ``process_group``, the total of all its ranks, the same number on
+                each.
+            metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most, with those of :meth:`note`.
+                If one is NaN or infinite, the batch is left out, and :attr:`StepReport.skipped` says so.
+
+        Returns:
+            The report: progress of this peer and its run. If ``updated`` is true, the parameters have changed by an
+            average. With a closure, its return value, as in torch; :attr:`report` has the report.
+
+        Raises:
+            p2pavg.AccumulateError: :class:`AveragedOptimizer` was given a gradient that is not finite, or
+                ``samples`` that is not a number above 0; nothing is accumulated. With a ``process_group``, all its
+                ranks raise. If the cause is neither a gradient nor ``samples``, the ranks' earlier accumulated
+                gradients are discarded too.
+            TypeError: the number of samples is not known.
+            ValueError: ``inner`` trains other parameters than before, a buffer changes without being averaged, the
+                parameters are not those of the loaded state, or for :class:`LocalUpdates`, ``samples`` is not a number
+                above 0 or a metric is not a number. Nothing has changed then.
+            p2pavg.RunEndedError: the run has ended without this peer, which has missed the last updates, and no peer is
+                left that has them.
+            p2pavg.ClosedError: the averager is closed.
+        """
+        loss: L | None = None
+        if closure is not None:
+            # As torch does: the caller may step under `no_grad`.
+            with torch.enable_grad():
+                loss = closure()
+        report = self._step_once(samples, metrics)
+        self._keep(report)
+        return report if closure is None else cast(L, loss)
+
+    @abstractmethod
+    def _step_once(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+        """Take one batch, after the closure; see :meth:`step`."""
 
     @property
     def updated(self) -> bool:

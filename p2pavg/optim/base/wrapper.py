@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from p2pavg.base.errors import AccumulateError, RunEndedError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager, stay
 from p2pavg.optim.base.arguments import check_averager, check_meets_all, check_min_peers
-from p2pavg.optim.base.batches import NO_METRICS, Batches
+from p2pavg.optim.base.batches import Batches
 from p2pavg.optim.base.joined import joined, kind_of
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
@@ -45,7 +45,6 @@ from p2pavg.optim.ranks.shards import Ranks, local_of
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-L = TypeVar("L")
 
 logger = logging.getLogger(__name__)
 
@@ -280,60 +279,7 @@ class PeerOptimizer(TorchOptimizer):
 
     # ------------------------------------------------------------------ steps
 
-    @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
-    def step(
-        self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
-    ) -> StepReport: ...
-
-    @overload
-    def step(
-        self,
-        closure: Callable[[], L],
-        *,
-        samples: float | None = None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> L: ...
-
-    def step(
-        self,
-        closure: Callable[[], L] | None = None,
-        *,
-        samples: float | None = None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> StepReport | L:
-        """Take one batch, whose gradients the parameters hold, and the update if it is due.
-
-        Args:
-            closure: function that zeroes the gradients, computes the loss and its gradients, and returns the loss. It
-                is called once.
-            samples: size of the batch; the gradients must be the mean over its samples. ``batch_size`` or
-                ``samples_of`` if not given. With a ``process_group``, the total of all its ranks, the same number on
-                each.
-            metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most, with those of :meth:`note`.
-                If one is NaN or infinite, the batch is left out, and :attr:`StepReport.skipped` says so.
-
-        Returns:
-            The report: progress of this peer and its run. If ``updated`` is true, the parameters have changed by an
-            average. With a closure, its return value, as in torch; :attr:`report` has the report.
-
-        Raises:
-            p2pavg.AccumulateError: :class:`AveragedOptimizer` was given a gradient that is not finite, or
-                ``samples`` that is not a number above 0; nothing is accumulated. With a ``process_group``, all its
-                ranks raise. If the cause is neither a gradient nor ``samples``, the ranks' earlier accumulated
-                gradients are discarded too.
-            TypeError: the number of samples is not known.
-            ValueError: ``inner`` trains other parameters than before, a buffer changes without being averaged, the
-                parameters are not those of the loaded state, or for :class:`LocalUpdates`, ``samples`` is not a number
-                above 0 or a metric is not a number. Nothing has changed then.
-            p2pavg.RunEndedError: the run has ended without this peer, which has missed the last updates, and no peer is
-                left that has them.
-            p2pavg.ClosedError: the averager is closed.
-        """
-        loss: L | None = None
-        if closure is not None:
-            # As torch does: the caller may step under `no_grad`.
-            with torch.enable_grad():
-                loss = closure()
+    def _step_once(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         # Before anything waits: an optimizer that this one replaces is in the same process, and would be waited for.
         begins(self, self._averager)
         # The backward pass may have held Python's lock, and other peers take a silent peer for a dead one.
@@ -347,8 +293,7 @@ class PeerOptimizer(TorchOptimizer):
             # An update shows that the run goes on.
             if not report.updated:
                 self._check_run_goes_on()
-        self._keep(report)
-        return report if closure is None else cast(L, loss)
+        return report
 
     def _step_batch(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         batch = self._batches.add(samples, metrics)

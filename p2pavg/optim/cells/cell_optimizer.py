@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar, cast, overload
+from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager, check_meets_all
-from p2pavg.optim.base.batches import NO_METRICS
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import checked_amount, checked_count
@@ -27,8 +25,6 @@ from p2pavg.optim.cells.cells import Cells, cell_run
 
 logger = logging.getLogger(__name__)
 
-L = TypeVar("L")
-
 
 class CellOptimizer(TorchOptimizer):
     """An :class:`AveragedOptimizer` for runs of any size: cells of up to 64 peers, which average with each other.
@@ -36,7 +32,8 @@ class CellOptimizer(TorchOptimizer):
     The peers of a cell take every update together, as with :class:`AveragedOptimizer`, and hold the same bits. After
     every ``cells.every`` updates, the cells average their parameters and averaged buffers: member j of each cell
     averages a share with its counterparts in the other cells, and the cell takes the result as one more update, the
-    *mix*. :attr:`StepReport.mixed` says how much of the parameters it moved, and
+    *mix*. It follows the update before it in the same step; if it does not come about then, the next steps try it
+    again, and leave their batches out. :attr:`StepReport.mixed` says how much of the parameters it moved, and
     :attr:`StepReport.consensus_distance` how far the cell was from the others. The state of the inner optimizer and its
     schedule stay the cell's own.
 
@@ -194,53 +191,15 @@ class CellOptimizer(TorchOptimizer):
         self._board.leave()
         self._member.finish()
 
-    @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
-    def step(
-        self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
-    ) -> StepReport: ...
-
-    @overload
-    def step(
-        self,
-        closure: Callable[[], L],
-        *,
-        samples: float | None = None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> L: ...
-
-    def step(
-        self,
-        closure: Callable[[], L] | None = None,
-        *,
-        samples: float | None = None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> StepReport | L:
-        """Take one batch, and the update and the mix if they are due. See :meth:`AveragedOptimizer.step`.
-
-        A mix follows the update before it in the same call. If it does not come about then, the next calls try it
-        again, and leave their batches out.
-
-        Returns:
-            The report of the update; after a mix, with ``epoch``, ``mixed`` and ``consensus_distance`` of the mix. With
-            a closure, its return value; :attr:`report` has the report.
-
-        Raises:
-            p2pavg.AccumulateError, p2pavg.ClosedError, TypeError, ValueError: as :meth:`AveragedOptimizer.step`.
-        """
-        loss: L | None = None
-        if closure is not None:
-            # `step` may be called where gradients are off, and the closure needs them.
-            with torch.enable_grad():
-                loss = closure()
-        report = self._step(samples, metrics)
+    def _step_once(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+        report = self._step_member(samples, metrics)
         if isinstance(report.result, Success):
             self._board.updated(self.cell, report.result)
         report = replace(report, cell=self.cell, differs=(*report.differs, *self._differences()))
-        self._keep(report)
         self._move_if_small(report)
-        return report if closure is None else cast(L, loss)
+        return report
 
-    def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+    def _step_member(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         # A scaler sets these on the optimizer that it was given, for one step. The member looks for them on
         # itself.
         told = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from p2pavg.base.errors import AccumulateError, ClosedError, P2PAvgError, RunEndedError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
-from p2pavg.optim.base.batches import NO_METRICS
 from p2pavg.optim.base.naming import plain_buffers
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
@@ -38,7 +37,6 @@ from p2pavg.optim.ranks.whole import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-L = TypeVar("L")
 Groups = list[dict[str, Any]]
 """Parameter groups whose parameters are given by their positions in the network."""
 
@@ -94,8 +92,11 @@ class ReplicatedOptimizer(TorchOptimizer):
             loss_of(model(inputs), targets).backward()
             report = replicas.step(samples=len(inputs) * dist.get_world_size())
 
-    The other ranks wait in :meth:`step` for rank 0, which waits for other peers, and fetches the run's state when this
-    peer is behind. So the process group's timeout has to be longer than the optimizer's ``sync_timeout``.
+    Rank 0's ``samples``, of the batch of all ranks together, and ``metrics`` count, and its report is returned on every
+    rank; on the others, a result has no averaged tensors. All ranks raise what rank 0's ``step`` raises, or a
+    RuntimeError for an error of another kind. The other ranks wait in :meth:`step` for rank 0, which waits for other
+    peers, and fetches the run's state when this peer is behind. So the process group's timeout has to be longer than
+    the optimizer's ``sync_timeout``.
 
     If the ranks hold shards of the parameters, rank 0 needs a whole copy of the model, which its optimizer trains. The
     gradients are gathered there, and the new parameters scattered, one parameter at a time::
@@ -307,52 +308,6 @@ class ReplicatedOptimizer(TorchOptimizer):
             if self._copy is not None:
                 self._copy.zero_grad(set_to_none)
 
-    @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
-    def step(
-        self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
-    ) -> StepReport: ...
-
-    @overload
-    def step(
-        self,
-        closure: Callable[[], L],
-        *,
-        samples: float | None = None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> L: ...
-
-    def step(
-        self,
-        closure: Callable[[], L] | None = None,
-        *,
-        samples: float | None = None,
-        metrics: Mapping[str, float] = NO_METRICS,
-    ) -> StepReport | L:
-        """Take rank 0's step, with the gradients that ``DistributedDataParallel`` has left on every rank.
-
-        Args:
-            closure: as for the optimizer; called on every rank.
-            samples: size of the batch of all ranks together; rank 0's number counts. If not given, rank 0's optimizer
-                needs ``batch_size`` or ``samples_of``.
-            metrics: as for the optimizer; rank 0's count.
-
-        Returns:
-            Rank 0's report, on every rank. On the other ranks a result has no averaged tensors. With a closure, its
-            return value; :attr:`report` has the report.
-
-        Raises:
-            p2pavg.AccumulateError, p2pavg.ClosedError, TypeError, ValueError: as the optimizer's ``step``; on all
-                ranks.
-            RuntimeError: on the other ranks, if rank 0 raised another error.
-        """
-        loss: L | None = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        report = self._step(samples, metrics)
-        self._keep(report)
-        return report if closure is None else cast(L, loss)
-
     def note(self, metrics: Mapping[str, float]) -> None:
         """Add measurements to those of the next :meth:`step`; rank 0's count.
 
@@ -372,7 +327,7 @@ class ReplicatedOptimizer(TorchOptimizer):
         if self.optimizer is not None:
             self.optimizer.finish()
 
-    def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+    def _step_once(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         # Rank 0's own report is not sent: averaged tensors are as large as the model, and an exception may not survive
         # a pickle.
         mine: list[StepReport | Exception] = []

@@ -25,8 +25,8 @@ from p2pavg.metrics.figures import Figures
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.logging.display import RunProgress
 from p2pavg.telemetry.events import RoundEnded, RoundKind, UpdateTaken
+from p2pavg.telemetry.round_log import round_sentence
 from p2pavg.telemetry.status import PeerStatus, read_status
-from p2pavg.telemetry.words import round_sentence
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg.tools.monitor.terminal import screen
 

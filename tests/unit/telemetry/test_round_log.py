@@ -8,8 +8,7 @@ import pytest
 
 from p2pavg.base.formats import in_bytes
 from p2pavg.telemetry.events import Progressed, RoundEnded, RoundKind, Way
-from p2pavg.telemetry.round_log import log_round
-from p2pavg.telemetry.words import round_sentence
+from p2pavg.telemetry.round_log import log_round, round_sentence
 
 PEERS = tuple(f"12D3KooWpeer{number:06}" for number in range(5))
 

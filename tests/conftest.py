@@ -7,10 +7,10 @@ another order.
 
 ``scripts/test`` runs the suite with four workers of pytest-xdist (``--dist loadgroup``):
 
-* The files whose tests start processes are in one of two groups, which begin first. One worker runs all tests of a
-  group. So at most two of these tests run at once, however many workers there are.
-* A file of :data:`SHARED` has a fixture for all its tests that takes a minute. One worker runs them, so that it is made
-  once, and not by each worker.
+* The files that are marked ``processes`` are in two groups, which begin first. One worker runs all tests of a group. So
+  at most two of these tests run at once, however many workers there are.
+* A file that is marked ``one_worker`` has a fixture for all its tests that takes a minute. One worker runs them, so
+  that it is made once, and not by each worker.
 * The other tests over real sockets mostly wait, and the simulations compute. They take turns, so that workers that run
   both at once use all of a machine with two cores.
 * The short tests of ``unit/`` come last, so that all workers end at about the same time.
@@ -21,8 +21,11 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,49 +35,32 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
-PROCESSES = (
-    ("test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
-    (
-        "test_blocking_ends",
-        "test_chaos",
-        "test_cli",
-        "test_daemon",
-        "test_day",
-        "test_demo",
-        "test_doctor",
-        "test_port_mapping",
-        "test_readme",
-        "test_starts",
-    ),
-)
-"""The files in ``integration/`` whose tests start processes, in two groups that take about as long. Those in ``nat/``
-belong to the second one."""
-GROUPS = {
-    f"tests/integration/{name}.py": f"processes {number}"
-    for number, names in enumerate(PROCESSES, start=1)
-    for name in names
-} | {f"tests/nat/{name}.py": "processes 2" for name in ("test_faults", "test_lab", "test_peers")}
-
-SHARED = {
-    f"tests/{name}.py"
-    for name in (
-        "integration/optim/test_state_checkpoints",
-        "integration/optim/test_state_faults",
-        "simulation/test_cells",
-        "simulation/test_churn",
-    )
-}
+ROOT = Path(__file__).parent
+MARKED = re.compile(r"^pytestmark = pytest\.mark\.(\w+)$", re.MULTILINE)
 
 
-def group_of(test: str) -> str | None:
-    """Return the group of a test whose processes share the machine with one other group; ``None`` for other tests."""
-    return GROUPS.get(test.partition("::")[0])
+@cache
+def _groups() -> dict[str, str]:
+    """Return the group of each file that is marked.
+
+    The process that hands tests out to workers knows their names only, so the marks are read from the files.
+    """
+    found: dict[str, str] = {}
+    processes = 0
+    for path in sorted(ROOT.rglob("test_*.py")):
+        mark = MARKED.search(path.read_text(encoding="utf-8"))
+        file = f"tests/{path.relative_to(ROOT).as_posix()}"
+        if mark is not None and mark[1] == "processes":
+            processes += 1
+            found[file] = f"processes {processes % 2}"
+        elif mark is not None and mark[1] == "one_worker":
+            found[file] = file
+    return found
 
 
 def scope_of(test: str) -> str:
     """Return the name of the tests that one worker runs with this one."""
-    file = test.partition("::")[0]
-    return group_of(test) or (file if file in SHARED else test)
+    return _groups().get(test.partition("::")[0], test)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting: list[pytest.Item] = []
     computing: list[pytest.Item] = []
     for item in items:
-        if group_of(item.nodeid) is not None:
+        if scope_of(item.nodeid).startswith("processes"):
             first.append(item)
         elif item.nodeid.startswith("tests/integration/"):
             waiting.append(item)

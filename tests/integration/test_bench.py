@@ -29,6 +29,8 @@ from scripts.benchmarks.main import main
 from scripts.benchmarks.systems import gloo, p2pavg
 from scripts.benchmarks.vectors import vectors
 
+pytestmark = pytest.mark.processes
+
 Line = dict[str, Any]
 Bench = Callable[..., list[Line]]
 

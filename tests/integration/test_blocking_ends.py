@@ -34,6 +34,8 @@ from p2pavg.blocking import Averager, open_averager
 from p2pavg_dht import Ed25519Signer, RecordNode
 from tests.integration.loopback import LOOPBACK, WATCHDOG_SECONDS, config, step_together, two_averagers
 
+pytestmark = pytest.mark.processes
+
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 
 

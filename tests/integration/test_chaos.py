@@ -16,6 +16,8 @@ from scripts.fault_search.chaos_check import Findings, Life, Limits, SampleId, c
 from scripts.fault_search.chaos_plan import Action, draw
 from scripts.fault_search.chaos_work import draw_sample, sketch
 
+pytestmark = pytest.mark.processes
+
 LIMITS = Limits(match_timeout=5.0, exchange_timeout=15.0, codec="fp32")
 A, B, C = "peer A", "peer B", "peer C"
 

@@ -32,6 +32,8 @@ from p2pavg.tools.cli.main import main
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
 
+pytestmark = pytest.mark.processes
+
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 WATCHDOG_SECONDS = 180.0

@@ -23,6 +23,8 @@ from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
 from tests.unit.packaging.test_files import settings
 
+pytestmark = pytest.mark.processes
+
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 COMMAND = [sys.executable, "-m", "p2pavg"]
 ENVIRONMENT = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}

@@ -10,6 +10,8 @@ import pytest
 from scripts.fault_search import day
 from scripts.fault_search.day_stage import Stage
 
+pytestmark = pytest.mark.processes
+
 HEADINGS = [
     "Create a run",
     "Invite three",

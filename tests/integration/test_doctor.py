@@ -30,6 +30,8 @@ from p2pavg_dht import Ed25519Signer
 from tests.integration.doctor_peers import ABSENT_RUN, LATE_RUN, LATE_SECONDS, RECIPES
 from tests.unit.tools.cli.commands import Commands
 
+pytestmark = pytest.mark.processes
+
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 WATCHDOG_SECONDS = 180.0

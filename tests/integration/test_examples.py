@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 

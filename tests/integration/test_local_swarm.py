@@ -18,6 +18,8 @@ from p2pavg.testing import LocalSwarm, SwarmProcess, forking
 from p2pavg.testing.forking import ForkedProcess, ForkServer
 from tests.integration.swarm_work import describe_start, end, start_another, stay, talk
 
+pytestmark = pytest.mark.processes
+
 WORK = "tests.integration.swarm_work:stay"
 starts = pytest.mark.parametrize("fork", [True, False], ids=["forked", "new interpreter"])
 only_linux = pytest.mark.skipif(not forking.can_fork(), reason="processes are forked on Linux only")

@@ -14,6 +14,8 @@ import pytest
 from tests.integration.mapping_work import GREETING
 from tests.integration.router_lab import OUTER, RouterLab, open_router_lab, reason_to_skip
 
+pytestmark = pytest.mark.processes
+
 CONNECT = "import socket, sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 2).recv(9))"
 ROOT = Path(__file__).resolve().parents[2]
 

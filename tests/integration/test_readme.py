@@ -25,6 +25,8 @@ from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
 from scripts.benchmarks.population import draw_rates
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [

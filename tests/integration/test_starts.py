@@ -8,6 +8,8 @@ import pytest
 
 from scripts.fault_search import starts
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.long
 @pytest.mark.alone

@@ -27,6 +27,8 @@ from tests.integration.state_work import donate_or_join
 from tests.simulation.test_state import check_fetch, fetch_of, when_sent
 from tests.unit.state.blobs import KIND, Blob, Held
 
+pytestmark = pytest.mark.processes
+
 RUN = "states"
 KEY = stored_key(RUN, None)
 UNLIMITED = RateLimit(None)

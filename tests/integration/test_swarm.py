@@ -16,6 +16,8 @@ from p2pavg.testing import LocalSwarm
 from tests.integration.survival import trials
 from tests.integration.swarm_work import TILE
 
+pytestmark = pytest.mark.processes
+
 WORK = "tests.integration.swarm_work:"
 
 

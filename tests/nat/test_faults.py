@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.nat.trials import FaultOutcome, idle, move, relay_killed, relay_lies
+
+pytestmark = pytest.mark.processes
 
 
 def check(found: FaultOutcome) -> None:

@@ -18,6 +18,8 @@ from tests.nat.lab import Host, Kind, Lab, lab
 from tests.nat.namespaces import PREFIX, LabError, clean, inside, run
 from tests.nat.routers import FORWARDED_PORT
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 10.0
 

@@ -7,6 +7,8 @@ import pytest
 from tests.nat.lab import Kind
 from tests.nat.trials import PairOutcome, pair
 
+pytestmark = pytest.mark.processes
+
 
 def check(found: PairOutcome) -> None:
     """Assert that two peers met as they should."""

@@ -10,6 +10,8 @@ import torch
 from p2pavg.optim import Cells
 from tests.simulation.cells import CellCourse, CellSetting, cell_findings, compared, play_cells
 
+pytestmark = pytest.mark.one_worker
+
 CALM = CellSetting(
     peers=6,
     seconds=14.0,

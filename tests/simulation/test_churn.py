@@ -8,6 +8,8 @@ import pytest
 
 from tests.simulation.churn import Course, Setting, findings, play
 
+pytestmark = pytest.mark.one_worker
+
 PEERS = 5
 KILLS = 2
 UPDATES = 3

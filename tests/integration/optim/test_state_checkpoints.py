@@ -22,6 +22,8 @@ from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, RunStat
 from p2pavg.peer.shared_states import ShareSettings
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, train_together, until
 
+pytestmark = pytest.mark.one_worker
+
 PEERS = 3
 UPDATES = 4
 SYNC_EVERY = 3

@@ -13,6 +13,8 @@ from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import SwarmProcess
 from tests.integration.optim import state_faults as faults
 
+pytestmark = pytest.mark.one_worker
+
 JOINERS = ("resumes", "resumes", "loads", "loads", "full", "believes", "takes over", "alone")
 """In the order of the tests."""
 AHEAD = 2

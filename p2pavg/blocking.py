@@ -209,10 +209,10 @@ class Averager:
         """Discard everything accumulated, including what a round that fails would give back."""
         self._averager.clear()
 
-    def take_alone(self, state: bytes) -> Success | None:
-        """See :meth:`p2pavg.DecentralizedAverager.take_alone`; runs in the calling thread."""
+    def apply_locally(self, state: bytes) -> Success | None:
+        """See :meth:`p2pavg.DecentralizedAverager.apply_locally`; runs in the calling thread."""
         self._thread.check()
-        return self._averager.take_alone(state)
+        return self._averager.apply_locally(state)
 
     @property
     def round_state(self) -> bytes | None:

@@ -182,7 +182,7 @@ class AttemptRunner:
     async def _announce(self) -> None:
         """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
 
-        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.places.rungs`). Each
+        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.places.levels`). Each
         poll looks at one of them. Records that others store here are read at once: a lookup among hostile keepers can
         take seconds. A peer that hopes to be in its last group again only looks at these at first.
         """
@@ -198,12 +198,12 @@ class AttemptRunner:
                     with trio.move_on_after(left):
                         await self._changed.wait()
             pause = 0.0
-            rung: int | None = search.ladder.start
+            level: int | None = search.ladder.start
             while True:
-                if rung is not None:
+                if level is not None:
                     # The answer to a publication names the other peers of the place.
                     # So polls begin again with a short pause.
-                    watched.appendleft(await self._publish_on(rung))
+                    watched.appendleft(await self._publish_on(level))
                     pause = GLANCE_SECONDS
                     stepped = trio.current_time()
                     poll_at = stepped + pause
@@ -218,7 +218,7 @@ class AttemptRunner:
                     poll_at = trio.current_time() + pause
                 # The patience may have changed during the poll, with the peers that it has found.
                 due = trio.current_time() >= stepped + self._patience()
-                rung = search.ladder.take(full=search.full) if due else None
+                level = search.ladder.take(full=search.full) if due else None
         finally:
             for key in self._watched:
                 records.unwatch(key)
@@ -227,9 +227,9 @@ class AttemptRunner:
         self._watched.add(key)
         self._records.watch(key, lambda: self._read(self._records.held(key)))
 
-    async def _publish_on(self, rung: int) -> bytes:
-        """Publish this peer's record in its place on a rung; return the key."""
-        records, key = self._records, self._search.key_on(rung)
+    async def _publish_on(self, level: int) -> bytes:
+        """Publish this peer's record in its place on a level; return the key."""
+        records, key = self._records, self._search.key_on(level)
         # Noted before the call: keepers may have the record even if the call is cancelled,
         # and then it is to be withdrawn.
         self._search.said.append(key)
@@ -241,7 +241,7 @@ class AttemptRunner:
         return key
 
     def _take_found(self, key: bytes, records: Sequence[Record]) -> None:
-        # The next attempt begins on a rung that follows from what was seen in the first place alone.
+        # The next attempt begins on a level that follows from what was seen in the first place alone.
         if key == self._search.said[0]:
             others = sum(record.publisher != self._me.peer_id for record in records)
             self._search.seen = max(self._search.seen, others)

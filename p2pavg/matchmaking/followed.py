@@ -76,7 +76,7 @@ class FollowedLeader:
         joined = self._joined if me.auxiliary else max(self._joined, me.deadline)
         return max(joined, self._leader.deadline) + self._state.settings.match_timeout + ROUND_TRIPS_SECONDS
 
-    def look(self, now: float) -> None:
+    def check_due(self, now: float) -> None:
         """Note whether the leader is due."""
         self._state.looked = now
         if not self._state.follows:
@@ -126,7 +126,7 @@ class FollowedLeader:
         state = self._state
         state.phase, state.leader, self._joined = AttemptPhase.FOLLOWING, leader, self.heard
         self._due_since, self._proposals = None, 0
-        self.look(self.heard)
+        self.check_due(self.heard)
         state.peers[leader.peer_id].candidate = leader
         self._status = LeaderStatus(2, False)
 

@@ -13,8 +13,8 @@ import trio
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import BAN_SECONDS, TAIL_SECONDS
 from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.places.levels import Ladder, ladder_for, slot_at
 from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, key_at
-from p2pavg.group.places.rungs import Ladder, ladder_for, slot_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Refuses, Renew, Report, Settings
@@ -23,7 +23,7 @@ from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Declined, JoinRequest, Nudge, encode
 from p2pavg.matchmaking.reunion import LastGroup, holds_back, last_group
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.search import PlaceSearch, rung_after
+from p2pavg.matchmaking.search import PlaceSearch, level_after
 from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
@@ -74,7 +74,7 @@ class Matchmaker:
         """The group of the last round, if it was finished."""
         self._looked = -math.inf
         """Time of the last attempt in which this peer announced itself."""
-        self._rung: int | None = None
+        self._level: int | None = None
         self._banned: dict[str, tuple[str, float]] = {}
         self._memory = Memory()
 
@@ -235,7 +235,9 @@ class Matchmaker:
 
     def _search_in(self, meeting: SearchPlace, target: int) -> PlaceSearch:
         """Return the places of an attempt. A meeting's own place is small enough already."""
-        ladder = Ladder(0, 0) if meeting.place else ladder_for(self._records.network_size, target, self._rung)
+        ladder = (
+            Ladder(0, 0) if meeting.place else ladder_for(self._records.network_size, target, self._level)
+        )
         slot = slot_at(self._context.wall_clock())
         return PlaceSearch(self._context.signer.peer_id, self._place_key, slot, ladder)
 
@@ -257,7 +259,7 @@ class Matchmaker:
         self._looked = trio.current_time()
         # The place of a meeting has few peers by design, and tells nothing about the size of the run.
         if search.key == self._key:
-            self._rung = rung_after(search, target)
+            self._level = level_after(search, target)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -184,7 +184,7 @@ class Matchmaking:
         state = self.state
         # Pauses that are over end first, so that the peers concerned can be asked below.
         state.peers.pass_time(now)
-        self._followed.look(now)
+        self._followed.check_due(now)
         # The lost leader may have committed. Until the wait for proof is over,
         # this peer must not be in any other group.
         if self._followed.orphaned is not None:
@@ -223,7 +223,7 @@ class Matchmaking:
         # the order, and not the first that was read.
         for candidate in candidates:
             self.state.learn_record(candidate, now)
-        self._followed.look(now)
+        self._followed.check_due(now)
         return self._advance(now)
 
     def _sent(self, candidate: Candidate, now: float) -> Actions:
@@ -350,7 +350,7 @@ class Matchmaking:
             return []
         followed.heard, followed.orphaned = now, None
         state.peers[peer_id].unreached = None
-        followed.look(now)
+        followed.check_due(now)
         match message, state.phase:
             # The answer names the attempt that was joined. It may be later than that of the
             # record, and then has another place in the order.

@@ -109,13 +109,13 @@ class _Speaker:
             self.together.took(replace(self._last, group_id=self._state().hex()))
         else:
             logger.warning("the gradients of this step were not averaged: %s", self._failed)
-        self.together.run.say(0.0, waiting=False)
+        self.together.run.publish(0.0, waiting=False)
         return _OK if ok else _BEHIND if self.behind else _FAILED
 
     def _begin(self) -> None:
         self._groups, self._failed, self.behind = [], "", ""  # also those of an incomplete pass
         self.together.computed(self._weight)
-        self.together.run.say(self._weight, waiting=True)
+        self.together.run.publish(self._weight, waiting=True)
         decision = self.together.decide_when_all_are_ready()
         self._peers = decision.peers if isinstance(decision, Average) else 0
         if not isinstance(decision, Average):

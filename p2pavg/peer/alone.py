@@ -11,7 +11,7 @@ from p2pavg.base.result import Success
 _DOMAIN = "p2pavg/alone/1"
 
 
-def take_alone(accumulation: Accumulation, peer_id: str, state: bytes) -> Success | None:
+def apply_locally(accumulation: Accumulation, peer_id: str, state: bytes) -> Success | None:
     """Take what is accumulated, as the result of a peer alone; ``None`` if nothing is.
 
     Its ``group_id`` follows from the peer and the state. No group has it, so two peers that go on alone from the same

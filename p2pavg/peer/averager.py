@@ -22,7 +22,7 @@ from p2pavg.group.places.gossip import ROUND, Rotation
 from p2pavg.group.places.meeting import SearchPlace, SearchStage, stages_at
 from p2pavg.group.topology import Gossip
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.peer.alone import take_alone
+from p2pavg.peer.alone import apply_locally
 from p2pavg.peer.contributing import open_rounds
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
@@ -233,7 +233,7 @@ class DecentralizedAverager:
         """Forget what was accumulated, also what a round that fails would give back."""
         self._accumulation.clear()
 
-    def take_alone(self, state: bytes) -> Success | None:
+    def apply_locally(self, state: bytes) -> Success | None:
         """Take what is accumulated as the average of this peer alone, without a round; ``None`` if nothing is.
 
         For an optimizer that takes updates while no other peer is there. No round of this averager may run.
@@ -242,7 +242,7 @@ class DecentralizedAverager:
             state: state of the tensors before the update; the result's ``group_id`` depends on it.
         """
         self._check_open()
-        return take_alone(self._accumulation, self.peer_id, state)
+        return apply_locally(self._accumulation, self.peer_id, state)
 
     @property
     def round_state(self) -> bytes | None:

@@ -46,7 +46,7 @@ class Presence:
         with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
             entries = read_entries(await self._records.find(run_key(self._run_id)))
             entries.pop(self._host.id, None)
-        heard = await self._host.greeter.look()
+        heard = await self._host.greeter.poll()
         apart = why_apart(self._entry, entries.values()) if entries else ""
         found = [apart]
         if entries == {}:

@@ -120,9 +120,9 @@ class Core:
         # The first generation already trains with them.
         weights.apply(self.life.hyperparameters)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Remember the words that others have published since the last call."""
-        self._heard.look()
+        self._heard.poll()
 
     def finish(self, score: float, evaluate: Evaluate | None) -> GenerationReport:
         """End a generation.
@@ -220,7 +220,7 @@ class Core:
         offer = SnapshotOffer(epoch=life.generation, state=life.lineage, root=root, size=len(data))
         # The former one stays: others may have decided to copy it, and have not begun yet.
         self._sharing.shelf.put(HeldSnapshot(offer, data, digests), keeps_former=True)
-        self._sharing.say(wants=False, epoch=life.generation)
+        self._sharing.publish(wants=False, epoch=life.generation)
         mine = Standing(
             settings=self._settings.digest,
             member=name,
@@ -237,10 +237,10 @@ class Core:
         # read the word.
         # Whatever follows in this generation, this member has these weights now.
         self._mine = self._holds = mine
-        self._say(Word(standing=mine))
+        self._publish_word(Word(standing=mine))
         return mine
 
-    def _say(self, word: Word) -> None:
+    def _publish_word(self, word: Word) -> None:
         # At once, since other members may wait for it.
         self._board.publish(word.encode(), now=True)
         # The board shows a peer the entries of the others only.
@@ -256,13 +256,13 @@ class Core:
         while (left := until - time.monotonic()) > 0:
             # Read before the words: an entry that comes between the two ends the wait below at once.
             version = self._board.version
-            self.look()
+            self.poll()
             found = self._counted(mine).words
             late = any(self._is_late(peer, its, mine) for peer, its in found.items())
             if not late and self._heard.members(mine) >= members and (found or mine.generation > 1):
                 return
             # A peer that stores no entries of this topic hears of new ones only when it asks.
-            self._board.look()
+            self._board.poll()
             self._board.wait(version, min(left, POPULATION_LOOK_SECONDS))
 
     def _is_late(self, peer: str, its: Standing, mine: Standing) -> bool:
@@ -271,7 +271,7 @@ class Core:
         return its.steps < mine.steps and self._used.get(peer) == its.digest
 
     def _counted(self, mine: Standing) -> Counted:
-        self.look()
+        self.poll()
         words = {peer: word.standing for peer, word in self._heard.words.items()}
         # Left out before the words are chosen: such a member takes no place among them, and moves no median.
         trusted = {peer: word for peer, word in words.items() if peer not in self._distrusted}
@@ -282,7 +282,7 @@ class Core:
     def _conclude(self, mine: Standing, made: Decision, reason: str, donor: Standing | None) -> None:
         self._adopt(donor or mine, dict(made.hyperparameters))
         # With the same standing: the decisions of other members rest on its digest.
-        self._say(Word(standing=mine, decision=made))
+        self._publish_word(Word(standing=mine, decision=made))
         logger.info("generation %d, score %g: %s", mine.generation, mine.score, reason)
 
     def _adopt(self, its: Standing, hyperparameters: dict[str, Value]) -> None:
@@ -381,7 +381,7 @@ class Core:
 
     def _donors(self, publisher: str, root: bytes) -> dict[str, tuple[str, ...]]:
         """Return the addresses of a snapshot's publisher and of all other peers that offer the same one, by peer id."""
-        self.look()
+        self.poll()
         news = self._sharing.news()
         same = {
             peer: said.addresses
@@ -438,7 +438,7 @@ class _ReadRecords:
         }
         return len(said | {mine.member})
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the words that have changed."""
         # The version first: what comes between the two is read in the next look. An entry that expires
         # changes the entries but not the version, so both are compared.

@@ -118,7 +118,7 @@ class Population:
     @property
     def history(self) -> History:
         """The words of all members that this peer has seen."""
-        self._core.look()
+        self._core.poll()
         return self._core.history
 
     def step(self, score: Score | None = None) -> GenerationReport | None:
@@ -135,7 +135,7 @@ class Population:
             ValueError: a generation ends and no score was given.
             ClosedError: the averager is closed.
         """
-        self._core.look()
+        self._core.poll()
         if not self.is_due:
             self._core.life.since += 1
             return None

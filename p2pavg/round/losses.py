@@ -68,7 +68,7 @@ class Losses:
         # Once may be the fault of another member that held the leader up. A second time is a strike.
         self._own[leader] = RoundFault(reason, peer_id, seconds=SILENT_MEMBER_SECONDS)
 
-    def hear(self, trouble: Trouble) -> None:
+    def receive(self, trouble: Trouble) -> None:
         """Note what another member says of a loss. The first word on each member counts."""
         self._hearsay.setdefault(trouble.peer, trouble)
 

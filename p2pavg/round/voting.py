@@ -247,9 +247,9 @@ class Voting:
         if self._votes[position] > max_votes(self.member.size):
             self.lost(position, "it sends more votes than a round needs", hostile=True)
             return
-        self._hear(position, vote)
+        self._receive(position, vote)
 
-    def _hear(self, position: int, vote: Vote) -> None:
+    def _receive(self, position: int, vote: Vote) -> None:
         """Take a member's word. An exception on the way costs that member, not the averager."""
         with guarded(self._roster.members[position].peer_id, self._fault, what="a vote"):
             wrong = self.signing.wrong_with(self.member, position, vote)
@@ -282,7 +282,7 @@ class Voting:
         must not drift apart."""
         doubted: set[int] = set()
         if isinstance(vote, Trouble):
-            self.losses.hear(vote)
+            self.losses.receive(vote)
             doubted = {vote.peer}
         elif isinstance(vote, Gather):
             doubted = set(range(position))  # it leads only when it has lost all that come before it
@@ -313,7 +313,7 @@ class Voting:
         if isinstance(answer, Unknown):
             self.losses.note(position, "it does not know this round")
         if isinstance(answer, ResultCommit | Left | Unknown):
-            self._hear(position, answer)
+            self._receive(position, answer)
         if isinstance(answer, ResultCommit):  # if it is no proof for this member, another one has to give it
             self.lost(position, "it has ended the round")
 
@@ -328,7 +328,7 @@ class Voting:
                     return
                 news = isinstance(answer, ResultCommit | Unknown) or position not in self.member.gone
                 if news and isinstance(answer, ResultCommit | Left | Unknown):
-                    self._hear(position, answer)
+                    self._receive(position, answer)
             await trio.sleep(ASK_AGAIN_SECONDS)
 
     async def settle(self) -> None:
@@ -351,7 +351,7 @@ class Voting:
                         # The member's process has ended, so it knows no more of the round than one that was restarted.
                         answer = Unknown()
                     if isinstance(answer, ResultCommit | Left | Unknown):
-                        self._hear(position, answer)
+                        self._receive(position, answer)
 
     # ------------------------------------------------------------------ the outcome
 

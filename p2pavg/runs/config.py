@@ -38,7 +38,7 @@ from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.files import read_access, read_run_file
 from p2pavg.runs.membership.peer_files import PeerFiles
 from p2pavg.telemetry.status import MAX_NAME_CHARS
-from p2pavg.telemetry.text import is_harmless
+from p2pavg.telemetry.text import is_printable
 from p2pavg_compression import Codec, resolve_codec
 
 
@@ -162,7 +162,7 @@ class AveragingConfig:
                 f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"
             )
         check_tags(self.tags)
-        if not isinstance(self.name, str) or not is_harmless(self.name, MAX_NAME_CHARS):
+        if not isinstance(self.name, str) or not is_printable(self.name, MAX_NAME_CHARS):
             raise ConfigError(
                 f"name must be text of at most {MAX_NAME_CHARS} printable characters, got {self.name!r}"
             )

@@ -116,7 +116,7 @@ class StateSharing:
         """Return the addresses of donors."""
         return {peer_id: news[peer_id].addresses for peer_id in donors}
 
-    def say(self, *, wants: bool, epoch: int) -> None:
+    def publish(self, *, wants: bool, epoch: int) -> None:
         """Publish this peer's record.
 
         Args:
@@ -277,9 +277,9 @@ class StateSharing:
             # The event loop has ended, and the caller must not wait for a task that never runs.
             otherwise()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look for new records now, without waiting for the next regular look."""
-        self._board.look()
+        self._board.poll()
 
     def wait(self, version: int, timeout: float) -> None:
         """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds.

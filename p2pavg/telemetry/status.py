@@ -17,7 +17,7 @@ from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MBPS, MAX_MEMBERS, MAX_METRIC
 from p2pavg.base.messages import Message
 from p2pavg.base.names import is_name
 from p2pavg.telemetry.events import RoundKind
-from p2pavg.telemetry.text import KEY_BYTES, is_harmless
+from p2pavg.telemetry.text import KEY_BYTES, is_printable
 
 TOPIC = "status"
 MAX_STATUS_BYTES = 4096
@@ -225,4 +225,4 @@ def _require(holds: bool, wrong: str) -> None:
 
 
 def _require_printable(*texts: str) -> None:
-    _require(all(is_harmless(text, MAX_SENTENCE_CHARS) for text in texts), "a text that is not printable")
+    _require(all(is_printable(text, MAX_SENTENCE_CHARS) for text in texts), "a text that is not printable")

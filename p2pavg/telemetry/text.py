@@ -11,7 +11,7 @@ KEY_BYTES = 8
 """Bytes that stand for a peer's id in other peers' records."""
 
 
-def is_harmless(text: str, most: int) -> bool:
+def is_printable(text: str, most: int) -> bool:
     """Return whether a text has at most ``most`` characters, all of them printable; it may be empty."""
     return len(text) <= most and (not text or text.isprintable())
 

@@ -122,7 +122,7 @@ class _Fetcher:
             return
         self._fetches = told.get("fetch", self._fetches)
         self._bytes, self._states = 0, set()
-        self._sharing.say(wants=self._fetches, epoch=0)
+        self._sharing.publish(wants=self._fetches, epoch=0)
 
     def _fetch(self) -> None:
         """Fetch the newest snapshot, if one is offered, and forget it."""

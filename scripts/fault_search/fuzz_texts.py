@@ -62,7 +62,7 @@ def some_status(dice: random.Random) -> bytes:
 def shown(told: PeerStatus) -> str:
     """Return the terminal's page of a run with one peer, whose status came over the network. Its JSON is checked."""
     overview = Overview(RUN, begins=NOW)
-    overview.hear({"one": (told, NOW)}, NOW)
+    overview.receive({"one": (told, NOW)}, NOW)
     run: Any = overview.shown(NOW + 1.0)
     (peer,) = json.loads(json.dumps(run))["peers"]
     assert peer["name"] == told.name, "the page's JSON has another name"

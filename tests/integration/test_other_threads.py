@@ -168,5 +168,5 @@ def test_an_optimizer_that_a_thread_has_replaced_is_not_waited_for() -> None:
             while set(board.entries) != {new.peer_id}:
                 assert time.monotonic() < end, board.entries
                 version = board.version
-                board.look()
+                board.poll()
                 board.wait(version, 1.0)

@@ -63,7 +63,7 @@ moments = st.lists(st.builds(Moment, st.floats(0.0, 100.0), strangers), min_size
 def running(samples: float) -> tuple[PeerTrust, dict[str, PeerProgress]]:
     """Return a peer's attendance after an update with two others, and the others' words."""
     attendance = PeerTrust(0.0)
-    attendance.hear(honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
+    attendance.receive(honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
     attendance.took(KNOWN, honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
     return attendance, {peer: honest(1, samples) for peer in KNOWN}
 
@@ -71,7 +71,7 @@ def running(samples: float) -> tuple[PeerTrust, dict[str, PeerProgress]]:
 def decided(
     attendance: PeerTrust, mine: PeerProgress, words: dict[str, PeerProgress], now: float, **how: Any
 ) -> Any:
-    seen = survey(mine, attendance.hear(mine, words, now))
+    seen = survey(mine, attendance.receive(mine, words, now))
     return decide(mine, seen, least=2, settled=attendance.is_settled(mine, seen.peers, 1, now), **how)
 
 
@@ -94,7 +94,7 @@ def test_strangers_samples_are_limited_by_those_of_known_peers(said: list[Moment
     now = 0.0
     for moment in said:
         now += moment.after
-        seen = attendance.hear(honest(1, 8.0), moment.words | words, now)
+        seen = attendance.receive(honest(1, 8.0), moment.words | words, now)
         new = [other for other in seen if other.peer_id not in KNOWN and other.progress.state == STATES[1]]
         assert sum(other.samples for other in new) <= 24.0 * (1 + 1e-9)
         assert all(other.samples <= other.progress.samples for other in seen)
@@ -108,7 +108,7 @@ def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(
     attendance, now, mine = PeerTrust(0.0), 0.0, honest(0, 8.0)
     for moment in said:
         now += moment.after
-        for other in attendance.hear(mine, moment.words, now):
+        for other in attendance.receive(mine, moment.words, now):
             assert other.samples <= FIRST_BATCHES * 8.0 + CLAIM_MARGIN * SPEED * now
 
 
@@ -133,8 +133,8 @@ def test_any_words_are_counted_without_an_error(said: list[Moment], epoch: int) 
     for moment in said:
         now += moment.after
         mine = honest(epoch, 8.0)
-        seen = attendance.hear(mine, moment.words, now)
+        seen = attendance.receive(mine, moment.words, now)
         assert {other.peer_id for other in seen} <= moment.words.keys()
-        attendance.came_to_nothing(mine, moment.words, now)
+        attendance.no_group_formed(mine, moment.words, now)
         attendance.took(list(moment.words)[:2], mine, moment.words, now)
-        attendance.hear(mine, moment.words, now)
+        attendance.receive(mine, moment.words, now)

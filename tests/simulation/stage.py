@@ -245,7 +245,7 @@ class Player:
             self.accumulate(self.given, weight=self.given_weight)
         return result
 
-    def take_alone(self, state: bytes) -> Success | None:
+    def apply_locally(self, state: bytes) -> Success | None:
         if not self.weight:
             return None
         averaged, weight = [t / self.weight for t in self.sum], self.weight
@@ -321,7 +321,7 @@ class Board:
     def withdraw(self) -> None:
         self.publish(b"")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Do nothing: words come by themselves."""
 
     @property

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.places import rungs
+from p2pavg.group.places import levels
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records import spread_records
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -51,7 +51,7 @@ async def test_peers_that_see_runs_of_other_sizes_meet(
         swarm = await step(peers, config(group_size=6, match_timeout=60.0), apart=0.1)
     assert {len(result.peers) for result in swarm.successes()} == {6}
     assert len(swarm.successes()) == 6
-    # A rung takes a quarter of a second, and there are eight. The deadline is a minute away.
+    # A level takes a quarter of a second, and there are eight. The deadline is a minute away.
     assert max(swarm.ended.values()) - max(swarm.began.values()) < 15.0
 
 
@@ -70,18 +70,18 @@ async def test_second_round_begins_where_the_first_has_met(
                 durations.append(result.duration)
 
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
-        believe(monkeypatch, {peer.id: 100 for peer in peers})  # one rung above the common place
+        believe(monkeypatch, {peer.id: 100 for peer in peers})  # one level above the common place
         async with trio.open_nursery() as nursery:
             for index, peer in enumerate(peers):
                 nursery.start_soon(twice, peer, index)
-    assert max(took[0]) > rungs.STEP_SECONDS
-    assert max(took[1]) < rungs.STEP_SECONDS
+    assert max(took[0]) > levels.STEP_SECONDS
+    assert max(took[1]) < levels.STEP_SECONDS
 
 
 async def test_records_of_a_large_run_are_spread(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
-    monkeypatch.setattr(rungs, "LEAST", 4)  # four peers in a place make a large run
+    monkeypatch.setattr(levels, "LEAST", 4)  # four peers in a place make a large run
     monkeypatch.setattr(spread_records, "ENOUGH", 2)
     most: Counter[bytes] = Counter()
 
@@ -113,20 +113,20 @@ async def test_flooded_place_keeps_no_peers_apart(
             return Refusal.KEY_FULL
         return put(store, record, sender=sender, now=now)
 
-    put, place = RecordStore.put, rungs.place_key
+    put, place = RecordStore.put, levels.place_key
 
-    def on_a_rung(key: bytes, slot: int, rung: int, cell: int) -> bytes:
-        found = place(key, slot, rung, cell)
-        if rung == 1:
+    def on_a_level(key: bytes, slot: int, level: int, cell: int) -> bytes:
+        found = place(key, slot, level, cell)
+        if level == 1:
             flooded.add(found)
         return found
 
     monkeypatch.setattr(RecordStore, "put", without_room)
-    monkeypatch.setattr(rungs, "place_key", on_a_rung)
+    monkeypatch.setattr(levels, "place_key", on_a_level)
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
         believe(monkeypatch, {peer.id: 100 for peer in peers})
         swarm = await step(peers, config(group_size=4, match_timeout=60.0))
     assert len(flooded) > 0
     assert [len(result.peers) for result in swarm.successes()] == [4] * 4
     # The keepers' refusal sends each of them on before it would look for more peers in that place.
-    assert max(swarm.ended.values()) - max(swarm.began.values()) < rungs.STEP_SECONDS
+    assert max(swarm.ended.values()) - max(swarm.began.values()) < levels.STEP_SECONDS

@@ -20,6 +20,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, part_frame
+from p2pavg.allreduce.movers.lobby import InboundLane
 from p2pavg.allreduce.proofs import part_digest
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.sender import Sender
@@ -588,16 +589,16 @@ async def test_members_that_can_form_no_group_end_the_round_without_an_exception
     assert "cannot form a group" in str(swarm.results[name(0)])
 
 
-@pytest.mark.parametrize("what", ["_parts_of", "_is_due"])
+@pytest.mark.parametrize("what", ["_moves_of", "_is_due"])
 async def test_an_exception_over_a_members_lane_excludes_that_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     real = getattr(Receiver, what)
 
-    def fault(self: Receiver, lane: Any, *rest: Any) -> Any:
-        if (lane if isinstance(lane, str) else lane.remote) == name(2):
+    def fault(self: Receiver, lane: InboundLane) -> Any:
+        if lane.remote == name(2):
             raise ValueError("a rule that is wrong")
-        return real(self, lane, *rest)
+        return real(self, lane)
 
     monkeypatch.setattr(Receiver, what, fault)
     check_costs_itself(await play(), 2, "its message cannot be handled: ValueError")

@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.places.rungs import Ladder
+from p2pavg.group.places.levels import Ladder
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.matchmaking.reunion import MOST_OTHERS
 from p2pavg.matchmaking.timing import REUNION_SECONDS
@@ -33,9 +33,9 @@ class Announcements:
         self.keys = set[bytes]()
         original = AttemptRunner._publish_on
 
-        async def publish(runner: AttemptRunner, rung: int) -> bytes:
+        async def publish(runner: AttemptRunner, level: int) -> bytes:
             self.counts[int(trio.current_time() / PAUSE)] += 1
-            key = await original(runner, rung)
+            key = await original(runner, level)
             self.keys.add(key)
             return key
 

@@ -181,7 +181,7 @@ class Reaching:
         # is seen here.
         if not muxed.is_initiator and not muxed.relay and not muxed.punched:
             self._watcher.inbound(str(muxed.peer_id), muxed.remote_host)
-        self.reservations.look()
+        self.reservations.poll()
         self._watcher.wake()
         others = self._connections.of(str(muxed.peer_id))
         # A direct connection retires the relayed ones to that peer. A relayed one that comes second retires

@@ -195,7 +195,7 @@ class Libp2pTransport(Transport):
         self._lifetime.check()
         # The user named the relay's address, and not where the peer behind it is.
         dialled = parse_circuit_address(address).relay_address if is_circuit(address) else address
-        self._connections.gate.told_by_user(dialled)
+        self._connections.gate.trust_address(dialled)
         # Before the dial: the new connection gets its place by the standing of its peer.
         self.remember_peer(peer_id, companion=True)
         with trio.move_on_after(timeout):

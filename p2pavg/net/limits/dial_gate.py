@@ -50,12 +50,12 @@ class DialGate:
 
     def listens_at(self, host: str) -> None:
         """Note a host at which this process listens, according to its user."""
-        self.policy.told_by_user(host)
+        self.policy.trust_address(host)
 
-    def told_by_user(self, address: str) -> None:
+    def trust_address(self, address: str) -> None:
         """Note an address that this process' own user named. It is always dialled, and may hold a DNS name."""
         self._from_user.add(address)
-        self.policy.told_by_user(_host_of(Multiaddr(address)))
+        self.policy.trust_address(_host_of(Multiaddr(address)))
 
     async def candidates(self, peer_id: PeerId, text: str) -> list[Multiaddr]:
         """Return the IP addresses for which an address of a peer stands.
@@ -68,7 +68,7 @@ class DialGate:
         if self.policy.only_here and (reason := self.policy.refusal(_host_of(address))):
             raise UnreachableError(f"{_host_of(address)} is not dialled: {reason}")
         if not self._acquaintances.has_met_anyone():
-            self.told_by_user(text)  # no other source: no peer has spoken to this process yet
+            self.trust_address(text)  # no other source: no peer has spoken to this process yet
         if text in self._from_user:
             return await self._look_up(address)
         host = _host_of(address)

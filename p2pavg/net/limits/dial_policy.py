@@ -78,7 +78,7 @@ class DialPolicy:
         self._from_user: set[Network] = set()
         self._loopback = False
 
-    def told_by_user(self, host: str) -> None:
+    def trust_address(self, host: str) -> None:
         """Note a host at which this process listens, or which its user told it to dial."""
         address = parse_host(host)
         if address is None:

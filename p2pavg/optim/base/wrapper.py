@@ -462,23 +462,23 @@ class PeerOptimizer(TorchOptimizer):
         )
         self._states.load_newest()
         # It replaces the look of the training run, and includes it.
-        self._together.on_look = self._look
+        self._together.on_look = self._poll
         # A peer with states mends by itself that it is behind. One without them is told to load a newer state.
         self._together.run.comes_back = True
         self._together.has_later = self._states.has_later
         self._together.pauses = self._states.pauses
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Compare with the other peers, and offer them states; called between updates."""
-        self._training.look()
+        self._training.poll()
         if self._states is not None:
-            self._states.look()
+            self._states.poll()
 
     def _is_following(self) -> bool:
         """Offer states to other peers; return whether this peer is on its way to the run's present state."""
         if self._states is None:
             return False
-        self._states.look(at_step=True)
+        self._states.poll(at_step=True)
         # The first condition is the same on all ranks, so they also reach the collective of the second one together.
         return self._states.must_follow(None, outnumbered=False) and not self._any_running()
 

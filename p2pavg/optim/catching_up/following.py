@@ -255,7 +255,7 @@ class Follower:
         transfer = self._transfer()
         if self.is_on_the_log and transfer is None:
             # The others are about to begin a round. This peer is in it if it hears of their last one at once.
-            self._sharing.look()
+            self._sharing.poll()
             # Between two looks at records, while all that this peer lacks is the news of the next average.
             self._sharing.wait(version, GLANCE_SECONDS)
         elif transfer is None or transfer.ended:
@@ -388,7 +388,7 @@ class Follower:
         self._attempts, self._last_found = Attempts(), now
         # What this peer offered before belongs to other parameters.
         self._sharing.shelf.begin(offer.epoch)
-        self._sharing.say(wants=True, epoch=offer.epoch)
+        self._sharing.publish(wants=True, epoch=offer.epoch)
         self._owner.adopted()
         return ""
 
@@ -485,7 +485,7 @@ class Follower:
         epoch = self._common.lineage.epoch + 1
         self._owner.replay(averaged, transfer.success(averaged))
         self._sharing.replayed(transfer, epoch)
-        self._sharing.say(wants=True, epoch=epoch)
+        self._sharing.publish(wants=True, epoch=epoch)
         return ""
 
     def _drop_averages(self) -> None:

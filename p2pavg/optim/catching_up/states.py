@@ -124,7 +124,7 @@ class States:
 
     # ------------------------------------------------------------------ offering
 
-    def look(self, *, at_step: bool = False) -> None:
+    def poll(self, *, at_step: bool = False) -> None:
         """Offer what other peers ask for. Called between two updates, also while this peer waits for others.
 
         Args:
@@ -141,7 +141,7 @@ class States:
         self._looked_at = now
         epoch = self._common.lineage.epoch
         # A peer that follows offers nothing, but the others still have to see that it wants a state.
-        self._say(now)
+        self._publish(now)
         if self.follower.is_active:
             return
         if any(said.wants for said in self._sharing.news().values()):
@@ -179,23 +179,23 @@ class States:
         self._unoffered = ""
         return data
 
-    def say(self) -> None:
+    def publish(self) -> None:
         """Publish this peer's record now."""
         self._said_at = -math.inf
-        self._say(time.monotonic())
+        self._publish(time.monotonic())
 
     @property
     def served_at(self) -> float:
         """The time at which another peer last read a part of this peer's snapshot; -inf before the first one."""
         return self._sharing.shelf.read_at
 
-    def _say(self, now: float) -> None:
+    def _publish(self, now: float) -> None:
         """Publish this peer's record: after each update while a peer fetches a state, and else every few seconds."""
         # A joiner fetches the next average as soon as a record names it, so
         # records must not be late while one is there.
         if now >= self._said_at + SAY_STATE_SECONDS or now < self._wanted_at + IN_USE_SECONDS:
             self._said_at = now
-            self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
+            self._sharing.publish(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
 
     def _situation(self, now: float) -> DonorView:
         shelf = self._sharing.shelf
@@ -239,7 +239,7 @@ class States:
             if self._settings.log_bytes is None:
                 self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
-        self._say(now)
+        self._publish(now)
         # The next look, which may take the snapshot of this update, comes at once.
         self._looked_at = now - STATE_LOOK_SECONDS
         self._checkpoints.took(epoch)
@@ -371,7 +371,7 @@ class States:
             following = self.follower.advance(behind=behind, few=few, over=over)
             # The others keep no place for a contribution of a peer that says so.
             run.follow(self.should_observe and self.follower.is_on_the_log)
-            self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
+            self._sharing.publish(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
                 self._caught_up += 1
                 self._fetches_later = False

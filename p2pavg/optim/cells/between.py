@@ -79,14 +79,14 @@ class CrossCellAverager:
                 averager.clear()
                 averager.accumulate([outer.values], weight=1.0)
                 self._outers[share] = outer
-                self._look(outer, 0.0, live)
+                self._poll(outer, 0.0, live)
 
     def wait(self, on_look: Callable[[], None]) -> None:
         """Wait for the outer averages that have begun, until ``timeout`` after their beginning; then give them up."""
         for share, outer in self._outers.items():
             while not outer.ended:
                 left = self._until - time.monotonic()
-                self._look(outer, min(max(left, 0.0), LOOK_SECONDS), 2)
+                self._poll(outer, min(max(left, 0.0), LOOK_SECONDS), 2)
                 on_look()
                 if left <= 0 and not outer.ended:
                     outer.averager.cancel_matchmaking("the cell mixes without this share")
@@ -114,7 +114,7 @@ class CrossCellAverager:
         while self._averagers:
             self._averagers.popitem()[1][1]()
 
-    def _look(self, outer: _Outer, wait: float, live: int) -> None:
+    def _poll(self, outer: _Outer, wait: float, live: int) -> None:
         meeting = SearchPlace(patience=self._cells.timeout / 2)
         result: RoundResult = outer.averager.step(
             wait=wait, state=self._state, group_size=max(live, 2), meeting=meeting

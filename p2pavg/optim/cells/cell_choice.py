@@ -63,7 +63,7 @@ class CellBoard:
         Raises:
             ValueError: all cells are full.
         """
-        self._say(UNDECIDED, 0)
+        self._publish(UNDECIDED, 0)
         began = quiet_since = time.monotonic()
         before: frozenset[str] = frozenset()
         while True:
@@ -77,7 +77,7 @@ class CellBoard:
             is_due = now >= began + SETTLE_CELL_SECONDS and (trains or is_start)
             cell = choose_cell(self._me, news, count=self._cells.count, least=self._least)
             if cell is not None and (is_due or now >= began + timeout):
-                self._say(cell, 0)
+                self._publish(cell, 0)
                 logger.info("this peer is in cell %d of %d", cell, self._cells.count)
                 return cell
             if now >= began + timeout:
@@ -85,12 +85,12 @@ class CellBoard:
                 raise ValueError(
                     f"cells: all {self._cells.count} cells of the run are full; begin the run with a larger count"
                 )
-            self._board.look()
+            self._board.poll()
             self._board.wait(version, LOOK_SECONDS)
 
     def take(self, cell: int) -> None:
         """Say that this peer is a newcomer of a cell."""
-        self._say(cell, 0)
+        self._publish(cell, 0)
 
     # ------------------------------------------------------------------ as a member
 
@@ -99,14 +99,14 @@ class CellBoard:
         if self._me not in success.peers:
             return
         if self._me in speakers(success.peers):
-            self._say(cell, len(success.peers))
+            self._publish(cell, len(success.peers))
         elif self._said is not None:
             self._said = None
             self._board.withdraw()
 
     def small(self, cell: int, members: int) -> None:
         """Say that this peer's cell has too few members to train: newcomers fill it."""
-        self._say(cell, members)
+        self._publish(cell, members)
 
     def live(self, cell: int) -> int:
         """Return the number of cells that have enough peers to train, as far as this peer knows, and its own."""
@@ -122,7 +122,7 @@ class CellBoard:
         self._said = None
         self._board.withdraw()
 
-    def _say(self, cell: int, members: int) -> None:
+    def _publish(self, cell: int, members: int) -> None:
         news = news_of(self._cells, cell, members)
         if news != self._said:
             self._said = news

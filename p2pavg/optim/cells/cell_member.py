@@ -96,7 +96,7 @@ class CellMember(AveragedOptimizer):
     def _mix(self) -> StepReport:
         """Contribute what the outer averages change, and take the cell's sum of it; return the report."""
         # The mix is due at once, and each member waits: the target stands for that.
-        self._together.run.say(self._target, waiting=True)
+        self._together.run.publish(self._target, waiting=True)
         self._between.wait(self._together.on_look)
         self._averager.clear()
         changes = [torch.zeros_like(tensor) for tensor in self._mixed_tensors()]

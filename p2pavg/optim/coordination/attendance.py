@@ -141,7 +141,9 @@ class PeerTrust:
 
     # ------------------------------------------------------------------ words of other peers
 
-    def hear(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> tuple[SeenPeer, ...]:
+    def receive(
+        self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float
+    ) -> tuple[SeenPeer, ...]:
         """Take in the peers' current words; return each peer with the credit that its word gets."""
         # The patience with newcomers runs from the moment at which this peer itself has stopped computing.
         if not mine.waiting:
@@ -357,7 +359,7 @@ class PeerTrust:
             words: the current words of all peers.
             now: the current time.
         """
-        self.hear(mine, words, now)
+        self.receive(mine, words, now)
         self._companions = frozenset(companions)
         self._earlier.append(mine.state)
         epoch = mine.epoch + 1
@@ -373,9 +375,9 @@ class PeerTrust:
         self._due.clear()
         self._waits_since = None
 
-    def came_to_nothing(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> None:
+    def no_group_formed(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> None:
         """Note a round to which no other peer came within the match timeout."""
-        self.hear(mine, words, now)
+        self.receive(mine, words, now)
         for peer in tuple(self._due):
             if self._was_due(peer, mine):
                 times = self._missed[peer].times if peer in self._missed else 0

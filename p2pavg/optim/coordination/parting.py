@@ -86,7 +86,7 @@ class Parting:
             self.has_ended = True
             run.end()
             if (states := self._states()) is not None:
-                states.say()
+                states.publish()
             self._say_last()
             self._began = time.monotonic()
             self._handover = Handover(self._began, quiet=self._quiet, most=self._most)
@@ -121,7 +121,7 @@ class Parting:
         # A step of another thread may have begun since: a snapshot that is taken now would be half updated.
         if states is not None and self._snapshots and self.stepping.acquire(blocking=False):
             try:
-                states.look()
+                states.poll()
             finally:
                 self.stepping.release()
         served_at = -math.inf if states is None else states.served_at
@@ -189,7 +189,7 @@ class Parting:
             return None
         is_first, topic = self._last_words is None, self._topic()
         if is_first:  # it looks before this peer begins anything with the peers that are left
-            topic.look()
+            topic.poll()
             topic.wait(topic.version, LOOK_SECONDS)
             words = run.words
         last_words = decoded_all(_values(topic), LastWord)

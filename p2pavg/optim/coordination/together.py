@@ -234,16 +234,16 @@ class RoundCoordinator:
 
     def alone(self) -> RoundResult:
         """Return this peer's own contribution as the average, since no other peer is there."""
-        found = self.averager.take_alone(self.run.lineage.state)
+        found = self.averager.apply_locally(self.run.lineage.state)
         return NoPeers(reason="nothing is accumulated") if found is None else found
 
-    def look(self) -> RoundResult:
+    def poll(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
         return self._step(0.0, self._peers, self.averager, self.run.lineage.state)
 
     def look_on(self) -> RoundResult:
         """Return the background round's result, or InProgress; end it if the run has gone on without this peer."""
-        result = self.look()
+        result = self.poll()
         looks = isinstance(result, InProgress) and result.reason != EXCHANGES
         if looks and not self._stop_if_left_behind(self.averager):
             self._stop_if_some_compute()
@@ -333,7 +333,7 @@ class RoundCoordinator:
             self.on_look()
             # An observer that hears late of a round without it cannot replay that update before the next group forms.
             if self._observes and result.reason != EXCHANGES:
-                self.run.look()
+                self.run.poll()
             # The others are ahead also if they have heard the end of this peer's own exchange before it has. It will
             # hear it too: a call that returned now would be a step without its update.
             is_behind = self._stop_if_left_behind(averager)
@@ -376,7 +376,7 @@ class RoundCoordinator:
         )
         # After a search that this peer has cancelled itself, no other peer is to blame for not coming.
         if isinstance(result, NoPeers) and not self._stopped and not self._observes:
-            self.run.came_to_nothing()
+            self.run.no_group_formed()
         if not isinstance(result, InProgress):
             self._has_failed = isinstance(result, Failed)
             self._stopped = False
@@ -451,4 +451,4 @@ class RoundCoordinator:
         self._behind.reset()
         # A round that runs at this moment has the former parameters' contribution.
         self._not_ours = self.averager.round_state is not None
-        self.run.say(0.0, waiting=False)
+        self.run.publish(0.0, waiting=False)

@@ -54,7 +54,7 @@ class TrainingRun:
         )
         self.compares = True
         """False for peers whose parameters differ by design: nothing is published of them."""
-        together.on_look = self.look
+        together.on_look = self.poll
         together.run.differs = lambda: self.watch.differs
 
     @property
@@ -136,9 +136,9 @@ class TrainingRun:
             lambda: [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)],
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Compare with the other peers, if they may have published anything new."""
-        self.watch.look(forked=self._together.run.survey().others > 0)
+        self.watch.poll(forked=self._together.run.survey().others > 0)
 
     def report(
         self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool
@@ -153,5 +153,5 @@ class TrainingRun:
         # While its round goes on, this peer may look behind only because it hears of the end last.
         behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
         report = report_of(self._together, result, norm, behind)
-        self.watch.look(forked=report.others > 0)
+        self.watch.poll(forked=report.others > 0)
         return replace(report, drifted=self.watch.drifted, differs=self.watch.differs)

@@ -143,7 +143,7 @@ class RunView:
         pause = max(PAUSE_BATCHES * self._pace.batch_seconds, self._pause_seconds)
         return not self._overlaps and at < self._pace.last + pause
 
-    def say(self, samples: float, *, waiting: bool) -> None:
+    def publish(self, samples: float, *, waiting: bool) -> None:
         """Publish this peer's progress.
 
         Args:
@@ -271,14 +271,14 @@ class RunView:
         """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds."""
         self._board.wait(version, timeout)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask for the words of the other peers now, without waiting for the next regular look."""
-        self._board.look()
+        self._board.poll()
 
     def survey(self) -> Survey:
         """Return the run as this peer sees it."""
         now = time.monotonic()
-        seen = self._attendance.hear(self._mine, self._words(), now)
+        seen = self._attendance.receive(self._mine, self._words(), now)
         stays = self._attendance.stays(self._mine, now)
         # Without states it cannot follow those that went on, and without a group it could not tell whether they did.
         if not self.comes_back or not self._groups:
@@ -338,9 +338,9 @@ class RunView:
         self.was_in(companions)
         self.lineage = after
 
-    def came_to_nothing(self) -> None:
+    def no_group_formed(self) -> None:
         """Note a round to which no other peer came within the match timeout."""
-        self._attendance.came_to_nothing(self._mine, self._words(), time.monotonic())
+        self._attendance.no_group_formed(self._mine, self._words(), time.monotonic())
 
     def is_at(self, lineage: Lineage) -> None:
         """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""

@@ -87,7 +87,7 @@ class DriftMonitor:
         self._rules = frozenset(rules)
         self._word, self._update, self.outnumbered = word, lineage.epoch, False
         self._note(None)
-        self._say()
+        self._publish()
 
     def updated(self, lineage: Lineage, numbers: Settings, digests: Callable[[], list[bytes]]) -> None:
         """Note an update.
@@ -109,9 +109,9 @@ class DriftMonitor:
                 del self._checks[old]
             if self._word is not None:
                 self._word = replace(self._word, epoch=lineage.epoch, state=lineage.state, digests=found)
-            self._say(now=True)
+            self._publish(now=True)
 
-    def look(self, *, forked: bool) -> None:
+    def poll(self, *, forked: bool) -> None:
         """Read the others' records, if any may be new.
 
         Args:
@@ -120,7 +120,7 @@ class DriftMonitor:
         if self._word is None:
             return
         if forked and self._word.until < self._update:
-            self._say()
+            self._publish()
         version, now = self._board.version, time.monotonic()
         if version == self._seen and now < self._looked_at + CALM_LOOK_SECONDS:
             return
@@ -171,7 +171,7 @@ class DriftMonitor:
             self._tell(sentence or "")
         self.drifted = sentence
 
-    def _say(self, *, now: bool = False) -> None:
+    def _publish(self, *, now: bool = False) -> None:
         if self._word is None:
             return
         self._word = replace(self._word, rates=tuple(self._rates), until=self._update)

@@ -243,7 +243,7 @@ class AveragedOptimizer(PeerOptimizer):
         if before is not None and self._any_running():
             return before  # this batch belongs to the next round
         # The others hear of this batch before this peer decides: it may be the one that completes the update.
-        self._together.run.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
+        self._together.run.publish(self._averager.weight, waiting=self._averager.weight >= self._limit)
         decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
         report = (
             self._average(decision.peers)
@@ -275,7 +275,7 @@ class AveragedOptimizer(PeerOptimizer):
         # Without overlap, a round still runs here only if its call ended early: by
         # `sync_timeout`, by Ctrl-C, or on another rank.
         must_wait = not self._overlap or self._averager.weight >= self._limit
-        return self._take(self._together.average() if must_wait else self._together.look())
+        return self._take(self._together.average() if must_wait else self._together.poll())
 
     def _take(self, result: RoundResult) -> StepReport:
         # Each rank averages its shard in a round of its own, and these may end differently.
@@ -309,7 +309,7 @@ class AveragedOptimizer(PeerOptimizer):
         self._training.took(result, numbers, averaged, self._parameters)
         self.note_parameters()
         # Batches that were computed while the round ran count for the next update.
-        self._together.run.say(self._averager.weight, waiting=False)
+        self._together.run.publish(self._averager.weight, waiting=False)
         self._step_scheduler()
         try:
             return self._updated(self._training.report(result, norm, goes_on=False), rates)

@@ -255,7 +255,7 @@ class LocalUpdates(PeerOptimizer):
             return self._catch_up()
         # There is no inner step, but the result of a round that has ended must not wait for the next good batch.
         if self._any_running() and self._outer_steps.may_take:
-            return self._take(self._together.look())
+            return self._take(self._together.poll())
         return self._training.report(goes_on=self._running)
 
     def _step(self, weight: float, measured: Mapping[str, float]) -> StepReport:
@@ -282,7 +282,7 @@ class LocalUpdates(PeerOptimizer):
         due = self._ranks.as_the_first(lambda: self._is_due(running=running))
         # A peer whose round runs in the background keeps no other peer waiting, although it computes on.
         waiting = due or (running and self._options.overlaps)
-        self._together.run.say(self._samples, waiting=waiting)
+        self._together.run.publish(self._samples, waiting=waiting)
         self._step_scheduler()
         if running:  # in the background, or its call ended early, by sync_timeout or Ctrl-C
             return self._collect(due=due)
@@ -302,7 +302,7 @@ class LocalUpdates(PeerOptimizer):
             report = self._take(self._together.average())
         elif self._outer_steps.may_take:
             overlaps = self._options.overlaps
-            report = self._take(self._together.look_on() if overlaps else self._together.look())
+            report = self._take(self._together.look_on() if overlaps else self._together.poll())
         else:
             return self._training.report(goes_on=True)
         # Only in the background does a round begin in the step that takes the result of the one before.
@@ -312,7 +312,7 @@ class LocalUpdates(PeerOptimizer):
             return (
                 report  # the group was complete late: its slowest member is due later than this peer expected
             )
-        self._together.run.say(self._samples, waiting=True)  # the next round begins with the same step
+        self._together.run.publish(self._samples, waiting=True)  # the next round begins with the same step
         following = self._attempt()
         return following if following.updated else report
 
@@ -357,7 +357,7 @@ class LocalUpdates(PeerOptimizer):
         logger.warning("%s", reason)
         # No sample of this peer is left to count, and it is not ready for a round.
         if self._restored < MAX_RESTORED:
-            self._together.run.say(0.0, waiting=False)
+            self._together.run.publish(0.0, waiting=False)
         else:
             self._together.run.leave()  # until a step succeeds, no other peer should wait for this one
         self._step_scheduler()
@@ -396,7 +396,7 @@ class LocalUpdates(PeerOptimizer):
             # The group was complete at this moment, the same one for all members.
             # So their next intervals end together.
             self._boundaries.align(sent.at + result.duration - result.exchange_duration)
-        self._together.run.say(self._samples, waiting=False)
+        self._together.run.publish(self._samples, waiting=False)
         try:
             return self._updated(self._training.report(result, norm, goes_on=False), self._rates)
         finally:

@@ -41,7 +41,7 @@ class MixingView(RunView):
         self.remember(companions)
         self.lineage = after
 
-    def came_to_nothing(self) -> None:
+    def no_group_formed(self) -> None:
         """Do nothing: a peer that was not there may be in another group."""
 
 
@@ -167,7 +167,7 @@ class Meetings(RoundCoordinator):
         """Begin to look for a group in the background; anything accumulated from now on belongs to the next round."""
         return self._poll(0.0)
 
-    def look(self) -> RoundResult:
+    def poll(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
         return self._poll(0.0)
 

@@ -65,7 +65,7 @@ class Topic(Protocol):
 
     def publish(self, value: bytes, *, now: bool = False) -> None: ...
     def withdraw(self) -> None: ...
-    def look(self) -> None: ...
+    def poll(self) -> None: ...
     @property
     def version(self) -> int: ...
     @property
@@ -152,7 +152,7 @@ class Board:
             self._unsaid = b""
         self._wake()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look for new entries now, without waiting for the next regular look."""
         with self._changed:
             self._urgent = True

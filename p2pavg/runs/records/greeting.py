@@ -66,11 +66,11 @@ class Greeter:
         """Compare clocks and versions soon after the start and then periodically, until cancelled."""
         await trio.sleep(FIRST_GREETING_SECONDS)
         while True:
-            await self.look()
+            await self.poll()
             # The first peer of a network has no other peer to ask yet.
             await trio.sleep(GREET_AGAIN_SECONDS if self._heard else FRESH_GREETING_SECONDS)
 
-    async def look(self) -> tuple[HelloAnswer, ...]:
+    async def poll(self) -> tuple[HelloAnswer, ...]:
         """Return the answers of a few peers; reuse answers of the last seconds."""
         if trio.current_time() < self._looked + FRESH_GREETING_SECONDS:
             return self._heard

@@ -77,7 +77,7 @@ class Revocations:
         the next one takes over when it ends.
         """
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._look, records)
+            nursery.start_soon(self._poll, records)
             # A peer has one record under a key. Two users that published and withdrew it would disturb each other.
             async with self._turn:
                 records.watch(self._key, lambda: self._take(records.held(self._key)))
@@ -88,7 +88,7 @@ class Revocations:
                     with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
                         await records.withdraw(self._key)
 
-    async def _look(self, records: RunRecords) -> None:
+    async def _poll(self, records: RunRecords) -> None:
         while True:
             self._take(await records.find(self._key))
             # A list is everywhere a minute after the authority has published it.

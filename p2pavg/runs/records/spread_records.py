@@ -1,6 +1,6 @@
 """Records of a run under keys that are the same for all of its peers, spread over places once the run is large.
 
-A peer reads and writes in its own place (:mod:`p2pavg.group.places.rungs`), so it sees a sample of a large run: the 20
+A peer reads and writes in its own place (:mod:`p2pavg.group.places.levels`), so it sees a sample of a large run: the 20
 to 80 peers of its place, which their ids have drawn. Every peer of a small run is in the common place and sees all
 others. A peer that sees too few in its place publishes in the next larger one as well. :class:`WholeRun` reads all
 places.
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.group.places.rungs import FACTOR, Ladder, ladder_for, place_key, rung_key
+from p2pavg.group.places.levels import FACTOR, Ladder, ladder_for, level_key, place_key
 from p2pavg_dht import Published, Record
 
 ENOUGH = 8
@@ -26,7 +26,7 @@ SLOT = 0
 MAX_AT_ONCE = 8
 """Places that :class:`WholeRun` reads at once."""
 MAX_WHOLE_RUNG = 3
-"""The last rung that :class:`WholeRun` reads: it has 64 places, for six thousand peers."""
+"""The last level that :class:`WholeRun` reads: it has 64 places, for six thousand peers."""
 
 
 class KeyedRecords(Protocol):
@@ -57,12 +57,12 @@ async def find_sample(
         key: of the common place.
         peer_id: this peer, whose places are read.
         network: about how many peers the network has.
-        slot: time slot of the places; readiness has one (:func:`p2pavg.group.places.rungs.slot_at`).
+        slot: time slot of the places; readiness has one (:func:`p2pavg.group.places.levels.slot_at`).
     """
     ladder = ladder_for(network)
     found: dict[str, Record] = {}
-    for rung in [ladder.start, *ladder.left]:
-        for record in await find(rung_key(key, peer_id, slot, rung)):
+    for level in [ladder.start, *ladder.left]:
+        for record in await find(level_key(key, peer_id, slot, level)):
             known = found.get(record.publisher)
             if known is None or known.sequence < record.sequence:
                 found[record.publisher] = record
@@ -154,7 +154,7 @@ class SpreadRecords:
         topic = self._topics.get(key)
         if topic is None:
             ladder = ladder_for(self._records.network_size)
-            places = [rung_key(key, self._peer_id, SLOT, ladder.start)]
+            places = [level_key(key, self._peer_id, SLOT, ladder.start)]
             topic = self._topics[key] = _Topic(ladder, places, trio.current_time())
         return topic
 
@@ -175,8 +175,8 @@ class SpreadRecords:
         climbs = topic.seen < ENOUGH and waited >= CLIMB_SECONDS and topic.keys[-1] != key
         if not topic.ladder.left or not (topic.full or climbs):
             return None
-        rung = topic.ladder.take(full=topic.full)
-        place = rung_key(key, self._peer_id, SLOT, rung)
+        level = topic.ladder.take(full=topic.full)
+        place = level_key(key, self._peer_id, SLOT, level)
         topic.keys.append(place)
         topic.tried_at, topic.seen, topic.turn, topic.full = trio.current_time(), 0, 0, False
         if topic.changed is not None:
@@ -202,7 +202,7 @@ class WholeRun:
     def _places(self, key: bytes) -> list[bytes]:
         top = min(ladder_for(self._records.network_size).deepest, MAX_WHOLE_RUNG)
         return [
-            place_key(key, SLOT, rung, number) for rung in range(top + 1) for number in range(FACTOR**rung)
+            place_key(key, SLOT, level, number) for level in range(top + 1) for number in range(FACTOR**level)
         ]
 
     async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:

@@ -102,10 +102,10 @@ class Twins:
             self._suspected = trio.Event()
             seen = MarksSeen(self._mine)
             for _ in range(MARK_LOOKS):
-                await self._look(seen)
+                await self._poll(seen)
                 await trio.sleep(LOOK_SECONDS)
 
-    async def _look(self, seen: MarksSeen) -> None:
+    async def _poll(self, seen: MarksSeen) -> None:
         found = await self._records.find(self._key)
         for record in found:
             mark = _read(record) if record.publisher == self._peer_id else None

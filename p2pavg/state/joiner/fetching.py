@@ -153,7 +153,7 @@ class BlobDownload:
                 self._nursery = nursery
                 self._start_donors()
                 try:
-                    await self._look()
+                    await self._poll()
                 finally:
                     self._nursery = None
                     for use in self._used.values():
@@ -162,7 +162,7 @@ class BlobDownload:
                         use.cancel_requests()
                     nursery.cancel_scope.cancel()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Look at all donors a few times a second, until the blob is complete or cannot be had."""
         before, began = 0, trio.current_time()
         while not self._over.is_set():

@@ -142,13 +142,13 @@ class End:
 
     def tell(self, stream_id: int, size: int, what: Callable[[MemoryStream], None]) -> None:
         """Call ``what`` with the stream at the other end, when a frame of ``size`` bytes has arrived there."""
-        self.outgoing.send(size, partial(self.other._hear, stream_id, what))
+        self.outgoing.send(size, partial(self.other._receive, stream_id, what))
 
     def forget(self, stream_id: int) -> None:
         """Forget a stream that has ended."""
         self.streams.pop(stream_id, None)
 
-    def _hear(self, stream_id: int, what: Callable[[MemoryStream], None]) -> None:
+    def _receive(self, stream_id: int, what: Callable[[MemoryStream], None]) -> None:
         if (stream := self.streams.get(stream_id)) is not None:
             what(stream)
 

@@ -213,15 +213,17 @@ class DaemonProcess:
             f"joined the network: {count(known, 'other peer')} answered" if known else "began a new network"
         )
         if not self.part.run_id:
-            self._say(network)
+            self._print(network)
             return
         # How many peers of the run are here is known after the first look.
         await helping.looked.wait()
         others, run = len(helping.run_peers), f"run {self.part.run_id!r}"
         here = f"{count(others, 'other peer')} of {run} {'is' if others == 1 else 'are'} here"
-        self._say(f"{network}; {here if others else f'no other peer of {run} takes part in its rounds now'}")
+        self._print(
+            f"{network}; {here if others else f'no other peer of {run} takes part in its rounds now'}"
+        )
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         """Tell the log and the service manager."""
         logger.info("%s", line)
         notify("", _printable(line))

@@ -179,17 +179,17 @@ class EventStream(Response):
             nursery.cancel_scope.cancel()
 
     async def _send(self, send: Send) -> None:
-        async def say(text: str) -> None:
+        async def write(text: str) -> None:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         watcher = self._watcher
         while True:
             version = watcher.overview.version
-            await say(f"data: {watcher.text()}\n\n")
+            await write(f"data: {watcher.text()}\n\n")
             await trio.sleep(EVENT_SECONDS)
             while watcher.overview.version == version:
                 with trio.move_on_after(KEEP_ALIVE_SECONDS) as waiting:
                     await watcher.changed()
                 if waiting.cancelled_caught:
-                    await say(": still here\n\n")
+                    await write(": still here\n\n")

@@ -29,7 +29,7 @@ class Reported:
         """The states of the latest updates, at most 64."""
         return self._states
 
-    def hear(self, status: PeerStatus) -> None:
+    def receive(self, status: PeerStatus) -> None:
         """Note a status. Later updates than its own belong to a past that the peer has given up."""
         if not status.lineage:
             self._states.clear()

@@ -60,7 +60,7 @@ class Overview:
         self.version = 0
         """A number that grows with every change."""
 
-    def hear(self, statuses: Mapping[str, tuple[PeerStatus, float]], now: float) -> None:
+    def receive(self, statuses: Mapping[str, tuple[PeerStatus, float]], now: float) -> None:
         """Note the live statuses of all peers; peers that are not among them are gone.
 
         Args:
@@ -104,9 +104,9 @@ class Overview:
         if status.drift and status.drift != row.status.drift:
             self._tell(now, "drift", f"says: {status.drift}", peer_id)
         row.status, row.last_seen = status, at
-        row.reported.hear(status)
-        self._series.hear(peer_id, status)
-        for round_ in self._rounds.hear(peer_id, status, now):
+        row.reported.receive(status)
+        self._series.receive(peer_id, status)
+        for round_ in self._rounds.receive(peer_id, status, now):
             self._tell_round(peer_id, round_)
         self.version += 1
 

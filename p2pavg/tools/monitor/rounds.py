@@ -61,7 +61,7 @@ class MergedRounds:
     def __init__(self) -> None:
         self._rounds: dict[tuple[str, str], MergedRound] = {}
 
-    def hear(self, peer_id: str, status: PeerStatus, now: float) -> list[MergedRound]:
+    def receive(self, peer_id: str, status: PeerStatus, now: float) -> list[MergedRound]:
         """Note the rounds of a status; return those of which no peer has spoken before."""
         new = []
         for claim in reversed(status.rounds):

@@ -23,7 +23,7 @@ class Series:
         # By peer and metric; both in the order of their last change.
         self._peers: OrderedDict[str, OrderedDict[str, dict[int, float]]] = OrderedDict()
 
-    def hear(self, peer_id: str, status: PeerStatus) -> None:
+    def receive(self, peer_id: str, status: PeerStatus) -> None:
         """Note the metrics of a status, and its history."""
         at = status.epoch if status.lineage else status.total_rounds
         if status.history_of:

@@ -162,7 +162,7 @@ class Watcher:
 
     def _read(self) -> None:
         now = self.wall_clock()
-        self.overview.hear(self.source.read(), now)
+        self.overview.receive(self.source.read(), now)
         self.overview.exclude(self.source.excluded, now)
 
 

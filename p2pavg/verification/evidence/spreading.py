@@ -145,12 +145,12 @@ class Accusations:
             # Made before the look: what comes during the look begins the next one.
             self._woken = trio.Event()
             if trio.current_time() >= look_at:
-                self._hear(await records.find(self._key))
+                self._note_notices(await records.find(self._key))
                 # Between two look-ups of the records. A record that another peer stores here is read within a second.
                 look_at = trio.current_time() + SPREAD_LOOK_SECONDS
             else:
                 # Records that are stored here are read without a call to any peer.
-                self._hear(records.held(self._key))
+                self._note_notices(records.held(self._key))
             named = self.exclusions.newest(MAX_NAMED)
             value = Notice(self._addresses(), named).encode() if named else b""
             if value != published:
@@ -167,7 +167,7 @@ class Accusations:
 
     async def _publish(self, records: RunRecords, value: bytes) -> None:
         if value:
-            self._hear((await records.publish(self._key, value, ttl=RECORD_LIFE_SECONDS)).records)
+            self._note_notices((await records.publish(self._key, value, ttl=RECORD_LIFE_SECONDS)).records)
         else:  # all evidence was let go
             await records.withdraw(self._key)
 
@@ -175,7 +175,7 @@ class Accusations:
         usable = (text for text in self._context.transport.addresses if len(text) <= MAX_ADDRESS_LENGTH)
         return tuple(usable)[:MAX_ADDRESSES]
 
-    def _hear(self, records: Iterable[Record]) -> None:
+    def _note_notices(self, records: Iterable[Record]) -> None:
         now = self._context.wall_clock()
         for record in records:
             if record.withdrawn or self._inquiries.is_heard(record.publisher, record.sequence):

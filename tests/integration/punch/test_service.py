@@ -293,7 +293,7 @@ class TestDialMe:
         self, asker: str, relayed: bool, dials: int
     ) -> None:
         async with two_sides() as (here, there):
-            there.gate.policy.told_by_user("192.168.7.1")
+            there.gate.policy.trust_address("192.168.7.1")
             serve = there.service._serve
 
             async def as_seen(stream: Stream) -> None:

@@ -129,7 +129,7 @@ class TestRelaysThatEnd:
             await eventually(lambda: asked == 1)
             await eventually(lambda: here._reaching.reservations.relays == (relay.peer_id,))
             for _ in range(5):
-                here._reaching.reservations.look()
+                here._reaching.reservations.poll()
                 await assert_serves(here, relay)
             assert asked == 1
 
@@ -238,7 +238,7 @@ async def assert_serves_over_relay(here: Libp2pTransport, there: Libp2pTransport
 
 async def connect(here: Libp2pTransport, there: Libp2pTransport) -> None:
     """Make a direct connection beside a relayed one."""
-    here._connections.gate.told_by_user(there.addresses[0])
+    here._connections.gate.trust_address(there.addresses[0])
     await here._connections.dial(there.peer_id, there.addresses[0])
 
 

@@ -319,7 +319,7 @@ def test_both_averagers_have_the_same_methods() -> None:
         "excluded": "property",
         "reachability": "property",
         "clear": "method",
-        "take_alone": "method",
+        "apply_locally": "method",
         "step": "method",
         "expect": "method",
         "cancel_matchmaking": "method",

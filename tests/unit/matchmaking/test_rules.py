@@ -245,10 +245,10 @@ class TestAsking:
         assert (rules.state.phase, rules.ready_peers) == (AttemptPhase.LEADING, 1)
         rules.tick(EPOCH + 2)
 
-    def test_a_candidate_whose_record_was_read_on_a_rung_is_asked(self) -> None:
-        """Records of a rung have its key, and join requests that of the common place."""
-        on_a_rung = candidate(0, EPOCH + 1, key=b"a place on a rung".ljust(32))
-        assert matchmaking(candidate(1, EPOCH + 2), on_a_rung).state.phase is AttemptPhase.ASKING
+    def test_a_candidate_whose_record_was_read_on_a_level_is_asked(self) -> None:
+        """Records of a level have its key, and join requests that of the common place."""
+        on_a_level = candidate(0, EPOCH + 1, key=b"a place on a level".ljust(32))
+        assert matchmaking(candidate(1, EPOCH + 2), on_a_level).state.phase is AttemptPhase.ASKING
 
     def test_a_peer_does_not_ask_itself_when_another_one_names_it_as_a_leader(self) -> None:
         before, other, me = candidate(1, EPOCH + 1), candidate(0, EPOCH + 2), candidate(1, EPOCH + 9)

@@ -40,7 +40,7 @@ class Board:
     def withdraw(self) -> None:
         self.withdrawn = True
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask no other peer."""
 
     @property
@@ -78,7 +78,7 @@ class NoStates:
     def deciding(self, news: Mapping[str, StateNews], companions: object) -> frozenset[str]:
         return frozenset()
 
-    def say(self, *, wants: bool, epoch: int) -> None:
+    def publish(self, *, wants: bool, epoch: int) -> None:
         """Tell no peer."""
 
     def took(self, group_id: bytes, epoch: int) -> None:

@@ -151,7 +151,7 @@ class TestRatesSetByHand:
         weights.grad = torch.ones(1)
         optimizer.step(samples=4)
         assert RecipeRecord.decode(talk.mine).until == 0
-        optimizer._training.watch.look(forked=True)
+        optimizer._training.watch.poll(forked=True)
         assert RecipeRecord.decode(talk.mine).until == 1
         assert [rate.text for rate in RecipeRecord.decode(talk.mine).rates] == ["lr 0.1"]
 
@@ -309,7 +309,7 @@ class TestDrift:
                 talks[1 - index].others["peer"] = talks[index].mine
                 talks[1 - index].version += 1
             for index, optimizer in enumerate(optimizers):
-                optimizer._training.look()
+                optimizer._training.poll()
                 drifted[index].append(optimizer._training.watch.drifted)
         for told in drifted:
             assert told[:3] == [None] * 3
@@ -334,9 +334,9 @@ class TestDrift:
             "b": encode_word(replace(word, epoch=99)),
         }
         talk.version += 1
-        optimizer._training.look()
+        optimizer._training.poll()
         assert optimizer._training.watch.drifted is None
         talk.others["c"] = encode_word(replace(word, digests=b"x" * 8))
         talk.version += 1
-        optimizer._training.look()
+        optimizer._training.poll()
         assert optimizer._training.watch.drifted is not None

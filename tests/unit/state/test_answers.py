@@ -48,7 +48,7 @@ class Reading:
         self.answers.expect(request)
         return request
 
-    def hear(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
         """Read bytes as from a stream that ends after them."""
         rest = memoryview(data)
         for buffer in self.answers.read():
@@ -66,7 +66,7 @@ def framed(number: int, index: int, piece: bytes) -> bytes:
 def test_pieces_are_kept_in_their_order() -> None:
     reading = Reading()
     number = reading.ask_pieces().number
-    reading.hear(b"".join(framed(number, 10 + place, piece) for place, piece in enumerate(PIECES)))
+    reading.receive(b"".join(framed(number, 10 + place, piece) for place, piece in enumerate(PIECES)))
     assert reading.kept == dict(enumerate(PIECES, 10))
     assert reading.came == [10, 11, 12]
     assert reading.ended == [None]
@@ -76,7 +76,7 @@ def test_pieces_are_kept_in_their_order() -> None:
 def test_a_manifest_is_kept() -> None:
     reading, data = Reading(), bytes(range(200)) * 1000
     request = reading.ask_manifest(len(data))
-    reading.hear(encode_frame(Frame(FrameKind.MANIFEST, request.number, 0, len(data))) + data)
+    reading.receive(encode_frame(Frame(FrameKind.MANIFEST, request.number, 0, len(data))) + data)
     assert request.manifest == data
     assert reading.ended == [None]
 
@@ -84,7 +84,7 @@ def test_a_manifest_is_kept() -> None:
 def test_a_refusal_ends_a_request() -> None:
     reading = Reading()
     number = reading.ask_pieces().number
-    reading.hear(framed(number, 10, PIECES[0]) + encode_refusal(number, "it is gone"))
+    reading.receive(framed(number, 10, PIECES[0]) + encode_refusal(number, "it is gone"))
     (error,) = reading.ended
     assert isinstance(error, DonorRefusedError)
     assert str(error) == "it is gone"
@@ -94,7 +94,7 @@ def test_a_refusal_ends_a_request() -> None:
 def test_the_memory_of_a_manifest_grows_with_what_arrives() -> None:
     reading = Reading()
     number = reading.ask_manifest(1 << 30).number
-    reading.hear(encode_frame(Frame(FrameKind.MANIFEST, number, 0, 1 << 30)) + bytes(1000))
+    reading.receive(encode_frame(Frame(FrameKind.MANIFEST, number, 0, 1 << 30)) + bytes(1000))
     assert reading.largest <= 64 * 1024
 
 
@@ -116,7 +116,7 @@ def test_what_was_not_asked_is_refused(damage: str) -> None:
     reading = Reading()
     assert reading.ask_pieces().number == 1
     with pytest.raises(RemoteProtocolError):
-        reading.hear(DAMAGE[damage])
+        reading.receive(DAMAGE[damage])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_other_answers_to_a_request_for_a_manifest_are_refused(frame: Frame) -> 
     reading = Reading()
     reading.ask_manifest(1000)
     with pytest.raises(RemoteProtocolError):
-        reading.hear(encode_frame(frame) + bytes(2000))
+        reading.receive(encode_frame(frame) + bytes(2000))
 
 
 def test_a_wrong_piece_ends_the_session_and_its_request_says_why() -> None:
@@ -142,7 +142,7 @@ def test_a_wrong_piece_ends_the_session_and_its_request_says_why() -> None:
 
     request = reading.ask_pieces(take=take)
     with pytest.raises(WrongPieceError):
-        reading.hear(framed(request.number, 10, PIECES[0]))
+        reading.receive(framed(request.number, 10, PIECES[0]))
     assert [str(error) for error in reading.ended] == ["sent nonsense"]
     reading.answers.fail(StreamBrokenError("the session ended"))
     assert len(reading.ended) == 1, "a request ends once"
@@ -155,7 +155,7 @@ def test_a_full_disk_ends_the_request_and_not_the_session() -> None:
         raise StateError("the disk is full")
 
     full, other = reading.ask_pieces(take=take), reading.ask_pieces()
-    reading.hear(
+    reading.receive(
         b"".join(
             framed(request.number, 10 + place, piece)
             for request in (full, other)
@@ -170,7 +170,7 @@ def test_nothing_of_a_cancelled_request_is_kept() -> None:
     reading = Reading()
     request = reading.ask_pieces()
     request.cancelled = True
-    reading.hear(framed(request.number, 10, PIECES[0]) + encode_refusal(request.number, "as you like"))
+    reading.receive(framed(request.number, 10, PIECES[0]) + encode_refusal(request.number, "as you like"))
     assert reading.kept == {}
     assert not reading.answers.waits
 
@@ -189,5 +189,5 @@ def test_any_bytes_are_refused_or_wait_for_more(data: bytes) -> None:
     reading.ask_pieces()
     reading.ask_manifest()
     with contextlib.suppress(RemoteProtocolError):
-        reading.hear(data)
+        reading.receive(data)
     assert reading.largest <= 64 * 1024

@@ -90,17 +90,17 @@ class PortMapper:
                 await self._hold(client, port, host, granted)
                 break
             else:
-                self._say(f"the router maps no port: {'; '.join(reasons)}")
+                self._log(f"the router maps no port: {'; '.join(reasons)}")
                 await trio.sleep(ASK_ROUTER_AGAIN_SECONDS)
 
     async def _hold(self, client: MappingClient, port: int, host: str, granted: Granted) -> None:
         """Renew a mapping until the router has lost it or does not answer any more."""
-        self._say(f"the router maps its port {granted.outer_port} to port {port} here, by {client.name}")
+        self._log(f"the router maps its port {granted.outer_port} to port {port} here, by {client.name}")
         self._on_mapped(Mapped(port=granted.outer_port, protocol=client.name, host=host))
         try:
             await self._renew(client, port, host, granted)
         except UnreachableError as error:
-            self._say(f"the router's mapping is lost: {client.name}: {error}")
+            self._log(f"the router's mapping is lost: {client.name}: {error}")
         except trio.Cancelled:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
                 await _remove(client, port, granted)
@@ -115,14 +115,14 @@ class PortMapper:
             while trio.current_time() < half:
                 await trio.sleep(min(CHECK_MAPPING_SECONDS, max(0.0, half - trio.current_time())))
                 if not await client.still_has(port, host, granted):
-                    self._say("the router has lost its mapping, or has another address now")
+                    self._log("the router has lost its mapping, or has another address now")
                     return
             now_host, renewed = await client.add(port, granted.outer_port, LEASE_SECONDS)
             if (now_host, renewed.outer_port) != (host, granted.outer_port):
                 return
             granted = renewed
 
-    def _say(self, sentence: str) -> None:
+    def _log(self, sentence: str) -> None:
         """Log a sentence once, until there is another one."""
         if sentence != self._said:
             self._said = sentence

@@ -111,12 +111,14 @@ class ReachService:
         if message is None:
             return
         question = read_question(message)
-        answer = self._look(stream) if isinstance(question, Look) else await self._dial_back(stream, question)
+        answer = (
+            self._observe(stream) if isinstance(question, Look) else await self._dial_back(stream, question)
+        )
         if answer is not None:
             await send_message(stream, answer.encode())
             await stream.aclose()
 
-    def _look(self, stream: Stream) -> Answer | None:
+    def _observe(self, stream: Stream) -> Answer | None:
         """Return the host and port of a direct connection; ``None`` if there is no answer to give."""
         address = parse_host(stream.remote_host)
         if stream.relayed or address is None or not stream.remote_port:
@@ -166,7 +168,7 @@ def _take(*buckets: TokenBucket) -> bool:
     return True
 
 
-async def look(transport: Transport, peer_id: PeerId) -> Observed:
+async def ask_to_look(transport: Transport, peer_id: PeerId) -> Observed:
     """Ask a connected peer how it sees this one.
 
     Raises:

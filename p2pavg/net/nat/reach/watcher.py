@@ -43,7 +43,7 @@ from p2pavg.net.nat.reach.messages import DialBackOutcome
 from p2pavg.net.nat.reach.probes import Probe
 from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Reachability
-from p2pavg.net.nat.reach.service import ask_dial_back, look
+from p2pavg.net.nat.reach.service import ask_dial_back, ask_to_look
 from p2pavg.net.nat.reach.whoami import ask
 from p2pavg.net.transport import PeerId, Transport
 
@@ -242,7 +242,7 @@ class ReachWatcher:
         try:
             match question:
                 case AskLook():
-                    answer = (await look(self._transport, question.peer.peer_id)).host
+                    answer = (await ask_to_look(self._transport, question.peer.peer_id)).host
                 case AskDialBack():
                     answer = await self._dialled_back(question)
                 case AskWhoami():

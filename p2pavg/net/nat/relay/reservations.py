@@ -84,16 +84,16 @@ class Reservations:
         """Say whether this peer needs relays. Without need, its reservations end."""
         if wanted != self._wanted:
             self._wanted = wanted
-            self.look()
+            self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look at the candidates now, for example because there is a new connection."""
         self._changed.set()
 
     def forget_failures(self) -> None:
         """Ask any peer again from now on, because this peer is in another network."""
         self._avoided.clear()
-        self.look()
+        self.poll()
 
     async def run(self) -> None:
         """Keep the reservations, until cancelled."""
@@ -142,7 +142,7 @@ class Reservations:
             del self._asked[relay]
             if self._held.pop(relay, None) is not None:
                 self._on_change()
-            self.look()
+            self.poll()
 
     async def _reserve(self, stream: Stream) -> tuple[str, ...]:
         # No chains of relays: the relay refuses them as well.
@@ -163,7 +163,7 @@ class Reservations:
         """Exchange pings with a relay until it is lost. Raises the reason."""
         heard = _RelayLife(trio.current_time())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._hear, stream, heard, nursery.cancel_scope)
+            nursery.start_soon(self._receive, stream, heard, nursery.cancel_scope)
             # Both tasks may fail at once when the connection ends, so neither raises: a nursery would raise a group.
             try:
                 while trio.current_time() <= heard.at + RELAY_PING_SECONDS + PING_ANSWER_SECONDS:
@@ -180,7 +180,7 @@ class Reservations:
         assert heard.end is not None  # a cancelled caller does not come here
         raise heard.end
 
-    async def _hear(self, stream: Stream, heard: _RelayLife, both: trio.CancelScope) -> None:
+    async def _receive(self, stream: Stream, heard: _RelayLife, both: trio.CancelScope) -> None:
         try:
             while data := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES):
                 if not isinstance(decode(data), RelayPing):

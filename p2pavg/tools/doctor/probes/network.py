@@ -15,7 +15,7 @@ from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_listen_address
 from p2pavg.net.nat.reach.messages import DialBackOutcome
 from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind, Reachability
-from p2pavg.net.nat.reach.service import ask_dial_back, look
+from p2pavg.net.nat.reach.service import ask_dial_back, ask_to_look
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
@@ -63,7 +63,7 @@ async def ask_clocks(
             runs=lambda: 0,
             contacts=lambda: peer.records.contacts,
         )
-        most = max(most, await greeter.look(), key=len)
+        most = max(most, await greeter.poll(), key=len)
         heard(most)
         if len(most) >= min(len(peer.records.contacts), ASKED_AT_ONCE):
             return
@@ -140,7 +140,7 @@ class _Answer:
 async def _dial_back(transport: Transport, peer_id: str, host: str, port: int) -> _Answer:
     """Ask one peer, again if it is busy with a question that this peer's transport has asked by itself."""
     try:
-        seen = (await look(transport, peer_id)).host
+        seen = (await ask_to_look(transport, peer_id)).host
         if seen != host:
             return _Answer(seen)
         for _ in range(DIAL_TRIES):

@@ -12,7 +12,7 @@ import trio
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.messages import decoded_all
 from p2pavg.group.candidate import Candidate, read_candidate, ready_key
-from p2pavg.group.places.rungs import slot_at
+from p2pavg.group.places.levels import slot_at
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.transport import Transport
 from p2pavg.optim.coordination.word import TOPIC, RecipeRecord

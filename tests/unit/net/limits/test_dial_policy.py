@@ -72,8 +72,8 @@ class TestPolicy:
     @pytest.mark.parametrize("host", NEVER)
     def test_link_local_addresses_are_never_dialled(self, host: str) -> None:
         policy = DialPolicy([ipaddress.ip_network("169.254.0.0/16"), ipaddress.ip_network("fe80::/64")])
-        policy.told_by_user("127.0.0.1")
-        policy.told_by_user("169.254.169.254")
+        policy.trust_address("127.0.0.1")
+        policy.trust_address("169.254.169.254")
         assert policy.refusal(host) != ""
 
     def test_a_private_address_is_dialled_in_its_own_subnet_only(self) -> None:
@@ -86,12 +86,12 @@ class TestPolicy:
 
     def test_an_address_of_the_user_allows_its_network(self) -> None:
         policy = DialPolicy()
-        policy.told_by_user("10.7.0.1")
-        policy.told_by_user("example.org")
+        policy.trust_address("10.7.0.1")
+        policy.trust_address("example.org")
         assert policy.refusal("10.7.200.1") == ""
         assert policy.refusal("10.8.0.1") != ""
         assert policy.refusal("127.0.0.1") != ""
-        policy.told_by_user("127.0.0.1")
+        policy.trust_address("127.0.0.1")
         assert policy.refusal("127.9.9.9") == ""
 
     def test_a_peer_may_name_the_host_from_which_it_came(self) -> None:
@@ -177,7 +177,7 @@ class TestGate:
         for host in ("127.0.0.1", "169.254.169.254", "example"):
             with pytest.raises(UnreachableError, match="is not dialled"):
                 await gate.candidates(PEER, address(host))
-        gate.told_by_user(address("169.254.169.254"))
+        gate.trust_address(address("169.254.169.254"))
         assert await gate.candidates(PEER, address("169.254.169.254"))
 
     async def test_a_peer_is_dialled_where_it_was_met(self, autojump_clock: MockClock) -> None:
@@ -227,7 +227,7 @@ class TestGate:
                 await fail()
         with pytest.raises(UnreachableError, match="too many dials have failed"):
             await fail()
-        gate.told_by_user(text)
+        gate.trust_address(text)
         with pytest.raises(ConnectionRefusedError):
             await fail()
 

@@ -187,7 +187,7 @@ class Sharing:
     def addresses_of(self, news: Mapping[str, StateNews], donors: Any) -> dict[str, tuple[str, ...]]:
         return {name: news[name].addresses for name in donors}
 
-    def say(self, *, wants: bool, epoch: int) -> None:
+    def publish(self, *, wants: bool, epoch: int) -> None:
         self.said.append((wants, epoch))
 
     def fetch_snapshot(self, offer: SnapshotOffer) -> Transfer:
@@ -201,7 +201,7 @@ class Sharing:
     def replayed(self, transfer: Transfer, epoch: int) -> None:
         self.shelf.took(transfer.group_id, epoch)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.looks += 1
 
     def wait(self, version: int, timeout: float) -> None:

@@ -99,7 +99,7 @@ class Sharing:
     def addresses_of(self, news: Mapping[str, StateNews], donors: Any) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def say(self, *, wants: bool, epoch: int) -> None:
+    def publish(self, *, wants: bool, epoch: int) -> None:
         self.said.append((wants, epoch))
 
     def took(self, group_id: bytes, epoch: int) -> None:
@@ -192,9 +192,9 @@ class World:
             Ranks(None),
         )
 
-    def look(self, seconds: float = STATE_LOOK_SECONDS) -> None:
+    def poll(self, seconds: float = STATE_LOOK_SECONDS) -> None:
         self.clock.now += seconds
-        self.states.look()
+        self.states.poll()
 
     def wants(self, *peers: str) -> None:
         self.sharing.others = dict.fromkeys(peers, StateNews(wants=True, epoch=0))
@@ -219,44 +219,44 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 class TestDonors:
     def test_a_snapshot_is_taken_only_when_one_is_wanted(self, world: World) -> None:
-        world.look()
+        world.poll()
         assert (world.held, world.common.copies) == (None, 0)
         world.wants("joiner")
-        world.look()
+        world.poll()
         assert world.held == 10
         assert world.sharing.said[-1] == (False, 10)
 
     def test_at_most_one_copy_is_held(self, world: World) -> None:
         world.wants("joiner")
         for _ in range(50):
-            world.look()
+            world.poll()
         assert world.common.copies == 1
         world.sharing.shelf.begin(12)  # the log leads no longer from the snapshot to the present
         world.took(12)
         world.sharing.at_once = False
-        world.look(60.0)
+        world.poll(60.0)
         assert (world.held, world.common.copies, len(world.sharing.works)) == (None, 2 + 1, 1)
         for _ in range(5):
-            world.look(60.0)
+            world.poll(60.0)
         assert len(world.sharing.works) == 1  # one copy at a time, also while it is hashed
 
     def test_an_unwanted_snapshot_is_dropped(self, world: World) -> None:
         world.wants("joiner")
-        world.look()
+        world.poll()
         world.wants()
-        world.look(UNWANTED_SECONDS - 1.0)
+        world.poll(UNWANTED_SECONDS - 1.0)
         assert world.held == 10
-        world.look(1.0)
+        world.poll(1.0)
         assert world.held is None
 
     def test_a_snapshot_that_is_read_is_kept(self, world: World) -> None:
         world.wants("joiner")
-        world.look()
+        world.poll()
         world.wants()
         snapshot = world.sharing.shelf.snapshot
         assert snapshot is not None
         for _ in range(5):
-            world.look(UNWANTED_SECONDS - 1.0)
+            world.poll(UNWANTED_SECONDS - 1.0)
             world.sharing.shelf.piece(0, snapshot.offer.root, 0)
         assert world.held == 10
 
@@ -274,7 +274,7 @@ class TestDonors:
             world.sharing.shelf.begin(epoch)  # as if the log held one average
             world.common.lineage = Lineage(epoch, epoch.to_bytes(32, "big"))
             before = world.common.copies
-            world.look(0.5)
+            world.poll(0.5)
             copies.append(world.common.copies - before)
         assert sum(copies) <= 1 + (world.clock.now - began) / (1.0 + REST)
         assert sum(copies) > 10
@@ -286,12 +286,12 @@ class TestDonors:
         world.wants("joiner")
         world.common.wrong = wrong
         for _ in range(300):
-            world.look()
+            world.poll()
         assert (world.held, len(caplog.records)) == (None, 1)
         assert "cannot offer its state" in caplog.text
         assert world.common.copies <= 1 + 300 * STATE_LOOK_SECONDS / IN_USE_SECONDS
         world.common.wrong = None
-        world.look(IN_USE_SECONDS)
+        world.poll(IN_USE_SECONDS)
         assert world.held == 10
 
     def test_a_value_that_cannot_be_saved_ends_the_step_of_the_peer_that_has_it(self, world: World) -> None:
@@ -303,7 +303,7 @@ class TestDonors:
     def test_a_peer_that_follows_offers_nothing_and_says_so(self, world: World) -> None:
         world.wants("joiner")
         world.states.follower.begin()
-        world.look()
+        world.poll()
         assert (world.held, world.sharing.said[-1]) == (None, (True, 10))
 
 
@@ -415,7 +415,7 @@ class TestUseless:
         assert alone.states.catch_up(began + 1e6).over
         assert alone.clock.now - began <= WARN_WAIT_SECONDS + 2.0
         assert not alone.states.must_follow(None, outnumbered=False)
-        alone.look()
+        alone.poll()
         assert alone.sharing.said[-1] == (False, 10), "peers that join may have its state"
 
     def test_it_goes_on_although_each_call_is_short(self, alone: World) -> None:

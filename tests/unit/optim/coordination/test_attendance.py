@@ -75,7 +75,7 @@ class World:
         self.says(*peers, samples=0.0, started=True)
 
     def seen(self) -> Survey:
-        heard = self.attendance.hear(self.mine, self.words, self.now)
+        heard = self.attendance.receive(self.mine, self.words, self.now)
         return survey(self.mine, heard, stays=self.attendance.stays(self.mine, self.now))
 
     def is_settled(self, peers_to_start: int = 2) -> bool:
@@ -314,7 +314,7 @@ class TestMissedRounds:
     def test_peer_absent_from_a_failed_round_counts_after_a_new_word(self, running: World) -> None:
         running.says("a", "b", started=True)
         running.seen()
-        running.attendance.came_to_nothing(running.mine, running.words, running.now)
+        running.attendance.no_group_formed(running.mine, running.words, running.now)
         assert running.seen().peers == 1
         running.says("a", samples=16.0, started=True)
         assert running.seen().peers == 2
@@ -327,7 +327,7 @@ class TestMissedRounds:
             running.says("a", samples=float(second + 1), started=True)
             if running.seen().peers == 2:
                 rounds += 1
-                running.attendance.came_to_nothing(running.mine, running.words, running.now)
+                running.attendance.no_group_formed(running.mine, running.words, running.now)
         assert rounds <= 3600 / MAX_ABSENT_RETRY_SECONDS + 8
 
     def test_number_of_remembered_absent_peers_is_limited(self, running: World) -> None:
@@ -372,7 +372,7 @@ class TestClaims:
         running.samples = 16.0
         running.says("a", "b", samples=8.0, started=True)
         running.says(*(f"new{number}" for number in range(64)), samples=1e9)
-        seen = running.attendance.hear(running.mine, running.words, running.now)
+        seen = running.attendance.receive(running.mine, running.words, running.now)
         new = sum(other.samples for other in seen if other.peer_id.startswith("new"))
         assert new == pytest.approx(32.0)
 
@@ -419,7 +419,7 @@ class TestBehind:
             running.took("b")
         running.says("a", state=ELSEWHERE, epoch=running.epoch + 1)
         running.says("b", "c", started=True)
-        seen = running.attendance.hear(running.mine, running.words, running.now)
+        seen = running.attendance.receive(running.mine, running.words, running.now)
         assert [other.peer_id for other in seen if other.votes] == ["b"]
 
     def test_loading_a_state_clears_the_known_peers(self, running: World) -> None:

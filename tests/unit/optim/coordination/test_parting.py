@@ -15,7 +15,7 @@ from tests.unit.optim.loops import batch, plain
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return the looks at other peers' wishes, each of which may take a snapshot."""
     found: list[bool] = []
-    monkeypatch.setattr(States, "look", lambda _, at_step=False: found.append(at_step))
+    monkeypatch.setattr(States, "poll", lambda _, at_step=False: found.append(at_step))
     return found
 
 

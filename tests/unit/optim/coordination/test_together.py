@@ -34,7 +34,7 @@ class Word:
         self.mine: list[bytes] = []
         self.looks = 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.looks += 1
 
     def publish(self, value: bytes, *, now: bool = False) -> None:
@@ -108,7 +108,7 @@ class Company:
 
     def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
         self.together.took(success(*peers, lost=lost))
-        self.together.run.say(1.0, waiting=True)
+        self.together.run.publish(1.0, waiting=True)
 
     @property
     def counted(self) -> int:
@@ -142,7 +142,7 @@ class TestWanted:
 
     def test_the_update_that_waits_for_this_peer_wants_a_step(self, company: Company) -> None:
         company.together.computed(1.0)
-        company.together.run.say(1.0, waiting=False)
+        company.together.run.publish(1.0, waiting=False)
         assert not company.together.wants_step(time.monotonic()), "no other peer is there"
         company.says("a", waiting=False)
         assert not company.together.wants_step(time.monotonic()), "it still computes"
@@ -153,7 +153,7 @@ class TestWanted:
         """Else a run whose rounds fail would keep the loop from its other runs."""
         company.says("a")
         company.took("a")
-        company.together.run.say(1.0, waiting=True)
+        company.together.run.publish(1.0, waiting=True)
         company.says("a")
         assert company.together.wants_step(time.monotonic())
         company.rounds.results = [Failed(reason="a member was lost", contribution_used=False)]
@@ -168,7 +168,7 @@ class TestWanted:
         """Two peers that have waited in vain, each in another run's round, would swap their places for ever."""
         company.says("a")
         company.took("a")
-        company.together.run.say(1.0, waiting=True)
+        company.together.run.publish(1.0, waiting=True)
         company.says("a", waiting=False)
         company.rounds.results = [NoPeers(reason="no other peer was ready by the deadline")]
         company.together.average(2)
@@ -181,7 +181,7 @@ class TestWanted:
     ) -> None:
         company = Company(peers_to_start=3)
         company.together.computed(1.0)
-        company.together.run.say(1.0, waiting=True)
+        company.together.run.publish(1.0, waiting=True)
         company.says("a")
         assert company.together.wants_step(time.monotonic())
         company.together.patience = 0.0
@@ -258,7 +258,7 @@ def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
         ]
         company.rounds.round_state = lineage.state
         company.together.is_at(loaded)
-        assert isinstance(company.together.look(), InProgress)
+        assert isinstance(company.together.poll(), InProgress)
         result = company.together.average(2)
         assert isinstance(result, Failed)
         assert result.contribution_used is True

@@ -33,7 +33,7 @@ def test_only_companions_outnumber_a_peer(companions: tuple[str, ...], expected:
     mine = encode_word(replace(TOLD, digests=_digest(0.0)))
     false = encode_word(replace(TOLD, digests=_digest(1.0)))
     talk.others = {"honest": mine} | dict.fromkeys(["a", "b", *(f"sybil{n}" for n in range(50))], false)
-    watch.look(forked=False)
+    watch.poll(forked=False)
     assert watch.drifted is not None
     assert watch.outnumbered is expected
 

@@ -156,7 +156,7 @@ class TestLooking:
         records = Records()
         async with open_board(records) as board:
             await trio.sleep_until(0.3)
-            board.look()
+            board.poll()
             await wait_all_tasks_blocked()
         assert records.found == pytest.approx([0.0, 0.3])
 
@@ -216,7 +216,7 @@ class TestWhatIsHeard:
                     one = record(signer, value, sequence=sequence)
                     if looked:
                         records.there = (one,)
-                        board.look()
+                        board.poll()
                         await wait_all_tasks_blocked()
                     else:
                         records.store(one)
@@ -505,7 +505,7 @@ class TestTheEnd:
         async with open_board(records) as board:
             await board.aclose()
             board.publish(b"a", now=True)
-            board.look()
+            board.poll()
             await trio.sleep(5.0)
         assert records.published == []
 
@@ -546,6 +546,6 @@ class TestTheEnd:
         board = trio.run(main, clock=MockClock())
         board.publish(b"a")
         board.publish(b"b", now=True)
-        board.look()
+        board.poll()
         with pytest.raises(ClosedError):
             board.wait(board.version, 3600.0)

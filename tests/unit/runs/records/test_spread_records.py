@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.group.places.rungs import FACTOR, LEAST, rung_key
+from p2pavg.group.places.levels import FACTOR, LEAST, level_key
 from p2pavg.runs.records.spread_records import (
     CLIMB_SECONDS,
     ENOUGH,
@@ -25,9 +25,9 @@ SMALL, LARGE = 10, LEAST * FACTOR**2
 SIGNERS = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(1, 20)]
 
 
-def place(rung: int) -> bytes:
-    """Return the key of this peer's place on a rung."""
-    return rung_key(KEY, ME.peer_id, 0, rung)
+def place(level: int) -> bytes:
+    """Return the key of this peer's place on a level."""
+    return level_key(KEY, ME.peer_id, 0, level)
 
 
 class Network:
@@ -168,13 +168,13 @@ async def test_full_place_sends_a_peer_on_at_once(autojump_clock: MockClock) -> 
     assert trio.current_time() == 0.0
 
 
-@pytest.mark.parametrize("rung", [0, 1, 2])
-async def test_sample_has_enough_publishers_or_all(rung: int) -> None:
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_sample_has_enough_publishers_or_all(level: int) -> None:
     network = Network(LARGE)
-    network.there[place(rung)] = records(ENOUGH)
+    network.there[place(level)] = records(ENOUGH)
     found = await find_sample(network.find, KEY, ME.peer_id, LARGE)
     assert publishers(found) == publishers(records(ENOUGH))
-    assert len(network.found) == 3 - rung
+    assert len(network.found) == 3 - level
 
 
 async def test_sample_has_the_newest_record_of_a_publisher() -> None:
@@ -187,7 +187,7 @@ async def test_sample_has_the_newest_record_of_a_publisher() -> None:
 async def test_monitor_reads_every_place() -> None:
     network = Network(LARGE)
     for number, signer in enumerate(SIGNERS):
-        key = rung_key(KEY, signer.peer_id, 0, number % 3)
+        key = level_key(KEY, signer.peer_id, 0, number % 3)
         network.there[key] = (*network.there[key], record(signer))
     assert publishers(await WholeRun(network).find(KEY)) == publishers(records(len(SIGNERS)))
 
@@ -201,5 +201,5 @@ async def test_monitor_of_a_small_run_reads_the_common_place() -> None:
 
 
 def test_places_that_a_monitor_reads_are_bounded() -> None:
-    most = sum(FACTOR**rung for rung in range(MAX_WHOLE_RUNG + 1))
+    most = sum(FACTOR**level for level in range(MAX_WHOLE_RUNG + 1))
     assert WholeRun(Network(10**9)).pauses <= most / 8

@@ -50,15 +50,15 @@ def test_number_of_branches_is_bounded() -> None:
 
 def test_reported_states_include_marks_and_are_forgotten_when_the_peer_goes_back() -> None:
     reported = Reported()
-    reported.hear(PeerStatus(epoch=9, lineage=state(9), marks=((4, state(4)), (8, state(8)))))
-    reported.hear(PeerStatus(epoch=10, lineage=state(10), marks=((8, state(8)),)))
+    reported.receive(PeerStatus(epoch=9, lineage=state(9), marks=((4, state(4)), (8, state(8)))))
+    reported.receive(PeerStatus(epoch=10, lineage=state(10), marks=((8, state(8)),)))
     assert reported.states == {4: state(4), 8: state(8), 9: state(9), 10: state(10)}
-    reported.hear(PeerStatus(epoch=8, lineage=state(88)))
+    reported.receive(PeerStatus(epoch=8, lineage=state(88)))
     assert reported.states == {4: state(4), 8: state(88)}
     for epoch in range(200):
-        reported.hear(PeerStatus(epoch=epoch, lineage=state(epoch)))
+        reported.receive(PeerStatus(epoch=epoch, lineage=state(epoch)))
     assert len(reported.states) == MAX_KNOWN
-    reported.hear(PeerStatus())
+    reported.receive(PeerStatus())
     assert reported.states == {}
 
 

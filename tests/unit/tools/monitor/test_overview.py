@@ -41,7 +41,7 @@ def run_of(*heard: dict[str, PeerStatus], me: str = "") -> dict[str, Any]:
     """Return the overview after statuses that came a second after each other."""
     overview = Overview("run", me=me, begins=NOW)
     for index, peers in enumerate(heard):
-        overview.hear({peer_id: (status, NOW + index) for peer_id, status in peers.items()}, NOW + index)
+        overview.receive({peer_id: (status, NOW + index) for peer_id, status in peers.items()}, NOW + index)
     shown: dict[str, Any] = json.loads(json.dumps(overview.shown(NOW + len(heard))))
     return shown
 
@@ -69,9 +69,9 @@ def test_peer_that_is_gone_stays_for_a_while_and_may_come_back() -> None:
     # It has drifted before it came, which is news too.
     assert [news["text"] for news in back["news"][:2]] == [f"says: {FULL.drift}", "came back"]
     overview = Overview("run", begins=NOW)
-    overview.hear({"one": (FULL, NOW)}, NOW)
-    overview.hear({}, NOW + 1)
-    overview.hear({}, NOW + 1 + GONE_SECONDS)
+    overview.receive({"one": (FULL, NOW)}, NOW)
+    overview.receive({}, NOW + 1)
+    overview.receive({}, NOW + 1 + GONE_SECONDS)
     assert overview.shown(NOW + GONE_SECONDS)["peers"] == []
 
 
@@ -129,9 +129,9 @@ def test_peer_that_invents_rounds_pushes_out_its_own() -> None:
     rounds = MergedRounds()
     honest = PeerStatus(rounds=(claim(b"honest!!"),))
     for name in ("one", "two"):
-        rounds.hear(name, honest, NOW)
+        rounds.receive(name, honest, NOW)
     for index in range(3 * MAX_ROUNDS):
-        rounds.hear("liar", PeerStatus(rounds=(claim(index.to_bytes(8, "big")),)), NOW + index)
+        rounds.receive("liar", PeerStatus(rounds=(claim(index.to_bytes(8, "big")),)), NOW + index)
     shown = rounds.shown(10 * MAX_ROUNDS)
     assert len(shown) == MAX_ROUNDS
     assert b"honest!!".hex() in [each["group"] for each in shown]
@@ -156,13 +156,13 @@ def test_series_forget_what_a_peer_has_gone_back_on_and_stay_bounded() -> None:
     series = Series()
     for epoch in (*range(1, 1000), 500):
         status = PeerStatus(epoch=epoch, lineage=bytes(8), metrics=(("loss", float(epoch)),))
-        series.hear("one", status)
+        series.receive("one", status)
     (shown,) = series.shown()
     median: Any = shown["median"]
     assert median[-1] == [500, 500.0]
     assert len(median) <= MAX_POINTS
     for index in range(2 * MAX_SERIES):
-        series.hear(f"peer {index}", PeerStatus(metrics=(("loss", 1.0),)))
+        series.receive(f"peer {index}", PeerStatus(metrics=(("loss", 1.0),)))
     assert series.count == MAX_SERIES
 
 
@@ -173,10 +173,10 @@ def names_of(series: Series) -> list[object]:
 def test_peer_that_invents_metrics_pushes_out_its_own() -> None:
     series = Series()
     for index in range(20):
-        series.hear(f"peer {index}", PeerStatus(metrics=(("accuracy", 1.0),)))
+        series.receive(f"peer {index}", PeerStatus(metrics=(("accuracy", 1.0),)))
     for look in range(2 * MAX_SERIES):
         invented = tuple((f"loss {look} {index}", 1.0) for index in range(8))
-        series.hear("liar", PeerStatus(total_rounds=look, metrics=invented))
+        series.receive("liar", PeerStatus(total_rounds=look, metrics=invented))
     assert series.count == 20 + MAX_PER_PEER
     assert names_of(series)[0] == "accuracy"
     (accuracy, *_) = series.shown()
@@ -186,10 +186,10 @@ def test_peer_that_invents_metrics_pushes_out_its_own() -> None:
 def test_peers_with_most_series_lose_them_first() -> None:
     series = Series()
     for index in range(20):
-        series.hear(f"peer {index}", PeerStatus(metrics=(("loss", 1.0),)))
+        series.receive(f"peer {index}", PeerStatus(metrics=(("loss", 1.0),)))
     for liar in range(100):
         invented = tuple((f"name {liar} {index}", 1.0) for index in range(MAX_PER_PEER))
-        series.hear(f"liar {liar}", PeerStatus(metrics=invented))
+        series.receive(f"liar {liar}", PeerStatus(metrics=invented))
     assert series.count == MAX_SERIES
     assert names_of(series)[0] == "loss"
     assert len([peer_id for peer_id, own in series._peers.items() if "loss" in own]) == 20
@@ -211,7 +211,7 @@ def test_lineages_of_many_peers_are_compared_at_most_every_few_seconds(
         for look in range(20):
             now = NOW + 0.5 * look
             found = {f"peer {index}": PeerStatus(epoch=look, lineage=bytes(8)) for index in range(peers)}
-            overview.hear({peer_id: (status, now) for peer_id, status in found.items()}, now)
+            overview.receive({peer_id: (status, now) for peer_id, status in found.items()}, now)
             for _ in range(2):
                 overview.shown(now)
         assert compared == [peers] * expected
@@ -234,7 +234,7 @@ def test_exchanges_are_pairs_of_known_peers_with_what_each_says() -> None:
 def test_transfers_drift_and_verified_exclusions_are_shown() -> None:
     transfer = TransferClaim(is_upload=True, done=1, total=2, bytes_per_second=3.0, peers=1)
     overview = Overview("run", begins=NOW)
-    overview.hear({"one": (PeerStatus(transfers=(transfer,), drift="they differ"), NOW)}, NOW)
+    overview.receive({"one": (PeerStatus(transfers=(transfer,), drift="they differ"), NOW)}, NOW)
     overview.exclude({"liar": "it lied"}, NOW)
     run: Any = overview.shown(NOW)
     assert run["transfers"] == [
@@ -248,7 +248,7 @@ def test_any_number_of_invented_peers_is_bounded() -> None:
     overview = Overview("run", begins=NOW)
     for start in range(0, 4 * MAX_PEERS, MAX_PEERS):
         invented = {f"peer {start + index}": (FULL, NOW) for index in range(MAX_PEERS)}
-        overview.hear(invented, NOW + start)
+        overview.receive(invented, NOW + start)
     run: Any = overview.shown(NOW)
     assert len(run["peers"]) <= MAX_PEERS + MAX_GONE
     assert len(run["news"]) == MAX_NEWS

@@ -21,7 +21,7 @@ NOW = 1_800_000_010.0
 
 def text_of(statuses: dict[str, PeerStatus], height: int = 60) -> str:
     overview = Overview("the run", begins=NOW)
-    overview.hear({peer_id: (status, NOW) for peer_id, status in statuses.items()}, NOW)
+    overview.receive({peer_id: (status, NOW) for peer_id, status in statuses.items()}, NOW)
     run: Any = overview.shown(NOW + 1)
     console = Console(file=io.StringIO(), width=140, height=height, force_terminal=False)
     console.print(screen(run, height))

@@ -58,8 +58,8 @@ def test_an_address_instead_of_a_list_is_named(
 
 def test_a_peer_of_this_machine_dials_no_other() -> None:
     policy = DialPolicy()
-    policy.told_by_user("127.0.0.1")
-    policy.told_by_user("192.168.1.5")
+    policy.trust_address("127.0.0.1")
+    policy.trust_address("192.168.1.5")
     policy.only_here = True
     assert policy.refusal("127.0.0.1") == ""
     for host in ("192.168.1.5", "8.8.8.8", "2001:4860:4860::8888"):

@@ -26,7 +26,7 @@ from p2pavg.net.nat.reach.messages import (
     read_dialled_back,
     read_question,
 )
-from p2pavg.net.nat.reach.service import ReachService, ask_dial_back, look
+from p2pavg.net.nat.reach.service import ReachService, ask_dial_back, ask_to_look
 from p2pavg.net.transport import Stream
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg_dht import Ed25519Signer
@@ -104,9 +104,9 @@ async def stage() -> AsyncIterator[Stage]:
 class TestLook:
     async def test_asker_learns_how_its_connection_is_seen(self, autojump_clock: MockClock) -> None:
         async with stage() as found, found.asker() as mine:
-            assert await look(mine, SERVER.peer_id) == Observed(HOST, PORT)
+            assert await ask_to_look(mine, SERVER.peer_id) == Observed(HOST, PORT)
             found.host = "::ffff:198.51.100.9"
-            assert await look(mine, SERVER.peer_id) == Observed(HOST, PORT)
+            assert await ask_to_look(mine, SERVER.peer_id) == Observed(HOST, PORT)
 
     @pytest.mark.parametrize(("name", "value"), [("relayed", True), ("port", 0), ("host", "")])
     async def test_unknown_or_relayed_connections_get_no_answer(
@@ -115,14 +115,14 @@ class TestLook:
         async with stage() as found, found.asker() as mine:
             setattr(found, name, value)
             with pytest.raises(UnreachableError, match="gave no answer"):
-                await look(mine, SERVER.peer_id)
+                await ask_to_look(mine, SERVER.peer_id)
 
     async def test_a_peer_gets_a_bounded_number_of_answers(self, autojump_clock: MockClock) -> None:
         async with stage() as found, found.asker() as mine:
             answered = 0
             for _ in range(100):
                 try:
-                    await look(mine, SERVER.peer_id)
+                    await ask_to_look(mine, SERVER.peer_id)
                     answered += 1
                 except UnreachableError:
                     pass
@@ -244,7 +244,7 @@ class TestHostileAskers:
         async with stage() as found, found.asker() as mine:
             assert await self.ask_raw(mine, message) is None
             assert not found.dials.made
-            assert await look(mine, SERVER.peer_id) == Observed(HOST, PORT)
+            assert await ask_to_look(mine, SERVER.peer_id) == Observed(HOST, PORT)
 
     async def test_streams_without_a_question_end_and_are_few(self, autojump_clock: MockClock) -> None:
         async with stage() as found, found.asker() as mine:
@@ -297,7 +297,7 @@ class TestHostileServers:
         self, autojump_clock: MockClock, answer: bytes | None
     ) -> None:
         with pytest.raises(UnreachableError):
-            await self.served(lambda _: answer, lambda mine: look(mine, SERVER.peer_id))
+            await self.served(lambda _: answer, lambda mine: ask_to_look(mine, SERVER.peer_id))
 
     @pytest.mark.parametrize(
         "answer",

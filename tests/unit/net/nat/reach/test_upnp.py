@@ -61,7 +61,7 @@ class Router:
 
     # -- discovery
 
-    async def hear(self, opened: trio.socket.SocketType, *, task_status: TaskStatus[None]) -> None:
+    async def receive(self, opened: trio.socket.SocketType, *, task_status: TaskStatus[None]) -> None:
         task_status.started()
         while True:
             packet, source = await opened.recvfrom(2048)
@@ -137,7 +137,7 @@ async def at_home(router: Router) -> AsyncIterator[Upnp]:
     with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         await opened.bind((GATEWAY, 0))
         async with trio.open_nursery() as nursery:
-            await nursery.start(router.hear, opened)
+            await nursery.start(router.receive, opened)
             listeners = await nursery.start(partial(trio.serve_tcp, router.serve, 0, host=GATEWAY))
             router.http_port = listeners[0].socket.getsockname()[1]
             yield Upnp(lambda: GATEWAY, opened.getsockname()[1])

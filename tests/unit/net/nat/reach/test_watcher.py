@@ -68,7 +68,7 @@ class Stage:
         self.mapper = FakeMapper(on_mapped)
         return self.mapper
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         if self.failure is not None:
             raise self.failure
         return self.hosts
@@ -132,7 +132,7 @@ async def stage(
             on_change=lambda reachability, addresses: found.told.append((reachability, addresses)),
             announce=announce,
             make_mapper=found.make_mapper,  # type: ignore[arg-type]
-            hosts=found.look,
+            hosts=found.poll,
         )
         nursery.start_soon(found.watcher.run)
         yield found

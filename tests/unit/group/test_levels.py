@@ -1,4 +1,4 @@
-"""Rungs: places are large enough for groups and small enough for keepers, and all peers meet in the end."""
+"""Levels: places are large enough for groups and small enough for keepers, and all peers meet in the end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.group.places.rungs import (
+from p2pavg.group.places.levels import (
     ANYWAY_SECONDS,
     FACTOR,
     FOLLOWING_SECONDS,
     LEAST,
-    MAX_RUNG,
+    MAX_LEVEL,
     SLOT_SECONDS,
     STEP_SECONDS,
     Ladder,
     adapted,
+    level_for,
+    level_key,
     place_key,
     place_of,
-    rung_for,
-    rung_key,
     slot_at,
 )
 
@@ -31,30 +31,30 @@ PEERS = [f"peer {number}" for number in range(1000)]
 
 
 def test_small_runs_stay_in_the_common_place() -> None:
-    assert {rung_for(peers) for peers in range(FACTOR * LEAST)} == {0}
-    assert {rung_for(peers, 64) for peers in range(256)} == {0}
+    assert {level_for(peers) for peers in range(FACTOR * LEAST)} == {0}
+    assert {level_for(peers, 64) for peers in range(256)} == {0}
 
 
 @given(st.integers(0, 10**7), st.integers(0, 64))
 def test_places_have_enough_peers_for_a_group_and_no_more_than_a_key_holds(peers: int, wanted: int) -> None:
-    rung = rung_for(peers, wanted)
-    assert 0 <= rung <= MAX_RUNG
-    if rung:
-        assert peers / FACTOR**rung >= max(LEAST, wanted)
-    if rung < MAX_RUNG:
-        assert peers / FACTOR**rung < FACTOR * max(LEAST, wanted) <= 256
+    level = level_for(peers, wanted)
+    assert 0 <= level <= MAX_LEVEL
+    if level:
+        assert peers / FACTOR**level >= max(LEAST, wanted)
+    if level < MAX_LEVEL:
+        assert peers / FACTOR**level < FACTOR * max(LEAST, wanted) <= 256
 
 
-def test_peers_spread_evenly_over_the_places_of_a_rung() -> None:
+def test_peers_spread_evenly_over_the_places_of_a_level() -> None:
     found = Counter(place_of(peer, 7, 2) for peer in PEERS)
     assert set(found) == set(range(FACTOR**2))
     assert max(found.values()) < 2 * len(PEERS) / FACTOR**2
 
 
-def test_places_of_a_rung_lie_in_those_of_the_rung_below() -> None:
+def test_places_of_a_level_lie_in_those_of_the_level_below() -> None:
     for peer in PEERS[:50]:
-        for rung in range(MAX_RUNG):
-            assert place_of(peer, 3, rung + 1) // FACTOR == place_of(peer, 3, rung)
+        for level in range(MAX_LEVEL):
+            assert place_of(peer, 3, level + 1) // FACTOR == place_of(peer, 3, level)
 
 
 def test_neighbours_change_with_the_time() -> None:
@@ -64,18 +64,18 @@ def test_neighbours_change_with_the_time() -> None:
 
 
 def test_keys_of_places_are_frozen_and_differ() -> None:
-    assert rung_key(KEY, "peer", 5, 0) == KEY
+    assert level_key(KEY, "peer", 5, 0) == KEY
     assert place_key(KEY, 5, 2, 9).hex() == "be0292bfd1c03cdeda18b86a4e9f5d1eead0d1fffcbd51488b14dbebd52be24f"
-    keys = [place_key(KEY, slot, rung, cell) for slot in (0, 1) for rung in (1, 2) for cell in range(4)]
+    keys = [place_key(KEY, slot, level, cell) for slot in (0, 1) for level in (1, 2) for cell in range(4)]
     assert len({*keys, place_key(b"o" * 32, 0, 1, 0)}) == len(keys) + 1
 
 
 def tried(ladder: Ladder, *, full: bool = False) -> list[int]:
-    """Return all rungs of a ladder in the order in which they are tried."""
-    rungs = [ladder.start]
+    """Return all levels of a ladder in the order in which they are tried."""
+    levels = [ladder.start]
     while math.isfinite(ladder.patience(enough=True, follows=False, full=full)):
-        rungs.append(ladder.take(full=full))
-    return rungs
+        levels.append(ladder.take(full=full))
+    return levels
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def tried(ladder: Ladder, *, full: bool = False) -> list[int]:
         (1, 1, True, [1, 0]),
     ],
 )
-def test_order_of_rungs(start: int, deepest: int, full: bool, order: list[int]) -> None:
+def test_order_of_levels(start: int, deepest: int, full: bool, order: list[int]) -> None:
     assert tried(Ladder(start, deepest), full=full) == order
 
 
-@given(st.integers(0, MAX_RUNG), st.integers(0, MAX_RUNG), st.booleans(), st.booleans(), st.booleans())
+@given(st.integers(0, MAX_LEVEL), st.integers(0, MAX_LEVEL), st.booleans(), st.booleans(), st.booleans())
 def test_every_peer_reaches_the_common_place_within_seconds_whatever_it_sees(
     start: int, deepest: int, enough: bool, follows: bool, full: bool
 ) -> None:
@@ -102,7 +102,7 @@ def test_every_peer_reaches_the_common_place_within_seconds_whatever_it_sees(
     while 0 not in reached:
         waited += ladder.patience(enough=enough, follows=follows, full=full)
         reached.append(ladder.take(full=full))
-    assert waited <= MAX_RUNG * FOLLOWING_SECONDS
+    assert waited <= MAX_LEVEL * FOLLOWING_SECONDS
 
 
 def test_patience() -> None:
@@ -116,7 +116,7 @@ def test_patience() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rung", "seen", "wanted", "after"),
+    ("level", "seen", "wanted", "after"),
     [
         (2, 6, 8, 1),  # too few for a group of eight
         (2, 7, 8, 2),
@@ -124,16 +124,18 @@ def test_patience() -> None:
         (2, 79, 8, 3),  # with this peer as many as four places need
         (0, 0, 8, 0),
         (0, 79, 8, 1),
-        (MAX_RUNG, 500, 8, MAX_RUNG),
+        (MAX_LEVEL, 500, 8, MAX_LEVEL),
     ],
 )
-def test_the_next_search_begins_where_there_are_enough(rung: int, seen: int, wanted: int, after: int) -> None:
-    assert adapted(rung, seen, wanted) == after
+def test_the_next_search_begins_where_there_are_enough(
+    level: int, seen: int, wanted: int, after: int
+) -> None:
+    assert adapted(level, seen, wanted) == after
 
 
-@given(st.integers(0, MAX_RUNG), st.integers(1, 10**5), st.integers(2, 64))
-def test_searches_settle_on_a_rung_with_enough_peers(rung: int, ready: int, wanted: int) -> None:
-    for _ in range(2 * MAX_RUNG):
-        rung = adapted(rung, ready // FACTOR**rung - 1, wanted)
-    assert rung == adapted(rung, ready // FACTOR**rung - 1, wanted)
-    assert rung == 0 or ready // FACTOR**rung >= wanted
+@given(st.integers(0, MAX_LEVEL), st.integers(1, 10**5), st.integers(2, 64))
+def test_searches_settle_on_a_level_with_enough_peers(level: int, ready: int, wanted: int) -> None:
+    for _ in range(2 * MAX_LEVEL):
+        level = adapted(level, ready // FACTOR**level - 1, wanted)
+    assert level == adapted(level, ready // FACTOR**level - 1, wanted)
+    assert level == 0 or ready // FACTOR**level >= wanted

@@ -5,19 +5,19 @@ Pure: no I/O, no clock, no random source.
 Theory of operation
 -------------------
 
-A *rung* is a number of places: rung 0 is the common place of all peers, and each further rung divides every place of
-the one below into four. A peer's place on a rung follows from its id and the time (:data:`SLOT_SECONDS`), so no
-coordinator is needed. :func:`rung_for` chooses the rung on which a place has 20 to 80 of the run's peers, or enough for
-a group.
+A *level* is a number of places: level 0 is the common place of all peers, and each further level divides every place of
+the one below into four. A peer's place on a level follows from its id and the time (:data:`SLOT_SECONDS`), so no
+coordinator is needed. :func:`level_for` chooses the level on which a place has 20 to 80 of the run's peers, or enough
+for a group.
 
 **Peers that see different sizes meet.** A peer that finds too few others in its place climbs: it publishes the same
-record in its place on the rung below as well, and so on until the common place (:class:`Ladder`). If even that has too
+record in its place on the level below as well, and so on until the common place (:class:`Ladder`). If even that has too
 few, it descends: those who see a larger run are further up. A peer keeps what it has published, so in the end it is in
-all of its places, and any two peers have the common one. A small run never leaves rung 0.
+all of its places, and any two peers have the common one. A small run never leaves level 0.
 
 **What an attacker can do.** It can invent identities, and so fill a place, or make a peer believe in a larger network.
 Both delay a peer, and neither keeps it away: a peer climbs after :data:`ANYWAY_SECONDS` whatever it has seen, so it is
-in the common place after a few seconds. A place that is full sends it on at once. The number of rungs is limited, and
+in the common place after a few seconds. A place that is full sends it on at once. The number of levels is limited, and
 so is what a peer publishes.
 """
 
@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from p2pavg.base.messages import pack
 
 FACTOR = 4
-"""Places of a rung in each place of the rung below."""
+"""Places of a level in each place of the level below."""
 LEAST = 20
 """Peers in a place on average, at least: two or three groups of eight. Groups of a place form one after the other, so a
 crowded place costs more time than one that is nearly empty."""
-MAX_RUNG = 8
+MAX_LEVEL = 8
 """65,536 places, enough for a million peers."""
 SLOT_SECONDS = 300.0
 """Peers have other neighbours after this time, so that averages spread through the whole run."""
@@ -52,12 +52,12 @@ _PLACE = "p2pavg/rung/1"
 _NUMBER = "p2pavg/rung/cell/1"
 
 
-def rung_for(peers: int, wanted: int = 0) -> int:
-    """Return the rung for a number of peers, of which ``wanted`` have to see each other at least."""
-    least, rung = max(LEAST, wanted), 0
-    while rung < MAX_RUNG and peers >= least * FACTOR ** (rung + 1):
-        rung += 1
-    return rung
+def level_for(peers: int, wanted: int = 0) -> int:
+    """Return the level for a number of peers, of which ``wanted`` have to see each other at least."""
+    least, level = max(LEAST, wanted), 0
+    while level < MAX_LEVEL and peers >= least * FACTOR ** (level + 1):
+        level += 1
+    return level
 
 
 def slot_at(now: float) -> int:
@@ -65,43 +65,43 @@ def slot_at(now: float) -> int:
     return int(now // SLOT_SECONDS)
 
 
-def place_of(peer_id: str, slot: int, rung: int) -> int:
-    """Return the place of a peer on a rung, from 0 to ``FACTOR**rung - 1``. Places of lower rungs contain it."""
+def place_of(peer_id: str, slot: int, level: int) -> int:
+    """Return the place of a peer on a level, from 0 to ``FACTOR**level - 1``. Places of lower levels contain it."""
     digest = hashlib.sha256(pack(_NUMBER, peer_id, slot)).digest()
-    return int.from_bytes(digest[:16], "big") * int(FACTOR**rung) >> 128
+    return int.from_bytes(digest[:16], "big") * int(FACTOR**level) >> 128
 
 
-def place_key(key: bytes, slot: int, rung: int, place: int) -> bytes:
+def place_key(key: bytes, slot: int, level: int, place: int) -> bytes:
     """Return the key of the records of one place. The common place has ``key`` itself, at all times."""
-    return key if rung == 0 else hashlib.sha256(pack(_PLACE, key, slot, rung, place)).digest()
+    return key if level == 0 else hashlib.sha256(pack(_PLACE, key, slot, level, place)).digest()
 
 
-def rung_key(key: bytes, peer_id: str, slot: int, rung: int) -> bytes:
-    """Return the key of the records of a peer's place on a rung."""
-    return place_key(key, slot, rung, place_of(peer_id, slot, rung))
+def level_key(key: bytes, peer_id: str, slot: int, level: int) -> bytes:
+    """Return the key of the records of a peer's place on a level."""
+    return place_key(key, slot, level, place_of(peer_id, slot, level))
 
 
 @dataclass(slots=True)
 class Ladder:
-    """The order in which a peer without a group tries its rungs: its own, those below, those above.
+    """The order in which a peer without a group tries its levels: its own, those below, those above.
 
     Times are seconds on any clock.
     """
 
     start: int
     deepest: int
-    """The last rung that it tries, for a run that is larger than it seems."""
+    """The last level that it tries, for a run that is larger than it seems."""
     left: list[int] = field(init=False)
-    """Rungs that it has not tried yet, in order."""
+    """Levels that it has not tried yet, in order."""
 
     def __post_init__(self) -> None:
         self.left = [*range(self.start - 1, -1, -1), *range(self.start + 1, self.deepest + 1)]
 
     def patience(self, *, enough: bool, follows: bool, full: bool) -> float:
-        """Return the seconds from the last attempted rung to the next one; infinite if there is none.
+        """Return the seconds from the last attempted level to the next one; infinite if there is none.
 
         Args:
-            enough: true if this peer sees enough others for a group on the rungs that it has tried.
+            enough: true if this peer sees enough others for a group on the levels that it has tried.
             follows: true if it is in a group that another peer leads.
             full: true if the last place had no room for its record.
         """
@@ -114,33 +114,33 @@ class Ladder:
         return ANYWAY_SECONDS if enough else STEP_SECONDS
 
     def take(self, *, full: bool) -> int:
-        """Return the next rung, and count it as tried. From a full place it leads up, as it does for others there."""
-        deeper = [rung for rung in self.left if rung > self.start]
-        rung = deeper[0] if full and deeper else self.left[0]
-        self.left.remove(rung)
-        return rung
+        """Return the next level, and count it as tried. From a full place it leads up, as it does for others there."""
+        deeper = [level for level in self.left if level > self.start]
+        level = deeper[0] if full and deeper else self.left[0]
+        self.left.remove(level)
+        return level
 
 
 def ladder_for(network: int, wanted: int = 0, last: int | None = None) -> Ladder:
-    """Return the order in which a peer tries its rungs.
+    """Return the order in which a peer tries its levels.
 
     Args:
         network: about how many peers the network has: a run has no more.
-        wanted: see :func:`rung_for`.
-        last: the rung to which the peer's last search has led; ``None`` for its first.
+        wanted: see :func:`level_for`.
+        last: the level to which the peer's last search has led; ``None`` for its first.
     """
-    deepest = rung_for(DOUBT * network, wanted)
-    return Ladder(rung_for(network, wanted) if last is None else min(last, deepest), deepest)
+    deepest = level_for(DOUBT * network, wanted)
+    return Ladder(level_for(network, wanted) if last is None else min(last, deepest), deepest)
 
 
-def adapted(rung: int, seen: int, wanted: int) -> int:
-    """Return the rung at which a peer begins its next search.
+def adapted(level: int, seen: int, wanted: int) -> int:
+    """Return the level at which a peer begins its next search.
 
     Args:
-        rung: the one at which it began the last.
+        level: the one at which it began the last.
         seen: the most other peers that it saw in its place there.
-        wanted: see :func:`rung_for`.
+        wanted: see :func:`level_for`.
     """
     if seen + 1 < wanted:
-        return max(rung - 1, 0)
-    return min(rung + 1, MAX_RUNG) if seen + 1 >= FACTOR * max(LEAST, wanted) else rung
+        return max(level - 1, 0)
+    return min(level + 1, MAX_LEVEL) if seen + 1 >= FACTOR * max(LEAST, wanted) else level

@@ -6,7 +6,6 @@ All text in a decoded status is printable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
@@ -205,18 +204,6 @@ def read_status(value: bytes) -> PeerStatus:
     if len(value) > MAX_STATUS_BYTES:
         raise RemoteProtocolError(f"a status of {len(value)} bytes")
     return PeerStatus.decode(value)
-
-
-def read_all(said: Mapping[str, bytes]) -> dict[str, PeerStatus]:
-    """Return each peer's status; leave out malformed ones."""
-    read = {}
-    for peer_id, value in said.items():
-        try:
-            read[peer_id] = read_status(value)
-        except RemoteProtocolError:
-            # It costs its publisher a line, and not the reader the whole table.
-            continue
-    return read
 
 
 def _require(holds: bool, wrong: str) -> None:

@@ -20,7 +20,6 @@ from p2pavg.telemetry.status import (
     PeerStatus,
     RoundClaim,
     encode_status,
-    read_all,
     read_status,
 )
 from p2pavg.telemetry.text import harmless, key_of
@@ -154,10 +153,6 @@ def test_status_of_another_version_or_longer_than_allowed_is_refused() -> None:
         read_status(bytes(5000))
     with pytest.raises(RemoteProtocolError):
         read_status(pack(1))
-
-
-def test_malformed_statuses_of_some_peers_leave_the_others() -> None:
-    assert read_all({"good": encode_status(FULL), "bad": b"\x00", "empty": b""}) == {"good": FULL}
 
 
 def test_text_for_others_has_no_control_characters() -> None:

@@ -66,6 +66,7 @@ class Peer:
         *,
         wall_clock: Callable[[], float],
         run_in_thread: RunInThread,
+        run_aside: RunInThread,
         processor_wait: ProcessorWait,
         on_milestone: OnMilestone = ignore,
         way_out: str = "",
@@ -108,6 +109,7 @@ class Peer:
             wall_clock=wall_clock,
             nursery=nursery,
             run_in_thread=run_in_thread,
+            run_aside=run_aside,
             processor_wait=processor_wait,
             on_milestone=on_milestone,
         )
@@ -294,9 +296,9 @@ async def peer_over(
         way_out: the address by which other machines reach the peer, or it them, as the subject of a sentence. Averagers
             then need a certificate, or ``open_run=True``. Empty: it stays on this machine, as in a simulation.
     """
-    workers = Workers()
+    workers, aside = Workers(), Workers()
     # Around the nursery: its tasks use the threads until their end.
-    with bare_exceptions(), closing(workers):
+    with bare_exceptions(), closing(workers), closing(aside):
         async with trio.open_nursery() as nursery:
             peer = Peer(
                 transport,
@@ -304,6 +306,7 @@ async def peer_over(
                 nursery,
                 wall_clock=wall_clock,
                 run_in_thread=run_in_thread or workers.run,
+                run_aside=run_in_thread or aside.run,
                 processor_wait=processor_wait or wait_of_this_thread(),
                 on_milestone=on_milestone,
                 way_out=way_out,

@@ -27,6 +27,8 @@ class PeerContext:
     """Lives as long as the peer, so it outlives every round."""
     run_in_thread: RunInThread
     """Runs work off the event loop. A simulation runs it on the loop."""
+    run_aside: RunInThread
+    """The same for work that a round must not wait for, however long others make it take."""
     processor_wait: ProcessorWait
     """Of the event loop's thread. A simulation never waits."""
     on_milestone: OnMilestone = ignore

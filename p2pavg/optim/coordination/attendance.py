@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from p2pavg.base.limits import HOLD_OFF_SECONDS
+from p2pavg.base.limits import HOLD_OFF_SECONDS, LOOK_SECONDS
 from p2pavg.optim.coordination.progress import PeerProgress, SeenPeer, following
 
 SETTLE_START_SECONDS = 5.0
@@ -59,7 +59,8 @@ REPLAY_SECONDS = 1.0
 other peers wait for it, and one peer gains an update. So it is short."""
 WOKEN_SECONDS = 30.0
 """Time after its pause or its arrival for which a peer does not count against a later state: long enough to follow the
-peers that are there. It is short because one peer that claims a later state in vain holds up the woken ones for it."""
+peers that are there. It is also the time for which one peer's claims of later states may hold this one up in vain, in
+all: see :class:`VainClaims`."""
 KNOWN_UPDATES = 8
 """A peer that took none of this peer's last updates is a newcomer again."""
 CLAIM_MARGIN = 10.0
@@ -86,6 +87,37 @@ class _Peer:
     """True if it will only observe the next round."""
     counts_from: float = -math.inf
     """It counts against later states from this time on; see :data:`WOKEN_SECONDS`."""
+
+
+class VainClaims:
+    """Peers whose claims of later states have held this peer up long enough, without an average that proves them.
+
+    A peer that slept, or follows the log, looks to a few that are ahead (:attr:`Survey.few_ahead`). One of them may
+    lie, with one word for ever or a new one for each update, so the time counts for the peer and not for its word.
+    """
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, float] = OrderedDict()  # seconds, by peer
+        self._noted_at = -math.inf
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Ids of the peers whose claims hold this peer up no more, unless most peers agree with them."""
+        return frozenset(peer for peer, seconds in self._held.items() if seconds >= WOKEN_SECONDS)
+
+    def note(self, few: Collection[str], now: float) -> None:
+        """Note which few peers hold this one up now."""
+        # While this peer does not look, its program trains or sleeps, and is not held up.
+        seconds, self._noted_at = min(now - self._noted_at, LOOK_SECONDS), now
+        for peer in few:
+            self._held[peer] = self._held.pop(peer, 0.0) + seconds
+            if len(self._held) > MAX_REMEMBERED:
+                self._held.popitem(last=False)
+
+    def proved(self, peers: Iterable[str]) -> None:
+        """Note that this peer has reached a state that these peers had claimed."""
+        for peer in peers:
+            self._held.pop(peer, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +154,9 @@ class PeerTrust:
         """Start anew with other parameters: no peer has taken an update with this one yet."""
         self._known: dict[str, int] = {}  # peer id -> epoch of the last update taken together
         self._companions: frozenset[str] = frozenset()  # peers of the last update
+        self._logged: frozenset[str] = (
+            frozenset()
+        )  # members of the group whose update this peer has replayed last
         self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # this peer's states before it
         self._took_at = -math.inf
         self.started = False
@@ -258,8 +293,15 @@ class PeerTrust:
                 found |= {peer: found[peer] * (most / newcomers) for peer in here if peer not in known}
         return found
 
+    def replayed(self, members: Iterable[str]) -> None:
+        """Note the members of a group whose update this peer has taken from the log, after :meth:`begin`."""
+        self._logged = frozenset(members)
+
     def _votes(self, peer: str, mine: PeerProgress, known: Collection[str], now: float) -> bool:
-        if known and peer not in known:
+        # A peer that follows the log has taken no update with anybody, and its updates are those of some peers all the
+        # same. Otherwise each stranger could hold it up anew after each update.
+        voters = known or self._logged & self._peers.keys()
+        if voters and peer not in voters:
             return False
         if not self.started:
             return True
@@ -371,6 +413,10 @@ class PeerTrust:
         for peer in self._due - self._companions:
             if self._was_due(peer, mine):
                 self._note_missed(peer, words[peer], epoch, -math.inf)
+        # A companion whose word of the new state came before this peer had it has taken part all the same.
+        for peer in self._companions & self._peers.keys():
+            if self._peers[peer].progress.state != mine.state:
+                self._peers[peer].counts_from = -math.inf
         self.started, self._took_at = True, now
         self._due.clear()
         self._waits_since = None

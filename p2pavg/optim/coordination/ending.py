@@ -7,8 +7,9 @@ update 20, and these are my parameters" (the state of the lineage). It then stay
 has that update too, or is gone, and hands over the averages that they lack.
 
 For a peer that comes later, the run has ended if more than half of its own last group have said the same last word, of
-a later update than its own, and no peer is there from which it could go on. So one liar ends nothing in a group of
-three or more, and a peer that merely leaves ends nothing for others: they are at its update, or later.
+a later update than its own, no peer is there from which it could go on, and more peers have said so than are there and
+at its update. So one liar ends nothing in a group of three or more, a few end nothing while more peers train, and a
+peer that merely leaves ends nothing for others: they are at its update, or later.
 """
 
 from __future__ import annotations
@@ -63,8 +64,14 @@ def run_end(
     later = {last: count for last, count in stopped.items() if last[0] > mine.epoch}
     if not later:
         return None
-    (epoch, _), count = max(later.items(), key=lambda found: (found[1], found[0]))
+    (epoch, state), count = max(later.items(), key=lambda found: (found[1], found[0]))
     if 2 * count <= len(group):
+        return None
+    # In a large run, a group of two or three may be of liars. Those that go on outnumber them.
+    stopped_anywhere = sum(
+        _stopped(words.get(peer), last_words.get(peer)) == (epoch, state) for peer in {*words, *last_words}
+    )
+    if stopped_anywhere <= sum(word.epoch >= mine.epoch and not word.left for word in words.values()):
         return None
     for word in words.values():
         # It trains on, or stays to hand over what this peer lacks.

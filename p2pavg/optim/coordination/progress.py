@@ -66,6 +66,8 @@ class SeenPeer:
     """True if it will only observe that round."""
     stays: bool = True
     """True if it counts against later states, as a peer that was awake since it took its last update does."""
+    in_vain: bool = False
+    """True if its claims of later states count only where most peers agree with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,7 @@ def _ahead(
     with_me = 1 + len(here)
     # A peer that was awake looks no further than all are: it would wait for those that sleep, on one word.
     that_stay = with_me if stays else sum(here)
+    heeded = Counter((other.progress.state, other.progress.epoch) for other in others if not other.in_vain)
     # A total order, so that two parts of equal size do not each wait for the other one's state. For the same reason,
     # all count against another state of the same epoch.
     further = [
@@ -171,7 +174,7 @@ def _ahead(
         for (state, epoch), count in counts.items()
         if state != mine.state
         and (
-            that_stay <= count
+            count >= with_me or max(that_stay, 1) <= heeded[state, epoch]
             if epoch > mine.epoch
             else epoch == mine.epoch and (count, state) > (with_me, mine.state)
         )

@@ -15,7 +15,13 @@ from msgspec.structs import replace
 from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.coordination.attendance import KNOWN_UPDATES, MIN_ABSENCE_SECONDS, PAUSE_BATCHES, PeerTrust
+from p2pavg.optim.coordination.attendance import (
+    KNOWN_UPDATES,
+    MIN_ABSENCE_SECONDS,
+    PAUSE_BATCHES,
+    PeerTrust,
+    VainClaims,
+)
 from p2pavg.optim.coordination.news import tell_progress
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
@@ -114,6 +120,7 @@ class RunView:
         now = time.monotonic()
         self._pace = BatchPace(now)
         self._pause_seconds = pause_seconds
+        self._vain = VainClaims()
         self._attendance = PeerTrust(now, pause_seconds=pause_seconds, overlaps=overlaps)
         self._mine = self._progress(0.0, waiting=False)
         # The others learn of this peer before its first batch, because the first round includes all present peers.
@@ -234,6 +241,7 @@ class RunView:
         """Note the other members of a group whose update this peer has taken, in its round or from the log."""
         if members := frozenset(group):
             self._groups.append(members)
+            self._attendance.replayed(members)
 
     def forget_groups(self) -> None:
         """Note that this peer begins anew, from a state that its program loaded."""
@@ -283,7 +291,11 @@ class RunView:
         # Without states it cannot follow those that went on, and without a group it could not tell whether they did.
         if not self.comes_back or not self._groups:
             stays, seen = True, tuple(dataclasses.replace(peer, stays=True) for peer in seen)
-        return survey(self._mine, seen, self.differs(), stays=stays)
+        vain = self._vain.peers
+        seen = tuple(dataclasses.replace(peer, in_vain=peer.peer_id in vain) for peer in seen)
+        found = survey(self._mine, seen, self.differs(), stays=stays)
+        self._vain.note(found.ahead_peers if found.few_ahead else (), now)
+        return found
 
     @property
     def mine(self) -> PeerProgress:
@@ -334,16 +346,21 @@ class RunView:
         self._follows = self.hurries = False
         self._pace.rested(now)
         # The words are judged by this peer's state before the update, so the lineage changes last.
-        self._attendance.took(companions, self._mine, self._words(), now)
+        words = self._words()
+        self._attendance.took(companions, self._mine, words, now)
         self.was_in(companions)
-        self.lineage = after
+        self._reach(after)
 
     def no_group_formed(self) -> None:
         """Note a round to which no other peer came within the match timeout."""
         self._attendance.no_group_formed(self._mine, self._words(), time.monotonic())
 
+    def _reach(self, lineage: Lineage) -> None:
+        self.lineage = lineage
+        self._vain.proved(peer for peer, word in self._words().items() if word.state == lineage.state)
+
     def is_at(self, lineage: Lineage) -> None:
         """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
-        self.lineage = lineage
+        self._reach(lineage)
         # No other peer has taken an update with these parameters yet, so all are newcomers.
         self._attendance.begin(time.monotonic())

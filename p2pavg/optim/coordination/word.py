@@ -59,9 +59,10 @@ class RecipeRecord(Message, frozen=True, kw_only=True, tag=2):
 
 
 def encode_word(word: RecipeRecord) -> bytes:
-    """Return a record's value; leave out the last fields if it would be too long."""
-    while len(packed := word.encode()) > MAX_WORD_BYTES:
-        word = msgspec.structs.replace(word, fields=word.fields[:-1])
+    """Return a record's value; leave out the last fields if it would be too long, and then the oldest rates."""
+    while len(packed := word.encode()) > MAX_WORD_BYTES and (word.fields or word.rates):
+        fields, rates = word.fields[:-1], word.rates if word.fields else word.rates[1:]
+        word = msgspec.structs.replace(word, fields=fields, rates=rates)
     return packed
 
 

@@ -14,10 +14,10 @@ from msgspec import Meta
 
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, SignedShare, Subject, is_signed, part_digest
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
-from p2pavg.base.limits import MAX_RULE_CHARS
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_RULE_CHARS
 from p2pavg.base.messages import Count, Message, pack
 from p2pavg.consensus.votes import SIGNATURE_BYTES, Ballot, Members, Position
-from p2pavg.group.aggregation import read_aggregation
+from p2pavg.group.aggregation import check_combinable, read_aggregation
 from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg.group.shares import part_size
 from p2pavg.net.transport import Buffer
@@ -138,9 +138,13 @@ def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, 
     members, reducer = tuple(sorted(said.members)), said.reducer
     if reducer not in members or members[-1] >= len(roster.members):
         raise RemoteProtocolError("evidence about members that the roster has not")
+    if len(roster.contributors) > MAX_GROUP_SIZE:
+        raise RemoteProtocolError(f"evidence about a group of {len(roster.contributors)} contributors")
     try:
         codec = resolve_codec(roster.members[0].codec)
         rule = read_aggregation(said.aggregation)
+        # A few bytes of such contributions would take seconds to combine.
+        check_combinable(rule.robust, codec)
     except (ConfigError, ValueError) as error:
         raise RemoteProtocolError(f"evidence about an unknown codec or rule: {error}") from None
     elements = sum(roster.shares)

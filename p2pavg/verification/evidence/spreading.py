@@ -8,6 +8,7 @@ it accuses, and publishes the digest too. So one witness of a lie is enough, and
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 import trio
@@ -18,6 +19,7 @@ from p2pavg.base.limits import (
     LOOK_SECONDS,
     RECORD_LIFE_SECONDS,
     REPLY_SECONDS,
+    RETRY_SECONDS,
     SPREAD_LOOK_SECONDS,
 )
 from p2pavg.net.blame import guarded
@@ -25,7 +27,7 @@ from p2pavg.net.framing import receive_exactly_into, receive_message, send_messa
 from p2pavg.net.transport import Stream
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
-from p2pavg.verification.evidence.accusation import Accusation, digest_of, read_accusation, read_named
+from p2pavg.verification.evidence.accusation import Accusation, Named, digest_of, read_accusation, read_named
 from p2pavg.verification.evidence.exclusions import Exclusions
 from p2pavg.verification.evidence.inquiries import EvidenceFetch, Inquiries
 from p2pavg.verification.evidence.messages import (
@@ -46,6 +48,9 @@ logger = logging.getLogger(__name__)
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
+REST = 9.0
+"""After a piece of others' evidence, the next one waits so many times as long as that one took, a minute at most. So
+all of them take a tenth of one core."""
 _CHUNK_BYTES = 64 * 1024
 
 
@@ -74,6 +79,8 @@ class Accusations:
         self._claims: set[bytes] = set()
         self._woken = trio.Event()
         self._turn = trio.Lock()
+        self._verifying = trio.Lock()
+        self._rests_until = -math.inf
 
     def accuse(self, evidence: bytes) -> None:
         """Verify evidence that this peer found itself, exclude the liar, and publish the evidence. Returns at once.
@@ -94,7 +101,7 @@ class Accusations:
     async def _claim(self, digest: bytes, evidence: bytes) -> None:
         try:
             with guarded(self._me, lambda _peer_id, _error: None, what="own evidence"):
-                accusation = await self._context.run_in_thread(read_accusation, evidence)
+                accusation = await self._context.run_aside(read_accusation, evidence)
                 # Evidence of a peer that was met in a round has priority: others may be invented identities.
                 self.exclusions.meets(accusation.peer_id)
                 self._learn(accusation)
@@ -233,7 +240,7 @@ class Accusations:
         """Believe the evidence, or ignore its accuser from now on."""
         with guarded(fetch.accuser, self._fault, what="evidence"):
             try:
-                accusation = await self._context.run_in_thread(read_named, data, fetch.named)
+                accusation = await self._verified(data, fetch.named)
             # Naming evidence costs an accuser nothing. So a false name costs it all further fetches.
             except RemoteProtocolError as error:
                 self._inquiries.ignore(fetch.accuser)
@@ -247,6 +254,18 @@ class Accusations:
                 return
             self._inquiries.proved(fetch)
             self._learn(accusation)
+
+    async def _verified(self, data: bytes, named: Named) -> Accusation:
+        """Verify evidence of others, one piece after the other. See :func:`read_named`."""
+        async with self._verifying:
+            await trio.sleep_until(self._rests_until)
+            began = trio.current_time()
+            try:
+                return await self._context.run_aside(read_named, data, named)
+            finally:
+                # Evidence may be true and yet be made to take long, by identities that cost nothing.
+                now = trio.current_time()
+                self._rests_until = now + min(REST * (now - began), RETRY_SECONDS)
 
     def _fault(self, peer_id: str, error: Exception) -> None:  # noqa: ARG002 - logged by the guard
         self._inquiries.ignore(peer_id)

@@ -54,6 +54,22 @@ class TestRunEnd:
     def test_one_liar_ends_nothing(self, group: str) -> None:
         assert run_end(word(17), group, {}, {"a": last(1000)}, follows=True) is None
 
+    @pytest.mark.parametrize("group", ["a", "ab"])
+    @pytest.mark.parametrize("state", [MINE, OTHER])
+    def test_a_small_group_of_liars_ends_nothing_while_more_peers_train(
+        self, group: str, state: bytes
+    ) -> None:
+        """In a large run, liars may have taken this peer's last update with it alone."""
+        training = {f"honest {number}": word(17, state) for number in range(3)}
+        lies = {liar: last(18) for liar in group}
+        assert run_end(word(17), group, training, lies, follows=True) is None
+        # The peers of other groups have finished, too, and one is as late as this one.
+        others = {f"other {number}": last(18) for number in range(3)}
+        late = {"late": word(17, state)}
+        found = run_end(word(17), group, late, lies | others, follows=True)
+        assert found is not None
+        assert found.epoch == 18
+
     def test_last_words_of_strangers_count_nothing(self) -> None:
         strangers = {f"stranger {number}": last(1000) for number in range(100)}
         assert run_end(word(17), "ab", {}, strangers, follows=True) is None

@@ -15,15 +15,15 @@ from p2pavg.verification.audit import evidence as module
 from p2pavg.verification.audit.evidence import MAGIC, MAX_EVIDENCE_BYTES, read_false_average
 from p2pavg.verification.audit.layout import read_manifest
 from p2pavg.verification.evidence.accusation import read_accusation
-from p2pavg_compression import Blockwise8
+from p2pavg_compression import Blockwise8, Codec, resolve_codec
 from tests.unit.verification.audit.played import IDS, Played
 
 CODEC = Blockwise8(block_size=64)
 
 
-def evidence_of(liar: int | None) -> bytes:
+def evidence_of(liar: int | None, codec: Codec = CODEC) -> bytes:
     """Return well-formed evidence about the second member; it proves something only if that member lied."""
-    played = Played(CODEC, Aggregation(), liar=liar)
+    played = Played(codec, Aggregation(), liar=liar)
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
     assert kept.admit(IDS[0], 0, task.request) == ""
     manifest, inputs = kept.answer(task.request)
@@ -44,11 +44,12 @@ EVIDENCE = evidence_of(liar=1)
 ROSTER_END = len(MAGIC) + 4 + struct.unpack_from(">I", EVIDENCE, len(MAGIC))[0]
 
 
-def with_about(*fields: object) -> bytes:
+def with_about(*fields: object, evidence: bytes = EVIDENCE) -> bytes:
     """Return the evidence with other words about what it is about."""
-    (length,) = struct.unpack_from(">I", EVIDENCE, ROSTER_END)
+    end = len(MAGIC) + 4 + struct.unpack_from(">I", evidence, len(MAGIC))[0]
+    (length,) = struct.unpack_from(">I", evidence, end)
     about = pack(*fields)
-    return EVIDENCE[:ROSTER_END] + struct.pack(">I", len(about)) + about + EVIDENCE[ROSTER_END + 4 + length :]
+    return evidence[:end] + struct.pack(">I", len(about)) + about + evidence[end + 4 + length :]
 
 
 def test_evidence_about_a_true_average_proves_nothing() -> None:
@@ -121,6 +122,20 @@ def test_evidence_that_is_cut_short_or_too_long_is_refused(length: int) -> None:
 def test_evidence_about_the_impossible_is_refused(about: tuple[object, ...], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         read_false_average(with_about(*about))
+
+
+def test_a_robust_rule_of_sparse_contributions_is_not_computed() -> None:
+    """No honest group has one, and 70 KB of such evidence took a peer 12 s."""
+    sparse = evidence_of(1, resolve_codec("topk:64:4"))
+    for rule in ("median", "centered_clip:1.0:3"):
+        with pytest.raises(RemoteProtocolError, match="robust cannot be combined"):
+            read_false_average(with_about(0, (0, 1, 2), 1, rule, 0, evidence=sparse))
+
+
+def test_more_contributors_than_a_group_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_GROUP_SIZE", 2)
+    with pytest.raises(RemoteProtocolError, match="a group of 3 contributors"):
+        read_false_average(EVIDENCE)
 
 
 def test_evidence_that_is_too_large_is_refused_unread() -> None:

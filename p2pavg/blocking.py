@@ -381,6 +381,9 @@ def open_averager(
         BusyError: another process is the peer of the folder of :func:`p2pavg.join_run`.
     """
 
+    if not isinstance(config, AveragingConfig):
+        raise TypeError(f"config must be an AveragingConfig, got {type(config).__name__}")
+
     async def live(give: Callable[[DecentralizedAverager], None], stop: trio.Event) -> None:
         async with (
             open_peer_of(
@@ -432,6 +435,8 @@ def start_averager(config: AveragingConfig | str, **options: Any) -> Averager:
         AddressError, ListenError, IdentityError, BootstrapError: as :func:`p2pavg.open_peer`.
     """
     config = AveragingConfig(run_id=config) if isinstance(config, str) else config
+    if not isinstance(config, AveragingConfig):
+        raise TypeError(f"config must be an AveragingConfig or a run's name, got {type(config).__name__}")
     # Two threads that start one run at the same time must not both find that there is no earlier averager.
     with _starting:
         if (earlier := _started.get(config.run_id)) is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgpack
 import msgspec
@@ -113,6 +113,26 @@ def decoded_all(said: Mapping[str, bytes], kind: type[_M]) -> dict[str, _M]:
         except RemoteProtocolError:
             continue
     return found
+
+
+class DecodedWords(Generic[_M]):
+    """The words of peers as messages, each decoded once: a board may have a thousand, of which few change at a time."""
+
+    def __init__(self, kind: type[_M]) -> None:
+        self._kind = kind
+        self._read: dict[str, tuple[bytes, _M | None]] = {}
+
+    def of(self, said: Mapping[str, bytes]) -> dict[str, _M]:
+        """Return each peer's message, as :func:`decoded_all` does."""
+        new = {
+            peer_id: value for peer_id, value in said.items() if self._read.get(peer_id, (b"",))[0] != value
+        }
+        found = decoded_all(new, self._kind)
+        self._read = {
+            peer_id: (value, found.get(peer_id)) if peer_id in new else self._read[peer_id]
+            for peer_id, value in said.items()
+        }
+        return {peer_id: word for peer_id, (_, word) in self._read.items() if word is not None}
 
 
 def cut(message: Message, **most: int) -> None:

@@ -27,7 +27,7 @@ from p2pavg_compression import MAX_MAGNITUDE
 
 MAX_TENSORS = 100_000
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+AVERAGED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_DOMAIN = "p2pavg/schema/1"
 # Half of the codecs' maximum, so that a rounded mean of such values still fits.
 LIMIT = MAX_MAGNITUDE / 2
@@ -128,7 +128,7 @@ def _check_kind(label: str, tensor: object) -> None:
         raise AccumulateError(f"{label} is None; a parameter that took no part in backward has no .grad")
     if not isinstance(tensor, torch.Tensor):
         raise AccumulateError(f"{label} is a {type(tensor).__name__}, not a tensor")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in AVERAGED_DTYPES:
         raise AccumulateError(f"{label} is {tensor.dtype}; float32, float16 and bfloat16 can be averaged")
     if tensor.layout != torch.strided:
         raise AccumulateError(f"{label} is {tensor.layout}; only dense tensors can be averaged")
@@ -319,24 +319,27 @@ def _checked_weight(weight: object) -> float:
 
 
 def _check_same(before: Schema, now: Schema) -> None:
+    """Raise AccumulateError if other tensors are given than before, which other peers would not average."""
+    wrong = ""
     if len(now.shapes) != len(before.shapes):
-        raise AccumulateError(f"{len(now.shapes)} tensors were given, {len(before.shapes)} before")
-    if now.names != before.names:
-        raise AccumulateError("the tensors' names or their order differ from before")
-    for position in range(len(now.shapes)):
+        wrong = f"{len(now.shapes)} tensors were given, {len(before.shapes)} before"
+    elif now.names != before.names:
+        wrong = "the tensors' names or their order differ from before"
+    for position in range(0 if wrong else len(now.shapes)):
         label = now.label(position)
         if now.shapes[position] != before.shapes[position]:
-            raise AccumulateError(
-                f"{label} has shape {now.shapes[position]}, before it had {before.shapes[position]}"
-            )
-        if now.dtypes[position] != before.dtypes[position]:
-            raise AccumulateError(
-                f"{label} is {now.dtypes[position]}, before it was {before.dtypes[position]}"
-            )
-        if now.devices[position] != before.devices[position]:
-            raise AccumulateError(
-                f"{label} is on {now.devices[position]}, before it was on {before.devices[position]}"
-            )
+            wrong = f"{label} has shape {now.shapes[position]}, before it had {before.shapes[position]}"
+        elif now.dtypes[position] != before.dtypes[position]:
+            wrong = f"{label} is {now.dtypes[position]}, before it was {before.dtypes[position]}"
+        elif now.devices[position] != before.devices[position]:
+            wrong = f"{label} is on {now.devices[position]}, before it was on {before.devices[position]}"
+        if wrong:
+            break
+    if wrong:
+        raise AccumulateError(
+            f"{wrong}: an averager averages the same tensors for as long as it is open. To average others, such as"
+            " after parameters were added or unfrozen, close it and open another one"
+        )
 
 
 def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:

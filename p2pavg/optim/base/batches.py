@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from p2pavg.allreduce.vector.metrics import MetricMeans, checked_metrics, not_finite
 from p2pavg.optim.base.state import checked_amount, checked_count
+from p2pavg.state.nested import plain_number
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Batches:
         """Note a call; return the whole batch, or ``None`` if more calls belong to it.
 
         Raises:
-            TypeError: nothing tells the number of samples.
+            TypeError: nothing tells the number of samples, or it is no number.
             ValueError: ``samples`` or a metric of an accumulated batch is out of range.
         """
         count = self._count(samples)
@@ -112,10 +115,14 @@ class Batches:
         return batch
 
     def _count(self, samples: float | None) -> float:
+        if samples is None and self._samples_of is not None:
+            samples = self._samples_of()
         if samples is not None:
-            return samples
-        if self._samples_of is not None:
-            return self._samples_of()
+            count: object = plain_number(samples)
+            if isinstance(count, bool) or not isinstance(count, int | float):
+                hint = "; use samples.item()" if isinstance(samples, torch.Tensor) else ""
+                raise TypeError(f"samples must be a number, got {type(samples).__name__}{hint}")
+            return count
         if self._size is None:
             raise TypeError(
                 "step() needs the number of samples of its batch: call step(samples=len(inputs)), or give the"

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from p2pavg.allreduce.vector.accumulation import AVERAGED_DTYPES
 from p2pavg.optim.base.digest import digest_of, joint_digest, tensor_digest
 from p2pavg.optim.base.naming import plain_buffers, plain_modules, plain_name, plain_parameters
 from p2pavg.optim.base.recipe import Settings
 from p2pavg.optim.ranks.shards import local_of
 from p2pavg_compression import Codec
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A small variance among larger ones in a codec block. Below it, normalisation's epsilon is about as large.
 _SMALL_AMONG_LARGE = (1.0, 1e-3)
 _WORST_ERROR = 0.2
@@ -48,6 +48,13 @@ class ModelParts:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if model is None and buffers is not None:
             raise ValueError("buffers needs the model: give model= too")
+        if model is not None and not {id(p) for p in plain_parameters(model).values()} & {
+            id(p) for p in trained
+        }:
+            raise ValueError(
+                f"model is a {type(model).__name__} of which `inner` trains no parameter, such as a copy: give the"
+                " module whose parameters `inner` was made of (state=module counts as model=module)"
+            )
         self._model = model
         self._trained = list(trained)
         self._averaged_names = _averaged_names(model, buffers)
@@ -174,7 +181,7 @@ def _averaged_names(model: nn.Module | None, buffers: Collection[str] | None) ->
     chosen = frozenset(plain_name(model, name) for name in buffers)
     known = plain_buffers(model, also=chosen)
     for name in chosen:
-        if name not in known or known[name].dtype not in _DTYPES:
+        if name not in known or known[name].dtype not in AVERAGED_DTYPES:
             raise ValueError(
                 f"buffers: {name!r} is not a buffer of the model in float32, float16 or bfloat16"
             )

@@ -9,12 +9,14 @@ from typing import Any
 from p2pavg.optim.base.digest import DIGEST_BYTES
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.progress import MAX_EPOCH
+from p2pavg.state.nested import plain_number
 
 MAX_AMOUNT = 1e300
 
 
 def checked_amount(name: str, value: object) -> float:
     """Return a number above 0; raise ValueError with its name for anything else."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_AMOUNT:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
     return float(value)
@@ -22,6 +24,7 @@ def checked_amount(name: str, value: object) -> float:
 
 def checked_count(name: str, value: object) -> int:
     """Return a whole number above 0; raise ValueError with its name for anything else."""
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     return value
@@ -31,6 +34,7 @@ def checked_period(name: str, value: object) -> int:
     """Return a number of updates, 0 for ``None``; raise ValueError with its name for anything below 0."""
     if value is None:
         return 0
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be a whole number, 0 or more, or None, got {value!r}")
     return value

@@ -149,8 +149,8 @@ class TorchOptimizer(Optimizer):
         """
         raise RuntimeError(
             "a parameter group cannot be added: all peers of a run average the parameters that `inner` had when this"
-            " optimizer was made. Add the group to `inner`, and make a new optimizer of it, on all peers at the same"
-            " update"
+            " optimizer was made. Add the group to `inner`, close the averager, and open another one for a new"
+            " optimizer of it, on all peers at the same update"
         )
 
     def __getstate__(self) -> NoReturn:

@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
+from p2pavg.allreduce.vector.accumulation import AVERAGED_DTYPES
 from p2pavg.base.errors import AccumulateError, RunEndedError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager, stay
-from p2pavg.optim.base.arguments import check_averager, check_meets_all, check_min_peers
+from p2pavg.optim.base.arguments import (
+    check_averager,
+    check_dtypes,
+    check_inner,
+    check_meets_all,
+    check_min_peers,
+    check_schedule,
+)
 from p2pavg.optim.base.batches import Batches
 from p2pavg.optim.base.joined import joined, kind_of
 from p2pavg.optim.base.lineage import Lineage
@@ -68,6 +76,8 @@ class PeerOptimizer(TorchOptimizer):
 
     _together: RoundCoordinator
     _training: TrainingRun
+    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (*AVERAGED_DTYPES, torch.float64)
+    """Of the parameters: local updates average an anchor of float32."""
     _is_mixed: ClassVar[bool] = False
     """True if the peers of a run hold different parameters."""
 
@@ -94,6 +104,10 @@ class PeerOptimizer(TorchOptimizer):
         model = model_of(model, run_state)
         # Before the next line: torch's part of the optimizer reads `defaults`, which are those of `inner`.
         self.inner = inner = joined(inner, model)
+        check_inner(inner)
+        check_schedule(scheduler, inner)
+        if on_update is not None and not callable(on_update):
+            raise TypeError(f"on_update must be a function of one report, got {type(on_update).__name__}")
         self._become_optimizer()
         self.scheduler = scheduler
         self._batches = batches
@@ -104,13 +118,12 @@ class PeerOptimizer(TorchOptimizer):
             raise TypeError(
                 "inner evaluates the loss several times per step, which cannot be averaged: LBFGS"
             )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError("scheduler needs a metric at every step, and gets none: ReduceLROnPlateau")
         self._parameters = _trained_by(inner)
         if not self._parameters:
             raise ValueError("inner has no parameters that require a gradient")
         self._check_every = checked_period("check_every", check_every)
         self._parts = ModelParts(model, self._parameters, buffers=buffers, codec=averager.config.codec)
+        check_dtypes(self._parts.labels, self._parameters, self._dtypes)
         self._ranks = Ranks(process_group)
         # Collective: from here on, an error on one rank alone would leave the other ranks waiting.
         self._ranks.share(self._parameters, self._parts.labels)

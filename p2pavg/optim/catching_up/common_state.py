@@ -17,6 +17,7 @@ from p2pavg.optim.catching_up.state_check import (
     after_first_step,
     checked_optimizer,
     checked_schedule,
+    late_options,
     saved_by,
     settings_of,
 )
@@ -86,6 +87,11 @@ class CommonState:
         Raises:
             StateError: they cannot; the message names the value.
         """
+        if late := late_options(self._optimizer, self._settings):
+            raise StateError(
+                f"the optimizer's {late[0]} came after this optimizer was made, and a peer that begins later lacks it,"
+                " this one's next start included. Without that no other peer can join: set it before, on all peers"
+            )
         # Only the options are in question here. Parameters are tensors that every snapshot has anyway.
         groups = [{**group, "params": [], "param_names": []} for group in self._optimizer.param_groups]
         try:

@@ -73,6 +73,14 @@ class RunState:
         for name, mbps in (("upload_mbps", upload_mbps), ("download_mbps", download_mbps)):
             if mbps is not None:
                 check_number(name, mbps, MAX_MBPS)
+        if scaler is not None and not hasattr(scaler, "state_dict"):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        if on_progress is not None and not callable(on_progress):
+            raise TypeError(
+                f"on_progress must be a function of one progress, got {type(on_progress).__name__}"
+            )
+        if directory is not None and not isinstance(directory, str | os.PathLike):
+            raise TypeError(f"directory must be a path, got {type(directory).__name__}")
         self.model = model
         self.directory = None if directory is None else Path(directory)
         self.every = every

@@ -72,6 +72,25 @@ def settings_of(optimizer: Optimizer) -> Settings:
     )
 
 
+def late_options(optimizer: Optimizer, settings: Settings) -> list[str]:
+    """Return the options that the program has set since :func:`settings_of`, where no count can appear, as words."""
+    groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
+    return [
+        f"option {name!r} of group {index}"
+        for index, ((part, group), names) in enumerate(zip(groups, settings, strict=True))
+        if not _keeps_counts(part)
+        for name, value in group.items()
+        if name not in names | part.defaults.keys() | SWITCHES | _NAMES
+        and value is not None
+        and value is not False
+    ]
+
+
+def _keeps_counts(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may count in its groups; those of torch and of this library do not."""
+    return not type(optimizer).__module__.startswith(("torch.optim.", "p2pavg."))
+
+
 def _arguments(kind: type) -> frozenset[str]:
     """Return the names of the arguments of a class, and of the classes that it is derived from."""
     makers = (vars(base).get("__init__") for base in kind.__mro__ if base not in (object, Optimizer))
@@ -275,8 +294,7 @@ class _Group:
     def __init__(self, optimizer: Optimizer, index: int, settings: frozenset[str], *, keeps: bool) -> None:
         self._own = optimizer.param_groups[index]
         self._defaults = optimizer.defaults
-        # Those of torch and of this library do not count in their groups.
-        self._counts = not type(optimizer).__module__.startswith(("torch.optim.", "p2pavg."))
+        self._counts = _keeps_counts(optimizer)
         self._settings = settings
         self._keeps = keeps
         self._place = f"option of group {index}"

@@ -232,12 +232,6 @@ class States:
         elif self._took_at is not None:
             self._update_times.append(now - self._took_at)
         self._took_at = now
-        # The size of the state is known now: the optimizer has made its own tensors in this update.
-        if not self._has_taken:
-            self._has_taken = True
-            size = sum(tensor.nbytes for tensor in self._common.content().tensors.values())
-            if self._settings.log_bytes is None:
-                self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
         self._publish(now)
         # The next look, which may take the snapshot of this update, comes at once.
@@ -245,6 +239,12 @@ class States:
         self._checkpoints.took(epoch)
         # Last, since it may raise: the update is noted and its record published by then.
         self._common.check_saves()
+        # The size of the state is known now: the optimizer has made its own tensors in this update.
+        if not self._has_taken:
+            self._has_taken = True
+            size = sum(tensor.nbytes for tensor in self._common.content().tensors.values())
+            if self._settings.log_bytes is None:
+                self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
 
     # ------------------------------------------------------------------ following
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from p2pavg.base.messages import decoded_all
+from p2pavg.base.messages import DecodedWords
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination.attendance import (
@@ -121,6 +121,7 @@ class RunView:
         self._pace = BatchPace(now)
         self._pause_seconds = pause_seconds
         self._vain = VainClaims()
+        self._read = DecodedWords(PeerProgress)
         self._attendance = PeerTrust(now, pause_seconds=pause_seconds, overlaps=overlaps)
         self._mine = self._progress(0.0, waiting=False)
         # The others learn of this peer before its first batch, because the first round includes all present peers.
@@ -309,7 +310,7 @@ class RunView:
 
     def _words(self) -> dict[str, PeerProgress]:
         said = {peer_id: word.value for peer_id, word in self._board.entries.items()}
-        return decoded_all(said, PeerProgress)
+        return self._read.of(said)
 
     @property
     def is_called(self) -> bool:

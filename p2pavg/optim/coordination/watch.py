@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from p2pavg.base.limits import CALM_LOOK_SECONDS
-from p2pavg.base.messages import decoded_all
+from p2pavg.base.messages import DecodedWords
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.digest import SHORT_BYTES, short_digests
 from p2pavg.optim.base.lineage import Lineage
@@ -60,6 +60,7 @@ class DriftMonitor:
         self._companions = companions
         self._word: RecipeRecord | None = None
         self._rules: frozenset[str] = frozenset()
+        self._read = DecodedWords(RecipeRecord)
         self._words: dict[str, RecipeRecord] = {}
         """The other peers' records, as they were when this peer looked last."""
         self._rates: deque[Rate] = deque(maxlen=MAX_RATES)
@@ -125,8 +126,8 @@ class DriftMonitor:
         if version == self._seen and now < self._looked_at + CALM_LOOK_SECONDS:
             return
         self._seen, self._looked_at = version, now
-        words = self._words = decoded_all(
-            {peer_id: said.value for peer_id, said in self._board.entries.items()}, RecipeRecord
+        words = self._words = self._read.of(
+            {peer_id: said.value for peer_id, said in self._board.entries.items()}
         )
         mine = replace(self._word, rates=tuple(self._rates), until=self._update)
         self.differs = differences(mine, words.values())

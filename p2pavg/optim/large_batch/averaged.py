@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from p2pavg.allreduce.vector.accumulation import AVERAGED_DTYPES
 from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import AccumulateError, P2PAvgError
 from p2pavg.base.result import Failed, InProgress, RoundResult, Success
@@ -101,6 +102,8 @@ class AveragedOptimizer(PeerOptimizer):
     Raises:
         ValueError: an argument is out of range; the message names it.
     """
+
+    _dtypes = AVERAGED_DTYPES
 
     def __init__(
         self,

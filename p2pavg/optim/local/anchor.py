@@ -45,6 +45,11 @@ class Anchor:
         *,
         offload: bool = False,
     ) -> None:
+        if isinstance(outer, Optimizer) or not callable(outer):
+            raise TypeError(
+                "outer must be a function that makes an optimizer of a list of tensors, such as lambda tensors:"
+                f" torch.optim.SGD(tensors, lr=0.7), got {type(outer).__name__}"
+            )
         self._parameters = parameters
         self._fragments = fragments
         self.tensors = [_copy_of(local_of(parameter), offload=offload) for parameter in parameters]
@@ -53,6 +58,9 @@ class Anchor:
         given = [piece for pieces in self._pieces for piece in pieces]
         with torch.enable_grad():
             self.optimizer = outer(given)
+        if not isinstance(self.optimizer, Optimizer) or isinstance(self.optimizer, torch.optim.LBFGS):
+            made = type(self.optimizer).__name__
+            raise TypeError(f"outer must make a torch.optim.Optimizer that needs no closure, got {made}")
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         if [id(tensor) for tensor in stepped] != [id(tensor) for tensor in given]:
             raise ValueError("outer must make an optimizer of exactly the tensors that it is given")

@@ -478,6 +478,7 @@ class LocalUpdates(PeerOptimizer):
                 "outer": self.outer.state_dict(),
                 "anchor": self.anchor,
                 "steps": self._boundaries.steps,
+                "parameters": digest_of(self._locals()).hex(),
             }
         )
 
@@ -506,6 +507,9 @@ class LocalUpdates(PeerOptimizer):
         if not is_mine:
             self._anchor.give()
         self._boundaries.passed(time.monotonic(), steps=steps)
+        if not is_mine:
+            # The anchor's, which were given to the parameters above.
+            state = {name: value for name, value in state.items() if name != "parameters"}
         if lineage.epoch == 0 and not steps:  # other parameters at the next step begin the run
             state = {**state, "parameters": digest_of(self._locals()).hex()}
         self._training.load(state, lineage)

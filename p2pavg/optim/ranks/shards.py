@@ -101,6 +101,11 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | PeerMesh | None) -> None:
+        if group is not None and not isinstance(group, PeerMesh) and not hasattr(group, "size"):
+            raise TypeError(
+                "process_group must be a group of torch.distributed or a PeerMesh, got "
+                + type(group).__name__
+            )
         self._group = group.group if isinstance(group, PeerMesh) else group
         self._stage = group.stage if isinstance(group, PeerMesh) else 0
         self._sharing: Sharing | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.reuse import ResumeMark
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.messages import pack
+from p2pavg.base.messages import DecodedWords, decoded_all, pack
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.matchmaking.messages import (
     MAX_REASON_CHARS,
@@ -31,6 +32,7 @@ from p2pavg.matchmaking.messages import (
     decode,
     encode,
 )
+from p2pavg.optim.coordination.ending import LastWord
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import KEY, SIGNERS, candidate, roster
 
@@ -214,3 +216,19 @@ def test_a_malformed_lane_header_is_refused(fields: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(("index", "frame"), [(0, "00000000"), (1, "00000001"), (2**32 - 1, "ffffffff")])
 def test_the_frame_of_a_part(index: int, frame: str) -> None:
     assert part_frame(index).hex() == frame
+
+
+def test_words_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A board may have a thousand words, and is read at each step."""
+    decoded: list[set[str]] = []
+
+    def note(said: Mapping[str, bytes], kind: type[LastWord]) -> dict[str, LastWord]:
+        decoded.append(set(said))
+        return decoded_all(said, kind)
+
+    monkeypatch.setattr("p2pavg.base.messages.decoded_all", note)
+    first = {"a": LastWord(1, bytes(32)).encode(), "b": LastWord(2, bytes(32)).encode(), "c": b"\xff"}
+    words = DecodedWords(LastWord)
+    assert words.of(first).keys() == words.of(first).keys() == {"a", "b"}
+    assert words.of({"b": LastWord(3, bytes(32)).encode(), "c": b"\xff"})["b"].epoch == 3
+    assert [each for each in decoded if each] == [{"a", "b", "c"}, {"b"}]

@@ -349,6 +349,8 @@ class RunView:
         # The words are judged by this peer's state before the update, so the lineage changes last.
         words = self._words()
         self._attendance.took(companions, self._mine, words, now)
+        # What an honest peer's claims have cost in many short pauses does not add up for ever.
+        self._vain.proved(companions)
         self.was_in(companions)
         self._reach(after)
 

@@ -123,3 +123,17 @@ def test_a_liar_with_a_new_word_for_each_update_is_no_better_off(monkeypatch: py
         ahead = run.view.lineage.epoch + 1
         run.look(structs.replace(LIE, epoch=ahead, state=bytes([ahead % 256]) * 32))
     assert run.held <= 1.5 * WOKEN_SECONDS
+
+
+def test_a_round_with_a_peer_gives_its_claims_their_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Honest peers are ahead for a moment again and again, and the moments must not add up over a run."""
+    run = Run(monkeypatch, every=10.0, honest=3, member=True)
+    run.follow(5)
+    while run.now < run.began + 100.0:
+        run.look(LIE)
+    held = run.held
+    run.view.took(run.group, Lineage(run.view.lineage.epoch, run.view.lineage.state))
+    run.follow(run.view.lineage.epoch)
+    while run.now < run.began + 200.0:
+        run.look(LIE)
+    assert run.held > held + WOKEN_SECONDS / 2

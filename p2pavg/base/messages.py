@@ -125,7 +125,9 @@ class DecodedWords(Generic[_M]):
     def of(self, said: Mapping[str, bytes]) -> dict[str, _M]:
         """Return each peer's message, as :func:`decoded_all` does."""
         new = {
-            peer_id: value for peer_id, value in said.items() if self._read.get(peer_id, (b"",))[0] != value
+            peer_id: value
+            for peer_id, value in said.items()
+            if (known := self._read.get(peer_id)) is None or known[0] != value
         }
         found = decoded_all(new, self._kind)
         self._read = {

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import BAN_SECONDS, TAIL_SECONDS
+from p2pavg.base.limits import BAN_SECONDS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.places.levels import Ladder, ladder_for, slot_at
 from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, key_at
@@ -35,6 +35,8 @@ from p2pavg.runs.records.run_records import RunRecords
 
 logger = logging.getLogger(__name__)
 
+LINGER_READY_SECONDS = 2.0
+"""For which the record stays after an attempt. A loop that steps again replaces it, which halves the calls."""
 MAX_RELAY_ADDRESSES = 3
 MAX_MOVES = 4
 """A group is looked for with so many changes of this peer's reach at most; each may delay its deadline by seconds."""
@@ -396,9 +398,7 @@ class Matchmaker:
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as scope:
             self._linger = scope
-            # The record stays this long after an attempt. A training loop that steps again replaces it, which halves
-            # the calls.
-            await trio.sleep(TAIL_SECONDS)
+            await trio.sleep(LINGER_READY_SECONDS)
         # An attempt may have begun before this task ran, and have cancelled the scope of an earlier one. If it has
         # ended since, a later task like this one lingers for it.
         is_latest = not scope.cancelled_caught and self._linger is scope and self._attempt is None

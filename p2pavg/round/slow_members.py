@@ -8,11 +8,12 @@ import trio
 
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.codes import FailedCode
-from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.consensus.events import GivenUp
 from p2pavg.consensus.member import RoundPhase
 from p2pavg.round.voting import Voting
 
+# Left for another attempt, however short the first was: finding out takes round trips.
+LAST_ATTEMPT_SECONDS = 5.0
 STAR_PATIENCE = 0.4
 """Part of a round's time after which the reducer of a star, or a member of a site, leaves a slow contributor behind.
 The leader acts at half of the time: it cannot see whether the reducer is slow, or waits."""
@@ -121,8 +122,7 @@ class SlowMembers:
 
     async def _leave_those_that_lack_the_result(self, began: float) -> None:
         held_at = self._held_at()
-        # Left for another attempt, however short the first was: finding out takes round trips.
-        spare = max(1.5 * (held_at - began), min(QUICK_REPLY_SECONDS, self._timeout / 4))
+        spare = max(1.5 * (held_at - began), min(LAST_ATTEMPT_SECONDS, self._timeout / 4))
         await trio.sleep_until(began + self._timeout - spare)
         if self._voting.leads(RoundPhase.HOLDING) and self._held_at() - began < self._timeout / 2:
             for position in self._lacking():

@@ -29,14 +29,13 @@ from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
-from p2pavg.testing.simulation import EPOCH, run_on_loop, simulated_clock, simulated_signer
+from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg.verification.evidence import service
 from p2pavg.verification.evidence.accusation import (
     MAX_EVIDENCE_BYTES,
     Named,
     digest_of,
     read_accusation,
-    read_named,
 )
 from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
 from p2pavg.verification.evidence.messages import (
@@ -47,7 +46,6 @@ from p2pavg.verification.evidence.messages import (
     Notice,
     accusations_key,
 )
-from p2pavg.verification.evidence.spreading import REST
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.group.samples import SIGNERS, candidate
@@ -298,29 +296,6 @@ async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute(autojump_cloc
         opened[0]._run.accuse(evidence_against(simulated_signer(count)))
         await trio.sleep(60.0)
         assert [set(averager.excluded) for averager in opened] == [{name(count)}] * count
-
-
-async def test_evidence_of_others_takes_a_tenth_of_a_core(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be true and made to take long: invented identities cost nothing."""
-    took, began, liars = 5.0, [], (3, 4)
-
-    async def run_slowly(function: Callable[..., Any], *args: object) -> Any:
-        if function is read_named:
-            began.append(trio.current_time())
-            await trio.sleep(took)
-        return await run_on_loop(function, *args)
-
-    monkeypatch.setattr("p2pavg.testing.simulation.run_on_loop", run_slowly)
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, AsyncExitStack() as stack:
-        opened = [await stack.enter_async_context(peer.averager(config())) for peer in peers]
-        for liar in liars:
-            opened[0]._run.accuse(evidence_against(simulated_signer(liar)))
-        await trio.sleep(2 * (1 + REST) * took)
-        assert opened[1].excluded.keys() == {name(liar) for liar in liars}
-    first, second = began
-    assert second - first >= (1 + REST) * took
 
 
 async def test_two_processes_with_one_identity_are_told_so_once(

@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 import p2pavg
-from p2pavg.base.errors import AccumulateError, StateError
+from p2pavg.base.errors import AccumulateError
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco
 from p2pavg.testing import MemoryNetwork, run_loops, simulate
 
@@ -164,23 +164,44 @@ def test_a_step_within_on_update_is_an_error_and_not_a_hang() -> None:
     alone(train)
 
 
-def test_an_option_that_a_joiner_would_lack_is_refused_where_it_appears() -> None:
-    """Else this peer's own next start could not read its checkpoint."""
+def test_an_option_that_a_joiner_would_lack_is_told_of_where_it_appears(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """This peer's own next start could not read its checkpoint."""
 
     def train(loop: Any) -> None:
         model = model_of()
         inner = sgd(model)
+        scale = inner.param_groups[0].update
         optimizer = averaged(
-            model,
-            loop.averager,
-            inner,
-            state=model,
-            on_update=lambda _report: inner.param_groups[0].update(lr_scale=0.5),
+            model, loop.averager, inner, state=model, on_update=lambda _report: scale(lr_scale=0.5)
         )
-        with pytest.raises(StateError, match="option 'lr_scale' of group 0 came after"):
-            step(optimizer, model)
+        for _ in range(3):
+            assert step(optimizer, model).updated
 
     alone(train)
+    told = [record.getMessage() for record in caplog.records if "came after" in record.getMessage()]
+    (sentence,) = told
+    assert sentence.startswith("the optimizer's option 'lr_scale' of group 0 came after")
+
+
+def test_a_schedule_of_the_wrapper_and_a_frozen_group_are_no_options_of_the_program(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """transformers' Trainer makes its schedule of the optimizer that it is given."""
+
+    def train(loop: Any) -> None:
+        model = model_of()
+        inner = sgd(model)
+        optimizer = averaged(model, loop.averager, inner, state=model)
+        inner.add_param_group({"params": [torch.zeros(1)]})
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)
+        for _ in range(3):
+            assert step(optimizer, model).updated
+            schedule.step()
+
+    alone(train)
+    assert "came after" not in caplog.text
 
 
 def test_local_updates_with_the_parameters_of_another_time_are_refused() -> None:

@@ -90,7 +90,7 @@ async def test_a_record_of_the_round_before_is_withdrawn(
         await original(records, key)
 
     monkeypatch.setattr(RunRecords, "withdraw", withdraw)
-    monkeypatch.setattr("p2pavg.matchmaking.matchmaker.TAIL_SECONDS", 1.2 * PAUSE)
+    monkeypatch.setattr("p2pavg.matchmaking.matchmaker.LINGER_READY_SECONDS", 1.2 * PAUSE)
     results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
     async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
         for peer in peers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -299,8 +300,14 @@ class PeerOptimizer(TorchOptimizer):
         self._averager.catch_up()
         if self._takes_turns:
             self._together.turn.begin(time.monotonic(), self._together)
+        if self._parting.stepping.locked() and self._parting.stepper == threading.get_ident():
+            raise RuntimeError(
+                "step was called within a step of the same optimizer, such as in on_update, and would wait for itself:"
+                " call it after that one has returned"
+            )
         # Another thread that closes the averager now must not hand over a state that is half updated.
         with self._parting.stepping:
+            self._parting.stepper = threading.get_ident()
             self._parting.resume()
             report = self._step_batch(samples, metrics)
             # An update shows that the run goes on.

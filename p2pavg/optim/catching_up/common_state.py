@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from p2pavg.state.checking import check
 from p2pavg.state.layout import MAX_TENSORS, Spec, write_header
 from p2pavg.state.nested import copied, flatten, unflatten
 from p2pavg.state.snapshot import VALUES_KEY, Content, values_text
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
@@ -78,6 +81,7 @@ class CommonState:
         self._training = training
         # Now, because training may add counts to the groups, which would be taken for settings later.
         self._settings = settings_of(optimizer)
+        self._has_warned = False
         self.check_saves()
         self._check_size()
 
@@ -87,10 +91,13 @@ class CommonState:
         Raises:
             StateError: they cannot; the message names the value.
         """
-        if late := late_options(self._optimizer, self._settings):
-            raise StateError(
-                f"the optimizer's {late[0]} came after this optimizer was made, and a peer that begins later lacks it,"
-                " this one's next start included. Without that no other peer can join: set it before, on all peers"
+        late = [] if self._has_warned else late_options(self._optimizer, self._settings)
+        if late:
+            self._has_warned = True
+            logger.warning(
+                "the optimizer's %s came after this optimizer was made: a peer that begins later lacks it, this one's"
+                " next start included, and cannot take the state. Set it before, on all peers",
+                late[0],
             )
         # Only the options are in question here. Parameters are tensors that every snapshot has anyway.
         groups = [{**group, "params": [], "param_names": []} for group in self._optimizer.param_groups]

@@ -52,6 +52,10 @@ hours."""
 
 _NAMES = frozenset({"params", "param_names"})
 _TORCH_SCHEDULES = LRScheduler.__module__
+_OF_SCHEDULES = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+"""Options that torch's schedules add, on each peer that makes the same schedule."""
 _PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas"})
 """Lists of a schedule that have one item for each parameter group, so that they do not grow."""
 
@@ -77,10 +81,11 @@ def late_options(optimizer: Optimizer, settings: Settings) -> list[str]:
     groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
     return [
         f"option {name!r} of group {index}"
-        for index, ((part, group), names) in enumerate(zip(groups, settings, strict=True))
+        # A group without trained parameters may have been added since.
+        for index, ((part, group), names) in enumerate(zip(groups, settings, strict=False))
         if not _keeps_counts(part)
         for name, value in group.items()
-        if name not in names | part.defaults.keys() | SWITCHES | _NAMES
+        if name not in names | part.defaults.keys() | SWITCHES | _NAMES | _OF_SCHEDULES
         and value is not None
         and value is not False
     ]

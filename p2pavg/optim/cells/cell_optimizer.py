@@ -196,6 +196,7 @@ class CellOptimizer(TorchOptimizer):
         if isinstance(report.result, Success):
             self._board.updated(self.cell, report.result)
         report = replace(report, cell=self.cell, differs=(*report.differs, *self._differences()))
+        self._keep(report)  # also if the move raises
         self._move_if_small(report)
         return report
 

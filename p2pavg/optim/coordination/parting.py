@@ -31,36 +31,6 @@ from p2pavg.runs.records.board import Topic
 logger = logging.getLogger(__name__)
 
 
-class StepLock:
-    """A lock that a step holds. A step within a step, which would wait for itself, raises."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-
-    def acquire(self, *, blocking: bool) -> bool:
-        """Take the lock; return whether it was free."""
-        if blocking and self._holder == threading.get_ident():
-            raise RuntimeError(
-                "step was called within a step of the same optimizer, such as in on_update: call it after that one has"
-                " returned"
-            )
-        if taken := self._lock.acquire(blocking=blocking):
-            self._holder = threading.get_ident()
-        return taken
-
-    def release(self) -> None:
-        """Free the lock."""
-        self._holder = None
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self.acquire(blocking=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 class Parting:
     """The end of one optimizer's training.
 
@@ -96,8 +66,10 @@ class Parting:
         self._told: frozenset[str] = frozenset()
         self.has_ended = False
         """True after :meth:`begin` and :meth:`leave`, until :meth:`resume`."""
-        self.stepping = StepLock()
+        self.stepping = threading.Lock()
         """Held by a step: another thread that closes the averager meanwhile takes no snapshot."""
+        self.stepper = 0
+        """Identifier of the thread that holds it."""
 
     # ------------------------------------------------------------------ this peer's end
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RefusedError, UnreachableError
-from p2pavg.base.limits import CALM_LOOK_SECONDS
+from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.net.transport import PeerId, Transport
 from p2pavg_dht import PROTOCOL, Contact
 
@@ -67,7 +67,7 @@ class Departures:
                     companion.peer_id,
                     PROTOCOL,
                     addresses=companion.addresses,
-                    timeout=CALM_LOOK_SECONDS,
+                    timeout=QUICK_REPLY_SECONDS,
                 )
             except RefusedError as error:
                 logger.debug("%s has ended: %s", companion.peer_id, error)

@@ -25,7 +25,7 @@ SLOT = 0
 """Places of these records do not change with time: some records live long, and few readers know all of a run."""
 MAX_AT_ONCE = 8
 """Places that :class:`WholeRun` reads at once."""
-MAX_WHOLE_RUNG = 3
+MAX_WHOLE_LEVEL = 3
 """The last level that :class:`WholeRun` reads: it has 64 places, for six thousand peers."""
 
 
@@ -200,7 +200,7 @@ class WholeRun:
         return max(1.0, len(self._places(b"")) / MAX_AT_ONCE)
 
     def _places(self, key: bytes) -> list[bytes]:
-        top = min(ladder_for(self._records.network_size).deepest, MAX_WHOLE_RUNG)
+        top = min(ladder_for(self._records.network_size).deepest, MAX_WHOLE_LEVEL)
         return [
             place_key(key, SLOT, level, number) for level in range(top + 1) for number in range(FACTOR**level)
         ]

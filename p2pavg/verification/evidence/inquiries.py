@@ -13,15 +13,20 @@ Every record that names evidence may be a lie that costs this peer a fetch. The 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.verification.evidence.accusation import Named, is_readable
 from p2pavg.verification.evidence.exclusions import Exclusions
 from p2pavg.verification.evidence.messages import Notice
 
+REST = 9.0
+"""After a piece about a peer that was not met, the next such piece waits so many times as long as that one took, a
+minute at most: they take about a tenth of one core."""
 MAX_FETCHES = 2
 """Pieces of evidence that are fetched at once."""
 MAX_ACCUSERS = 1024
@@ -85,6 +90,7 @@ class Inquiries:
         self._running: dict[str, EvidenceFetch] = {}  # by accuser
         self._unmet = _bucket(UNMET_FETCHES, UNMET_SECONDS)
         self._all = _bucket(ALL_FETCHES, ALL_SECONDS)
+        self._rests_until = -math.inf
 
     def heard(self, accuser: str, notice: Notice, sequence: int, expires: float, now: float) -> None:
         """Take the record of an accuser; a newer one replaces an older one.
@@ -115,7 +121,7 @@ class Inquiries:
         if len(self._running) >= MAX_FETCHES or self._all.level(now) < 1:
             return None
         for met in (True, False):
-            if not met and self._unmet.level(now) < 1:
+            if not met and (self._unmet.level(now) < 1 or now < self._rests_until):
                 continue
             for fetch in self._candidates(met, now):
                 accuser = self._accusers[fetch.accuser]
@@ -131,6 +137,15 @@ class Inquiries:
     def ended(self, fetch: EvidenceFetch) -> None:
         """Note that a fetch has ended, in whatever way."""
         self._running.pop(fetch.accuser, None)
+
+    def verified(self, fetch: EvidenceFetch, seconds: float, now: float) -> None:
+        """Note the processor time that a piece of evidence took.
+
+        Evidence about peers that were not met comes from identities that may cost nothing. It rests then, for
+        :data:`REST` times as long; evidence about peers that were met goes on.
+        """
+        if not self._exclusions.has_met(fetch.named.peer_id):
+            self._rests_until = now + min(REST * seconds, RETRY_SECONDS)
 
     def proved(self, fetch: EvidenceFetch) -> None:
         """Note that the evidence was what its accuser had named."""

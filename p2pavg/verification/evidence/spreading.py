@@ -8,7 +8,7 @@ it accuses, and publishes the digest too. So one witness of a lie is enough, and
 from __future__ import annotations
 
 import logging
-import math
+import time
 from collections.abc import Callable, Iterable
 
 import trio
@@ -19,7 +19,6 @@ from p2pavg.base.limits import (
     LOOK_SECONDS,
     RECORD_LIFE_SECONDS,
     REPLY_SECONDS,
-    RETRY_SECONDS,
     SPREAD_LOOK_SECONDS,
 )
 from p2pavg.net.blame import guarded
@@ -48,9 +47,6 @@ logger = logging.getLogger(__name__)
 MAX_CLAIMS = 32
 """Pieces of this peer's own evidence that wait to be verified. One round gives at most one for each of its members."""
 MIN_BYTES_PER_SECOND = 128 * 1024  # 1 Mbit/s; contradictions have a few hundred bytes and come over any link
-REST = 9.0
-"""After a piece of others' evidence, the next one waits so many times as long as that one took, a minute at most. So
-all of them take a tenth of one core."""
 _CHUNK_BYTES = 64 * 1024
 
 
@@ -79,8 +75,6 @@ class Accusations:
         self._claims: set[bytes] = set()
         self._woken = trio.Event()
         self._turn = trio.Lock()
-        self._verifying = trio.Lock()
-        self._rests_until = -math.inf
 
     def accuse(self, evidence: bytes) -> None:
         """Verify evidence that this peer found itself, exclude the liar, and publish the evidence. Returns at once.
@@ -239,36 +233,35 @@ class Accusations:
     async def _judge(self, fetch: EvidenceFetch, data: bytes) -> None:
         """Believe the evidence, or ignore its accuser from now on."""
         with guarded(fetch.accuser, self._fault, what="evidence"):
-            try:
-                accusation = await self._verified(data, fetch.named)
+            # In a thread that no round waits for: evidence may be true and yet be made to take long.
+            found, seconds = await self._context.run_aside(_timed, data, fetch.named)
+            self._inquiries.verified(fetch, seconds, self._context.wall_clock())
             # Naming evidence costs an accuser nothing. So a false name costs it all further fetches.
-            except RemoteProtocolError as error:
+            if isinstance(found, RemoteProtocolError):
                 self._inquiries.ignore(fetch.accuser)
                 logger.warning(
                     "%s accused %s in run %r and sent %s: its accusations are ignored from now on",
                     fetch.accuser,
                     fetch.named.peer_id,
                     self._run_id,
-                    error,
+                    found,
                 )
                 return
             self._inquiries.proved(fetch)
-            self._learn(accusation)
-
-    async def _verified(self, data: bytes, named: Named) -> Accusation:
-        """Verify evidence of others, one piece after the other. See :func:`read_named`."""
-        async with self._verifying:
-            await trio.sleep_until(self._rests_until)
-            began = trio.current_time()
-            try:
-                return await self._context.run_aside(read_named, data, named)
-            finally:
-                # Evidence may be true and yet be made to take long, by identities that cost nothing.
-                now = trio.current_time()
-                self._rests_until = now + min(REST * (now - began), RETRY_SECONDS)
+            self._learn(found)
 
     def _fault(self, peer_id: str, error: Exception) -> None:  # noqa: ARG002 - logged by the guard
         self._inquiries.ignore(peer_id)
+
+
+def _timed(data: bytes, named: Named) -> tuple[Accusation | RemoteProtocolError, float]:
+    """Return evidence of others that is verified, or what is wrong with it, and the processor seconds that took."""
+    began = time.thread_time()
+    try:
+        found: Accusation | RemoteProtocolError = read_named(data, named)
+    except RemoteProtocolError as error:
+        found = error
+    return found, time.thread_time() - began
 
 
 async def _receive_all(stream: Stream, size: int) -> bytes:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.sources import prefix_of
 
 Endpoint = tuple[str, int]
@@ -19,6 +18,7 @@ ENOUGH = 2
 # be opening it now.
 WORKS_SECONDS = 300.0
 FAILS_SECONDS = 120.0
+SAME_CHECK_SECONDS = 60.0  # within which the votes of one check arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class DialBacks:
         """Note the result of one dial-back."""
         votes = self._votes.setdefault(endpoint, {})
         votes[peer_id] = _Vote(prefix_of(peer_host), reached, now)
-        # The votes of one check arrive within this time. Older ones count until there are ENOUGH new ones.
-        new = {peer: vote for peer, vote in votes.items() if vote.at > now - RETRY_SECONDS}
+        # Older ones count until there are ENOUGH new ones.
+        new = {peer: vote for peer, vote in votes.items() if vote.at > now - SAME_CHECK_SECONDS}
         if len(new) >= ENOUGH:
             self._votes[endpoint] = new
 

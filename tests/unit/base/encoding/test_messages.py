@@ -227,8 +227,13 @@ def test_words_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return decoded_all(said, kind)
 
     monkeypatch.setattr("p2pavg.base.messages.decoded_all", note)
-    first = {"a": LastWord(1, bytes(32)).encode(), "b": LastWord(2, bytes(32)).encode(), "c": b"\xff"}
+    first = {
+        "a": LastWord(1, bytes(32)).encode(),
+        "b": LastWord(2, bytes(32)).encode(),
+        "c": b"\xff",
+        "d": b"",
+    }
     words = DecodedWords(LastWord)
     assert words.of(first).keys() == words.of(first).keys() == {"a", "b"}
     assert words.of({"b": LastWord(3, bytes(32)).encode(), "c": b"\xff"})["b"].epoch == 3
-    assert [each for each in decoded if each] == [{"a", "b", "c"}, {"b"}]
+    assert [each for each in decoded if each] == [{"a", "b", "c", "d"}, {"b"}]

@@ -13,7 +13,7 @@ from p2pavg.group.places.levels import FACTOR, LEAST, level_key
 from p2pavg.runs.records.spread_records import (
     CLIMB_SECONDS,
     ENOUGH,
-    MAX_WHOLE_RUNG,
+    MAX_WHOLE_LEVEL,
     SpreadRecords,
     WholeRun,
     find_sample,
@@ -201,5 +201,5 @@ async def test_monitor_of_a_small_run_reads_the_common_place() -> None:
 
 
 def test_places_that_a_monitor_reads_are_bounded() -> None:
-    most = sum(FACTOR**level for level in range(MAX_WHOLE_RUNG + 1))
+    most = sum(FACTOR**level for level in range(MAX_WHOLE_LEVEL + 1))
     assert WholeRun(Network(10**9)).pauses <= most / 8

@@ -13,6 +13,7 @@ from p2pavg.verification.evidence.inquiries import (
     INQUIRY_RETRY_SECONDS,
     MAX_FETCHES,
     MAX_INQUIRY_RETRY_SECONDS,
+    REST,
     UNMET_FETCHES,
     EvidenceFetch,
     Inquiries,
@@ -221,3 +222,25 @@ def test_an_older_record_changes_nothing() -> None:
     fetch = peer.next()
     assert fetch is not None
     assert fetch.named == named("liar", 2)
+
+
+def test_evidence_about_peers_that_were_not_met_takes_a_tenth_of_a_core() -> None:
+    """It may be true and made to take long, by identities that cost nothing; other evidence goes on meanwhile."""
+    peer = Peer("met")
+    peer.hears("accuser", named("stranger 1"), named("stranger 2"))
+    fetch = peer.next()
+    assert fetch is not None
+    peer.inquiries.verified(fetch, 2.0, peer.now)
+    peer.exclusions.learn(accusation(fetch.named.peer_id))
+    peer.inquiries.ended(fetch)
+    peer.now += 2.0 * REST - 0.1
+    assert peer.next() is None
+    peer.hears("another", named("met"))
+    other = peer.next()
+    assert other is not None
+    assert other.named.peer_id == "met"
+    peer.inquiries.verified(other, 60.0, peer.now)
+    peer.inquiries.ended(other)
+    peer.exclusions.learn(accusation("met"))
+    peer.now += 0.1
+    assert peer.next() is not None

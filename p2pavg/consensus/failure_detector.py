@@ -61,8 +61,6 @@ class Silences:
 
     def _longest(self, peer_id: str, now: float) -> float:
         seconds, noted = self._seen.get(peer_id, (0.0, now))
-        # Half of a silence is forgotten after so long. A program that stands still now and then does so many times
-        # meanwhile; one that has started anew, or has moved to a better link, is soon a member like any other.
         return math.ldexp(seconds, -int((now - noted) / FORGIVE_SECONDS))
 
 

@@ -18,7 +18,7 @@ from p2pavg.round.voting import Voting
 
 
 class AttemptNews:
-    """What the events of one exchange's attempts mean for the agreement.
+    """Tells the agreement of the events of one exchange's attempts.
 
     Args:
         positions: of the members in the group's roster, by peer id.

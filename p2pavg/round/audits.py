@@ -37,9 +37,8 @@ from p2pavg.verification.audit.task import AuditTask, Lie, shares_of, tasks_of
 
 logger = logging.getLogger(__name__)
 
-AUDIT_SECONDS = (
-    30.0  # for which a reducer shows the inputs of a round that has ended, and others wait for its answer
-)
+AUDIT_SECONDS = 30.0
+"""For which a reducer shows the inputs of a round that has ended, and others wait for its answer."""
 
 _BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError, UnreachableError)
 

@@ -1,4 +1,4 @@
-"""What a program gives an optimizer by mistake is refused in words, before anything has changed."""
+"""An optimizer refuses a program's mistakes in words, before anything has changed."""
 
 from __future__ import annotations
 

@@ -320,26 +320,27 @@ def _checked_weight(weight: object) -> float:
 
 def _check_same(before: Schema, now: Schema) -> None:
     """Raise AccumulateError if other tensors are given than before, which other peers would not average."""
-    wrong = ""
-    if len(now.shapes) != len(before.shapes):
-        wrong = f"{len(now.shapes)} tensors were given, {len(before.shapes)} before"
-    elif now.names != before.names:
-        wrong = "the tensors' names or their order differ from before"
-    for position in range(0 if wrong else len(now.shapes)):
-        label = now.label(position)
-        if now.shapes[position] != before.shapes[position]:
-            wrong = f"{label} has shape {now.shapes[position]}, before it had {before.shapes[position]}"
-        elif now.dtypes[position] != before.dtypes[position]:
-            wrong = f"{label} is {now.dtypes[position]}, before it was {before.dtypes[position]}"
-        elif now.devices[position] != before.devices[position]:
-            wrong = f"{label} is on {now.devices[position]}, before it was on {before.devices[position]}"
-        if wrong:
-            break
-    if wrong:
+    if difference := _difference(before, now):
         raise AccumulateError(
-            f"{wrong}: an averager averages the same tensors for as long as it is open. To average others, such as"
+            f"{difference}: an averager averages the same tensors for as long as it is open. To average others, such as"
             " after parameters were added or unfrozen, close it and open another one"
         )
+
+
+def _difference(before: Schema, now: Schema) -> str:
+    if len(now.shapes) != len(before.shapes):
+        return f"{len(now.shapes)} tensors were given, {len(before.shapes)} before"
+    if now.names != before.names:
+        return "the tensors' names or their order differ from before"
+    for position in range(len(now.shapes)):
+        label = now.label(position)
+        if now.shapes[position] != before.shapes[position]:
+            return f"{label} has shape {now.shapes[position]}, before it had {before.shapes[position]}"
+        if now.dtypes[position] != before.dtypes[position]:
+            return f"{label} is {now.dtypes[position]}, before it was {before.dtypes[position]}"
+        if now.devices[position] != before.devices[position]:
+            return f"{label} is on {now.devices[position]}, before it was on {before.devices[position]}"
+    return ""
 
 
 def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:

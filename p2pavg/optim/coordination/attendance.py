@@ -154,9 +154,8 @@ class PeerTrust:
         """Start anew with other parameters: no peer has taken an update with this one yet."""
         self._known: dict[str, int] = {}  # peer id -> epoch of the last update taken together
         self._companions: frozenset[str] = frozenset()  # peers of the last update
-        self._logged: frozenset[str] = (
-            frozenset()
-        )  # members of the group whose update this peer has replayed last
+        self._logged: frozenset[str] = frozenset()
+        """Members of the group whose update this peer has replayed last."""
         self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # this peer's states before it
         self._took_at = -math.inf
         self.started = False
@@ -298,7 +297,7 @@ class PeerTrust:
         self._logged = frozenset(members)
 
     def _votes(self, peer: str, mine: PeerProgress, known: Collection[str], now: float) -> bool:
-        # A peer that follows the log has taken no update with anybody, and its updates are those of some peers all the
+        # A peer that follows the log has taken no update with others, and its updates are those of some peers all the
         # same. Otherwise each stranger could hold it up anew after each update.
         voters = known or self._logged & self._peers.keys()
         if voters and peer not in voters:

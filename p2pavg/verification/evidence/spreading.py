@@ -161,7 +161,6 @@ class Accusations:
             while (fetch := self._inquiries.next(self._context.wall_clock())) is not None:
                 nursery.start_soon(self._fetch, fetch, records)
             # Without this pause, an accuser that changes its record all the time would keep this loop busy.
-            # Between two looks, whatever happens: an accuser may change its record all the time.
             await trio.sleep(LOOK_SECONDS)
             with trio.move_on_at(look_at):
                 await self._woken.wait()

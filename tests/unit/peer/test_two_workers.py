@@ -1,4 +1,4 @@
-"""What others make this peer compute holds up none of its rounds."""
+"""A peer's rounds do not wait for work that others make it do."""
 
 from __future__ import annotations
 

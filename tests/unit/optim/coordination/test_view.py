@@ -112,7 +112,7 @@ def test_one_liar_holds_up_a_peer_that_follows_the_log_for_a_bounded_time_in_all
     run.follow(5)
     while run.now < run.began + LAST:
         run.look(LIE)
-    # Time in which it hears of an update of the others counts for nobody.
+    # Time in which it hears of an update of the others counts for none of them.
     assert run.held <= (1.5 * WOKEN_SECONDS if member else every)
 
 

@@ -158,6 +158,10 @@ class TestNotFinite:
         assert batch(model, optimizer).updated
 
 
+TRAINED = nn.Linear(1, 1)
+"""The module that the optimizers of `test_wrong_arguments_are_named` train."""
+
+
 class TestBuffers:
     @both
     def test_running_statistics_are_averaged(self, make: Make) -> None:
@@ -222,11 +226,13 @@ class TestBuffers:
 
     @both
     def test_a_codec_that_makes_zeros_of_small_values_is_refused(self, make: Make) -> None:
+        model = small()
         for codec in (None, "bf16", "fp16", "blockwise8"):
-            make(Alone(compression=codec), SGD(small().parameters(), lr=0.1), model=small())
+            make(Alone(compression=codec), SGD(model.parameters(), lr=0.1), model=model)
         with pytest.raises(ValueError, match=r"int8.* too coarse"):
-            make(Alone(compression="int8"), SGD(small().parameters(), lr=0.1), model=small())
-        make(Alone(compression="int8"), SGD(plain().parameters(), lr=0.1), model=plain())
+            make(Alone(compression="int8"), SGD(model.parameters(), lr=0.1), model=model)
+        model = plain()
+        make(Alone(compression="int8"), SGD(model.parameters(), lr=0.1), model=model)
 
     @both
     @pytest.mark.parametrize(
@@ -234,8 +240,9 @@ class TestBuffers:
         [
             ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
             ({"buffers": ["x"]}, ValueError, "give model= too"),
-            ({"model": nn.Linear(1, 1), "buffers": ["x"]}, ValueError, "buffers: 'x'"),
-            ({"model": nn.Linear(1, 1), "buffers": "x"}, TypeError, "collection of names"),
+            ({"model": nn.Linear(1, 1)}, ValueError, "trains no parameter, such as a copy"),
+            ({"model": TRAINED, "buffers": ["x"]}, ValueError, "buffers: 'x'"),
+            ({"model": TRAINED, "buffers": "x"}, TypeError, "collection of names"),
             ({"check_every": -1}, ValueError, "check_every"),
             ({"check_every": 1.5}, ValueError, "check_every"),
             ({"check_every": True}, ValueError, "check_every"),
@@ -245,7 +252,7 @@ class TestBuffers:
         self, make: Make, changes: dict[str, Any], error: type[Exception], named: str
     ) -> None:
         with pytest.raises(error, match=named):
-            make(Alone(), SGD([parameter(1.0)], lr=0.1), **changes)
+            make(Alone(), SGD(TRAINED.parameters(), lr=0.1), **changes)
 
     def test_feedback_with_averaged_buffers_is_refused(self) -> None:
         model = small()

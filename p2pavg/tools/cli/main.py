@@ -24,6 +24,7 @@ from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
 from p2pavg.tools.cli.daemon_commands import files, join, status, stop
+from p2pavg.tools.cli.job import app as job_app
 from p2pavg.tools.cli.logs import (
     FORMAT,
     LEVEL,
@@ -66,6 +67,7 @@ for command in (join, status, stop, files):
     app.command()(command)
 app.add_typer(run_app)
 app.add_typer(checkpoint_app)
+app.add_typer(job_app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,76 @@
+"""The commands ``p2pavg job …``: what a run trains, as a folder and as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="job",
+    help="Jobs, which are what runs train: check a folder, make one file of it, and look into one.",
+    no_args_is_help=True,
+)
+
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The job's folder, with its job.toml.")]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job's file.")]
+
+
+@app.command()
+def check(folder: FolderArgument) -> None:
+    """Say what a folder lacks to be a job. The exit code is 1 if it lacks anything."""
+    from p2pavg.tools.jobs.folder import read_folder
+    from p2pavg.tools.jobs.manifest import problems
+
+    found = problems(read_folder(folder))
+    for sentence in found:
+        typer.echo(sentence)
+    if found:
+        raise typer.Exit(1)
+    typer.echo(f"{folder} is a job")
+
+
+@app.command()
+def pack(
+    folder: FolderArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The file to write. Default: NAME.job, by the manifest."
+        ),
+    ] = None,
+) -> None:
+    """Make the one file of a job, which its members pass on. The same folder gives the same bytes and the same root."""
+    from p2pavg.base.files import PUBLIC, replace_file
+    from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
+    from p2pavg.tools.jobs.folder import read_folder
+
+    data = pack_job(read_folder(folder))
+    manifest, _ = unpack_job(data)
+    file = output if output is not None else Path(f"{manifest.name}.job")
+    replace_file(file, data, mode=PUBLIC)
+    typer.echo(f"{file}: {len(data)} bytes, root {job_root(data).hex()}")
+
+
+@app.command()
+def show(file: FileArgument) -> None:
+    """Print what a job's file holds, and its root. Nothing of it runs."""
+    from p2pavg.tools.jobs.words import describe
+
+    for line in describe(file):
+        typer.echo(line)
+
+
+@app.command()
+def unpack(
+    file: FileArgument,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+) -> None:
+    """Write the files of a job into a new folder, to look at them. Nothing of it runs."""
+    from p2pavg.tools.jobs.folder import write_folder
+    from p2pavg.tools.jobs.words import read_file
+
+    _, files, _ = read_file(file)
+    write_folder(folder, files)
+    typer.echo(f"{folder}: {len(files)} files")

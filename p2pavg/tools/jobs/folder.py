@@ -1,0 +1,80 @@
+"""The folder of a job: read to pack it, written to run it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import what_to_do
+from p2pavg.tools.jobs.manifest import MAX_FILES, MAX_JOB_BYTES
+
+LEFT_OUT = frozenset({"__pycache__"})
+"""Folders that are no part of a job, beside those and files whose names begin with a dot."""
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder by name, with ``/`` between folders.
+
+    Raises:
+        ConfigError: the folder, or a file in it, cannot be read, or is a link or a device; or there is too much of it.
+    """
+    found: dict[str, bytes] = {}
+    left = MAX_JOB_BYTES
+    try:
+        for path in _files(folder):
+            name = path.relative_to(folder).as_posix()
+            if len(found) >= MAX_FILES or (left := left - path.stat().st_size) < 0:
+                raise ConfigError(
+                    f"{folder} has more than {MAX_FILES} files or {MAX_JOB_BYTES} bytes: name large data in [[data]]"
+                )
+            found[name] = path.read_bytes()
+    except OSError as error:
+        file = error.filename or folder
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {what_to_do(error, file)}") from None
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or entry.name in LEFT_OUT:
+            continue
+        path = Path(entry.path)
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            yield from _files(path)
+        elif stat.S_ISREG(mode):
+            yield path
+        else:
+            # A link may lead out of the folder, on this machine or on another one.
+            raise ConfigError(f"{path} is a link, a pipe or a device; a job has plain files only")
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make a folder with the files of a job, whole or not at all.
+
+    Args:
+        folder: must not exist.
+        files: those of :func:`~p2pavg.tools.jobs.archive.unpack_job`, whose names are safe.
+
+    Raises:
+        ConfigError: the folder exists, or cannot be written.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a folder that does not")
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        for name, content in files.items():
+            path = draft / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        draft.rename(folder)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror}; {what_to_do(error, folder)}"
+        ) from None

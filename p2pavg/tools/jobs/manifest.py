@@ -1,0 +1,195 @@
+"""The manifest of a job, and the rules for its files. No I/O, no clock, no random source.
+
+A job is a folder. Its ``job.toml`` says who made it, what it does, which program runs, which packages that needs, and
+what it asks of a volunteer's machine. Everything in a job is a stranger's word: it is bounded here, before a volunteer
+is asked, and nothing of it names a place outside of the job's folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from p2pavg.base.errors import ConfigError
+
+MANIFEST = "job.toml"
+MAX_MANIFEST_BYTES = 64 * 1024
+MAX_JOB_BYTES = 64 * 2**20
+"""Of all files of a job. Larger data are named in the manifest by their root, and come from elsewhere."""
+MAX_FILES = 4096
+MAX_NAME_CHARS = 200
+MAX_DEPTH = 16
+MAX_MIRRORS = 8
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]*\])?==[A-Za-z0-9.!+_-]+( ?;[ -~]*)?")
+_HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+FileName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Text = Annotated[str, Meta(min_length=1, max_length=2000)]
+
+
+class Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a job takes of a machine at most. Its limits are set to this."""
+
+    memory_gb: Annotated[float, Meta(gt=0.0, le=4096.0)]
+    disk_gb: Annotated[float, Meta(gt=0.0, le=65536.0)]
+    gpu_memory_gb: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
+
+
+class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file that is too large for the job itself."""
+
+    file: FileName
+    """Where the program finds it in the job's folder."""
+    root: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+    """Of its bytes: see :func:`p2pavg.state.tree.root_of`."""
+    size: Annotated[int, Meta(ge=1, le=2**50)]
+    """Bytes."""
+    mirrors: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=MAX_MIRRORS)] = ()
+    """URLs, besides the members."""
+
+
+class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What ``job.toml`` says."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    author: Annotated[str, Meta(min_length=1, max_length=200)]
+    about: Text
+    """What the job does, in its author's words."""
+    program: FileName
+    """The program in the job's folder that trains: ``python PROGRAM`` runs it."""
+    needs: Needs
+    packages: FileName | None = None
+    """File with the packages that the program needs, one a line, as ``pip install --require-hashes`` reads them."""
+    network: bool = False
+    """True if the program itself opens connections. A volunteer is asked for that."""
+    data: Annotated[tuple[DataFile, ...], Meta(max_length=64)] = ()
+
+
+def what_is_wrong_with(name: str) -> str:
+    """Return why a job cannot have a file of this name; empty if it can.
+
+    A name is one that every system keeps inside of a folder, and that no two systems read differently.
+    """
+    parts = name.split("/")
+    if not 0 < len(name) <= MAX_NAME_CHARS or len(parts) > MAX_DEPTH:
+        return f"it has more than {MAX_NAME_CHARS} characters, or more than {MAX_DEPTH} folders"
+    if not (name.isascii() and name.isprintable()) or any(sign in name for sign in '\\:*?"<>|'):
+        return "it has a character that some systems do not take in a name"
+    if any(part in ("", ".", "..") or part.startswith("~") or part[-1] in ". " for part in parts):
+        return "it is no plain name below the job's folder"
+    return ""
+
+
+def read_manifest(text: bytes) -> JobManifest:
+    """Read a manifest.
+
+    Raises:
+        ConfigError: it is malformed; the message says where, and what is expected.
+    """
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ConfigError(f"{MANIFEST} has {len(text)} bytes, and may have {MAX_MANIFEST_BYTES}")
+    try:
+        found = msgspec.toml.decode(text, type=JobManifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{MANIFEST}: {error}") from None
+    if _NAME.fullmatch(found.name) is None:
+        raise ConfigError(
+            f"{MANIFEST}: name must be letters, digits, '.', '_' and '-', beginning with a letter or digit, got"
+            f" {found.name!r}"
+        )
+    named = [
+        found.program,
+        *([found.packages] if found.packages else []),
+        *(each.file for each in found.data),
+    ]
+    for name in named:
+        if why := what_is_wrong_with(name):
+            raise ConfigError(f"{MANIFEST}: {name!r} cannot be a file of a job: {why}")
+    for text_of in (found.author, found.about):
+        if not text_of.replace("\n", "").isprintable():
+            raise ConfigError(f"{MANIFEST}: author and about must be printable text")
+    for each in found.data:
+        if wrong := [url for url in each.mirrors if not re.match(r"https?://[^\s/]", url)]:
+            raise ConfigError(
+                f"{MANIFEST}: a mirror of {each.file} must be an http or https URL, got {wrong[0]!r}"
+            )
+    return found
+
+
+def problems(files: Mapping[str, bytes]) -> list[str]:
+    """Return what keeps files from being a job, as sentences; empty if they are one.
+
+    Args:
+        files: content by name, with ``/`` between folders.
+    """
+    found = [
+        f"{name!r} cannot be a file of a job: {why}" for name in files if (why := what_is_wrong_with(name))
+    ]
+    found += _clashes(files)
+    if len(files) > MAX_FILES:
+        found.append(f"there are {len(files)} files, and a job may have {MAX_FILES}")
+    if (size := sum(map(len, files.values()))) > MAX_JOB_BYTES:
+        found.append(
+            f"the files have {size} bytes together, and a job may have {MAX_JOB_BYTES}: name large data in [[data]]"
+        )
+    if MANIFEST not in files:
+        return [*found, f"there is no {MANIFEST}"]
+    try:
+        manifest = read_manifest(files[MANIFEST])
+    except ConfigError as error:
+        return [*found, str(error)]
+    if manifest.program not in files:
+        found.append(f"the program {manifest.program!r} is not there")
+    for each in manifest.data:
+        if each.file in files:
+            found.append(
+                f"{each.file!r} is named in [[data]], and in the folder, too: take it out of one of them"
+            )
+    if manifest.packages is not None:
+        if manifest.packages not in files:
+            found.append(f"the packages' file {manifest.packages!r} is not there")
+        else:
+            found += _loose_packages(manifest.packages, files[manifest.packages])
+    return found
+
+
+def _clashes(names: Iterable[str]) -> list[str]:
+    """Return sentences on names that are one place on a system that does not tell A from a, or a file and a folder."""
+    found: list[str] = []
+    taken: dict[str, tuple[str, bool]] = {}
+    for name in sorted(names):
+        parts = name.casefold().split("/")
+        for depth in range(1, len(parts) + 1):
+            is_folder = depth < len(parts)
+            other, was_folder = taken.setdefault("/".join(parts[:depth]), (name, is_folder))
+            if was_folder != is_folder or (not is_folder and other != name):
+                found.append(f"{other!r} and {name!r} are one place on some systems")
+                break
+    return found
+
+
+def _loose_packages(file: str, content: bytes) -> list[str]:
+    """Return sentences on packages that are not pinned to one version and its hashes."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return [f"{file} is no text"]
+    loose = []
+    for line in text.replace("\r\n", "\n").replace("\\\n", " ").splitlines():
+        words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
+        hashes = [word for word in words if word.startswith("--hash=")]
+        wanted = " ".join(word for word in words if not word.startswith("--hash="))
+        # Anything else than a name and its version, such as another index or a URL, is no package of that name.
+        if words and not (hashes and all(map(_HASH.fullmatch, hashes)) and _PINNED.fullmatch(wanted)):
+            loose.append(
+                f"{file}: {wanted[:80]!r} must be NAME==VERSION with --hash=sha256:…, as `uv pip compile"
+                " --generate-hashes` writes it"
+            )
+    return loose

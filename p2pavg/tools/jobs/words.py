@@ -1,0 +1,44 @@
+"""A job's file in words, for the command line and the page that asks a volunteer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import what_to_do
+from p2pavg.base.formats import count, in_bytes
+from p2pavg.tools.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
+from p2pavg.tools.jobs.manifest import JobManifest
+
+
+def read_file(file: Path) -> tuple[JobManifest, dict[str, bytes], bytes]:
+    """Return the manifest, the files and the root of a job's file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no job's file.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_ARCHIVE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {what_to_do(error, file)}") from None
+    manifest, files = unpack_job(data)
+    return manifest, files, job_root(data)
+
+
+def describe(file: Path) -> list[str]:
+    """Return a job's file as lines of text: who made it, what it does, and what it needs."""
+    manifest, files, root = read_file(file)
+    needs = manifest.needs
+    gpu = f", {needs.gpu_memory_gb:g} GB of a GPU's" if needs.gpu_memory_gb else ""
+    lines = [
+        f"{manifest.name}, by {manifest.author}",
+        *manifest.about.splitlines(),
+        f"runs {manifest.program}, with {'connections of its own' if manifest.network else 'no connection of its own'}",
+        f"needs {needs.memory_gb:g} GB of memory{gpu}, and {needs.disk_gb:g} GB of the disk",
+        f"packages: {manifest.packages or 'none'}",
+    ]
+    lines += [f"data: {each.file}, {in_bytes(each.size)}, root {each.root}" for each in manifest.data]
+    lines.append(f"{count(len(files), 'file')}, {in_bytes(sum(map(len, files.values())))}:")
+    lines += [f"  {name} ({in_bytes(len(content))})" for name, content in sorted(files.items())]
+    return [*lines, f"root {root.hex()}"]

@@ -25,6 +25,7 @@ from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.audits import Audits
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
+from p2pavg.jobs.program import Job, job
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.joining.member import join_run
@@ -67,6 +68,7 @@ __all__ = [
     "InProgress",
     "Int4",
     "Int8",
+    "Job",
     "ListenError",
     "Median",
     "NoPeers",
@@ -88,6 +90,7 @@ __all__ = [
     "TopK",
     "TrimmedMean",
     "blocking",
+    "job",
     "join_run",
     "open_peer",
     "read_run_file",

@@ -26,8 +26,7 @@ from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 64
-"""Connections at once. Further ones are closed: a user's own program may be wrong too."""
+MAX_CONNECTIONS = 64  # of a control socket, at once
 MAX_PATH_BYTES = 107  # of the name in a socket's address on Linux; other systems allow 103
 _BACKLOG = 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -64,11 +63,14 @@ Handler = Callable[[UnixStream], Awaitable[None]]
 
 
 @asynccontextmanager
-async def open_unix_listener(path: Path) -> AsyncIterator[trio.SocketListener]:
+async def open_unix_listener(path: Path, *, backlog: int = _BACKLOG) -> AsyncIterator[trio.SocketListener]:
     """Listen on a Unix socket that only this user may use, until the end of the block, which removes it.
 
     A lock beside the socket belongs to this process until then. So a socket whose process was killed is replaced, and
     that of a living process is not.
+
+    Args:
+        backlog: connections that wait to be accepted. Another one fails.
 
     Raises:
         BusyError: another process listens there.
@@ -84,7 +86,7 @@ async def open_unix_listener(path: Path) -> AsyncIterator[trio.SocketListener]:
             with _short(path) as name:
                 await listening.bind(name)
             os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # before anything can connect
-            listening.listen(_BACKLOG)
+            listening.listen(backlog)
         except OSError as error:
             listening.close()
             raise ControlError(f"cannot listen on {path}: {error.strerror or error}") from None
@@ -95,14 +97,18 @@ async def open_unix_listener(path: Path) -> AsyncIterator[trio.SocketListener]:
                 _remove(path)
 
 
-async def serve_unix(listener: trio.SocketListener, handler: Handler) -> None:
-    """Serve connections of this user's processes until cancelled. One that fails costs itself only."""
+async def serve_unix(listener: trio.SocketListener, handler: Handler, *, most: int = MAX_CONNECTIONS) -> None:
+    """Serve connections of this user's processes until cancelled. One that fails costs itself only.
+
+    Args:
+        most: connections at once. Further ones are closed: a user's own program may be wrong too.
+    """
     async with trio.open_nursery() as nursery:
         while True:
             stream = await accept_unix(listener)
             # Each takes an open file, of which the peer's connections need many.
-            if len(nursery.child_tasks) >= MAX_CONNECTIONS:
-                logger.warning("more than %d connections on the control socket", MAX_CONNECTIONS)
+            if len(nursery.child_tasks) >= most:
+                logger.warning("more than %d connections on %s", most, listener.socket.getsockname())
                 await trio.aclose_forcefully(stream)
                 continue
             nursery.start_soon(_serve, stream, handler)
@@ -130,15 +136,22 @@ async def connect_unix(path: Path) -> AsyncIterator[UnixStream]:
         NotRunningError: no process listens there.
         ControlError: it is another user's.
     """
-    stream = await _connect(path)
+    stream = await dial_unix(path)
     try:
-        # Also by the side that connects: another user's process may listen under this name, to read what is sent.
-        refusal = _refusal(stream.socket)
-        if refusal is not None and os.geteuid() != 0:  # root may ask the daemon of any user
-            raise ControlError(f"{path}: {refusal}")
-        yield UnixStream(stream, str(path))
+        yield stream
     finally:
+        await stream.reset()
+
+
+async def dial_unix(path: Path) -> UnixStream:
+    """Connect as :func:`connect_unix` does; the caller closes the stream."""
+    stream = await _connect(path)
+    # Also by the side that connects: another user's process may listen under this name, to read what is sent.
+    refusal = _refusal(stream.socket)
+    if refusal is not None and os.geteuid() != 0:  # root may ask the daemon of any user
         await trio.aclose_forcefully(stream)
+        raise ControlError(f"{path}: {refusal}")
+    return UnixStream(stream, str(path))
 
 
 class NotRunningError(ControlError):

@@ -54,6 +54,19 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP_SECONDS = 15.0
 
+PEER_PROTOCOLS = frozenset(
+    (
+        RECORDS_PROTOCOL,
+        MATCH_PROTOCOL,
+        HELLO_PROTOCOL,
+        BANDWIDTH_PROTOCOL,
+        EXCHANGE_PROTOCOL,
+        EVIDENCE_PROTOCOL,
+        STATE_PROTOCOL,
+    )
+)
+"""All that a peer serves, and asks of others."""
+
 
 class Peer:
     """This process in the network. Made by :func:`open_peer`."""
@@ -158,16 +171,15 @@ class Peer:
                     # Other members may not have heard yet how the last round ended.
                     tails.cancel_scope.deadline = trio.current_time() + TAIL_SECONDS
 
-    async def start(self, bootstrap: Sequence[str]) -> None:
-        """Serve, and join the network through the bootstrap addresses."""
+    async def start(self, bootstrap: Sequence[str], *, only_asks: bool = False) -> None:
+        """Serve, and join the network through the bootstrap addresses.
+
+        Args:
+            only_asks: serve nothing but lanes: another process serves for this peer, or will.
+        """
         # Before this peer calls any other one: a peer that is called may call back at once.
-        self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
-        self._transport.serve(MATCH_PROTOCOL, self._serve_match)
-        self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
-        self._transport.serve(BANDWIDTH_PROTOCOL, BandwidthService().serve)
-        self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
-        self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
-        self._transport.serve(STATE_PROTOCOL, self.state.serve)
+        if not only_asks:
+            self._serve()
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
@@ -176,9 +188,19 @@ class Peer:
             await self.join(bootstrap)
             # What is announced first should work: others would dial a useless address, or none, until the next renewal.
             await self._transport.settle()
-        # It compares clocks with peers that are known, so it begins after the network was joined.
-        self.context.nursery.start_soon(self.greeter.run)
-        self.context.nursery.start_soon(self._twins.run)
+        if not only_asks:
+            # It compares clocks with peers that are known, so it begins after the network was joined.
+            self.context.nursery.start_soon(self.greeter.run)
+            self.context.nursery.start_soon(self._twins.run)
+
+    def _serve(self) -> None:
+        self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
+        self._transport.serve(MATCH_PROTOCOL, self._serve_match)
+        self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
+        self._transport.serve(BANDWIDTH_PROTOCOL, BandwidthService().serve)
+        self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
+        self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
+        self._transport.serve(STATE_PROTOCOL, self.state.serve)
 
     async def join(self, bootstrap: Sequence[str]) -> None:
         """Join the network through addresses of peers in it.
@@ -284,6 +306,7 @@ async def peer_over(
     processor_wait: ProcessorWait | None = None,
     on_milestone: OnMilestone = ignore,
     way_out: str = "",
+    only_asks: bool = False,
 ) -> AsyncIterator[Peer]:
     """Open a peer over any transport. :func:`open_peer` does this over libp2p.
 
@@ -312,7 +335,7 @@ async def peer_over(
                 way_out=way_out,
             )
             try:
-                await peer.start(bootstrap)
+                await peer.start(bootstrap, only_asks=only_asks)
                 yield peer
             finally:
                 # While the tasks still run: withdrawing needs the record node and the transport.
@@ -329,6 +352,7 @@ async def open_peer(
     announce: Sequence[str] = (),
     port_mapping: bool = True,
     relay_mbps: float = DEFAULT_RELAY_MBPS,
+    only_asks: bool = False,
 ) -> AsyncIterator[Peer]:
     """Open a peer that lives as long as the block.
 
@@ -346,6 +370,7 @@ async def open_peer(
         port_mapping: ask the router to forward the port, by UPnP or NAT-PMP.
         relay_mbps: Mbit/s that this peer carries for peers which cannot be dialled, if it can be dialled itself; 0
             relays nothing.
+        only_asks: serve nothing, because another process serves for this peer through a gate.
 
     Raises:
         AddressError, ListenError, IdentityError: the caller's addresses or key file; the message says what is wrong.
@@ -363,6 +388,8 @@ async def open_peer(
     with identity_of_this_process(identity) as seed, bare_exceptions():
         async with (
             open_libp2p_transport(seed=seed, listen=listen, options=options) as transport,
-            peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap, way_out=out) as peer,
+            peer_over(
+                transport, Ed25519Signer(seed), bootstrap=bootstrap, way_out=out, only_asks=only_asks
+            ) as peer,
         ):
             yield peer

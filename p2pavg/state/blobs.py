@@ -12,3 +12,5 @@ class BlobKind(enum.IntEnum):
     """Named by its root, in pieces of 1 MiB. The manifest is the digests of the pieces."""
     AVERAGE = 1
     """Named by its group id, in pieces that are its encoded parts. See :mod:`p2pavg.state.average`."""
+    JOB = 2
+    """The file of a run's job, named by its root, in pieces of 1 MiB. The manifest is the digests of the pieces."""

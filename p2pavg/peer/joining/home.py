@@ -80,6 +80,10 @@ class Home:
         """Return the place of the peer's certificate."""
         return self.folder / f"{file_name(run_id)}.cert"
 
+    def job(self, root: bytes) -> Path:
+        """Return the place of the file of a job, by its root."""
+        return self.folder / "jobs" / f"{root.hex()}.job"
+
     def make(self) -> None:
         """Make the folder, for its owner only.
 

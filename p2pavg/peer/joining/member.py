@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ import trio
 from p2pavg.base.errors import BusyError, ConfigError
 from p2pavg.base.files import locked
 from p2pavg.net.addresses import is_circuit, parse_peer_address
+from p2pavg.net.gate.client import GateSigner, open_gate_transport
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
+from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.finding import join
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.links import open_delegate, serving_links
 from p2pavg.peer.joining.remembering import join_again, remembering
-from p2pavg.peer.peer import Peer, check_openness, open_peer
+from p2pavg.peer.peer import Peer, check_openness, open_peer, peer_over
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.files import read_run_file
@@ -78,8 +80,12 @@ async def open_peer_of(
         ConfigError: an address leads out of this machine, and ``config`` has neither ``access`` nor ``open_run``.
         BusyError: another process is the peer of the folder.
     """
+    if config.files is not None and config.files.gate is not None:
+        async with _open_peer_behind(config.files.gate, config.files, config) as peer:
+            yield peer
+        return
     if config.files is not None:
-        async with _open_peer_in(
+        async with open_peer_in(
             config.files,
             config,
             listen=listen,
@@ -107,7 +113,22 @@ async def open_peer_of(
 
 
 @asynccontextmanager
-async def _open_peer_in(
+async def _open_peer_behind(gate: Path, files: PeerFiles, config: AveragingConfig) -> AsyncIterator[Peer]:
+    """Open a peer whose network and key another process has, behind a gate."""
+    assert config.access is not None
+    run, home = read_run_file(files.run_file), Home(files.folder)
+    async with open_gate_transport(gate) as transport:
+        with closing(await trio.to_thread.run_sync(GateSigner, gate, transport.peer_id)) as signer:
+            others = [each for each in run.bootstrap if not each.endswith(f"/p2p/{transport.peer_id}")]
+            async with (
+                peer_over(transport, signer, bootstrap=others) as peer,
+                carrying_job(peer, home, run, config.access),
+            ):
+                yield peer
+
+
+@asynccontextmanager
+async def open_peer_in(
     files: PeerFiles,
     config: AveragingConfig,
     *,
@@ -117,8 +138,12 @@ async def _open_peer_in(
     announce: Sequence[str],
     port_mapping: bool,
     relay_mbps: float,
+    only_asks: bool = False,
 ) -> AsyncIterator[Peer]:
-    """Open the peer of a folder, which remembers other peers and admits new ones if its certificate lets it."""
+    """Open the peer of a folder, which remembers other peers and admits new ones if its certificate lets it.
+
+    The arguments are those of :func:`p2pavg.open_peer`.
+    """
     assert config.access is not None
     home, run = Home(files.folder), read_run_file(files.run_file)
     own = home.addresses
@@ -140,9 +165,11 @@ async def _open_peer_in(
                 announce=announce or forwarded(own, machine_hosts()),
                 port_mapping=port_mapping,
                 relay_mbps=relay_mbps,
+                only_asks=only_asks,
             ) as peer,
             remembering(peer, home),
             serving_links(peer, delegate),
+            nullcontext() if only_asks else carrying_job(peer, home, run, config.access),
             trio.open_nursery() as nursery,
         ):
             if remembered and not named:

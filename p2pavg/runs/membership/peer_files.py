@@ -15,3 +15,5 @@ class PeerFiles:
     run_file: Path
     certificate: Path
     identity: Path
+    gate: Path | None = None
+    """Socket of the process that has this peer's network and key; ``None``: this process has them."""

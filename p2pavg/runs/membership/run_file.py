@@ -33,6 +33,7 @@ from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
 from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups
 from p2pavg.runs.membership.access import SECRET_BYTES
 from p2pavg.runs.membership.certificate import AUTHORITY_BYTES
+from p2pavg.runs.membership.job_release import MAX_RELEASE_CHARS, JobRelease, read_release
 from p2pavg.runs.membership.peer_addresses import MAX_ADDRESS_CHARS, is_peer_address
 from p2pavg_compression import resolve_codec
 
@@ -64,6 +65,8 @@ class RunFile:
             otherwise; see :class:`~p2pavg.AveragingConfig`.
         relay_mbps: what members carry for peers that cannot be dialled, in Mbit/s, unless they say otherwise.
         bootstrap: addresses of peers that are usually online, 8 at most, each ending in ``/p2p/<peer id>``.
+        job: what the run trains, as the text of a :class:`~p2pavg.runs.membership.job_release.JobRelease`; empty:
+            each member has its own program.
         strategy: text of the strategy with which all members train (:mod:`p2pavg.strategies`); empty: none. In the file
             it is the table ``[strategy]``.
 
@@ -89,6 +92,7 @@ class RunFile:
     max_download_mbps: float | None = None
     relay_mbps: float | None = None
     bootstrap: tuple[str, ...] = ()
+    job: str = ""
     strategy: str = ""
 
     def __post_init__(self) -> None:
@@ -123,6 +127,9 @@ class RunFile:
         Aggregation(resolve_rule(self.robust), self.max_norm, resolve_audits(self.audit), topology)
         check_codec_for(topology, resolve_codec(self.compression))
         _check_bootstrap(self.bootstrap)
+        if self.job != "":
+            _check_text("job", self.job, MAX_RELEASE_CHARS)
+            read_release(self.job, self.authority)
         if self.strategy != "":
             check_text(self.strategy)
 
@@ -133,16 +140,21 @@ class RunFile:
         for each in fields(self):
             value = getattr(self, each.name)
             # Run files of a butterfly are those of versions that have no other topology.
-            if value is not None and each.name != "strategy" and (each.name, value) != _USUAL_TOPOLOGY:
+            if value not in (None, "") and each.name != "strategy" and (each.name, value) != _USUAL_TOPOLOGY:
                 lines.append(f"{each.name} = {_toml(value)}")
         if self.strategy:  # a table comes after all values
             lines += ["", *toml_lines(read_table(self.strategy), "strategy")]
         return "\n".join(lines) + "\n"
 
     @property
+    def release(self) -> JobRelease | None:
+        """What the run trains, if its run file says so."""
+        return read_release(self.job, self.authority) if self.job else None
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings that :class:`~p2pavg.AveragingConfig` has as well, by name."""
-        own = ("authority", "secret", "relay_mbps", "bootstrap")
+        own = ("authority", "secret", "relay_mbps", "bootstrap", "job")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.strategy import read_table
@@ -16,6 +17,7 @@ from p2pavg.runs.membership.certificate import (
     is_genuine,
     read_certificate,
 )
+from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.runs.membership.ledger import parse_ledger
 from p2pavg.runs.membership.revocation import RevocationList, authority_of, read_revocations
 from p2pavg.runs.membership.run_file import RunFile, parse_run_file
@@ -62,8 +64,13 @@ def of_run_file(run: RunFile, *, show_secret: bool = False) -> list[str]:
         f"  audits       {run.audit}",
         f"  topology     {run.topology}",
         *([f"  strategy     {read_table(run.strategy)['kind']}"] if run.strategy else []),
+        *(["  job          " + _of_job(run.release)] if run.release else []),
         *(f"  bootstrap    {address}" for address in run.bootstrap or ("no address",)),
     ]
+
+
+def _of_job(release: JobRelease) -> str:
+    return f"version {release.number}, {in_bytes(release.size)}, root {release.root.hex()}"
 
 
 def of_certificate(certificate: Certificate, *, now: float) -> list[str]:

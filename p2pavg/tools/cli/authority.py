@@ -34,6 +34,7 @@ from p2pavg.runs.membership.certificate import (
     issue,
 )
 from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
+from p2pavg.runs.membership.job_release import sign_release
 from p2pavg.runs.membership.ledger import COMMENT, identifiers_of, ledger_line, parse_ledger, still_revoked
 from p2pavg.runs.membership.revocation import no_revocations
 from p2pavg.runs.membership.revocation import revoke as sign_revocations
@@ -87,8 +88,18 @@ def open_authority(run_file: Path, key_file: Path | None) -> Authority:
     return Authority(run, key_file, key)
 
 
-def create(name: str, directory: Path, bootstrap: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """Make an authority's key and the run file."""
+def create(
+    name: str,
+    directory: Path,
+    bootstrap: Sequence[str],
+    settings: dict[str, Any],
+    job: tuple[bytes, int] | None = None,
+) -> list[str]:
+    """Make an authority's key and the run file.
+
+    Args:
+        job: root and size of the file of the job that the run trains.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"NAME must be 1 to 64 letters, digits, dots, dashes and underscores, got {name!r}: "
@@ -107,10 +118,13 @@ def create(name: str, directory: Path, bootstrap: Sequence[str], settings: dict[
     )
     key_file, run_file = directory / f"{name}.key", directory / f"{name}.run"
     # The key first: the run file names its public half.
-    seed = make_seed(key_file, what="authority's key")
-    public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
+    key = Ed25519PrivateKey.from_private_bytes(make_seed(key_file, what="authority's key"))
+    public = key.public_key().public_bytes_raw()
+    signed = ""
+    if job is not None:
+        signed = sign_release(key.sign, authority=public, number=1, root=job[0], size=job[1]).text
     try:
-        write_new(run_file, replace(draft, authority=public).text, mode=PRIVATE)
+        write_new(run_file, replace(draft, authority=public, job=signed).text, mode=PRIVATE)
     except ConfigError:
         key_file.unlink()  # made a moment ago, and of no run
         raise

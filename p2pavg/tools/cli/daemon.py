@@ -15,10 +15,13 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
+from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist
+from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.links import open_delegate, serving_links
+from p2pavg.peer.joining.member import forwarded, listens_for
 from p2pavg.peer.joining.remembering import join_again
 from p2pavg.peer.peer import Peer, open_peer
 from p2pavg.runs.config import AveragingConfig
@@ -31,6 +34,7 @@ from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.invitations import Delegate
 from p2pavg.tools.cli.metrics import serving_metrics
 from p2pavg.tools.cli.monitor import check_monitor, serving_monitor
+from p2pavg.tools.cli.training import TrainingOptions, train
 from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
 from p2pavg_dht import Ed25519Signer
 
@@ -74,8 +78,13 @@ def read_member(
     identity: Path | None,
     run_id: str | None,
     delegate: bool,
+    admits: bool = False,
 ) -> RunMember | None:
     """Read the files of a run that has an authority; return ``None`` without ``run_file``.
+
+    Args:
+        delegate: serve invitation links; it is an error if the certificate does not allow it.
+        admits: serve them if the certificate allows it.
 
     Raises:
         ConfigError, IdentityError: the options do not fit together, or a file cannot be read or is for another peer.
@@ -95,7 +104,7 @@ def read_member(
         )
     run = read_run_file(run_file)
     access = read_access(run, certificate)
-    if delegate:
+    if delegate or (Role.DELEGATE in access.roles and admits):
         return RunMember(run, access, open_delegate(run_file, certificate, identity))
     Membership(
         access, Ed25519Signer(load_seed(identity)).peer_id
@@ -135,6 +144,10 @@ class DaemonOptions:
     """Port of 127.0.0.1 at which a page shows the run; ``None``: it is not shown."""
     live_view: bool = False
     """Show what this machine gives on the terminal, in place of the log."""
+    only_help: bool = True
+    """Do not run the job of the run, if it has one."""
+    agreed_job: str | None = None
+    """Root of the only job that runs without a question."""
 
     def check(self) -> None:
         """Check what can be checked before anything is opened.
@@ -145,6 +158,8 @@ class DaemonOptions:
                 machine.
         """
         check_monitor(self.monitor, self.part.run_id or None)
+        if self.training is not None:
+            self.training.check()
         out = way_out(self.listens, self.named, self.announce)
         if self.open_run and self.member is not None:
             raise ConfigError("--open and --run exclude each other: a run with an authority has members")
@@ -195,6 +210,20 @@ class DaemonOptions:
         """Id of the run whose rounds this peer helps, if any."""
         return self.run_id if self.member is None else self.member.helps
 
+    @property
+    def training(self) -> TrainingOptions | None:
+        """How this peer trains with the job of its run; ``None``: it does not."""
+        release = None if self.member is None else self.member.run.release
+        if release is None or self.only_help:
+            return None
+        return TrainingOptions(
+            release=release,
+            hash=self.agreed_job,
+            bandwidth=self.bandwidth,
+            max_upload_mbps=self.max_upload_mbps,
+            max_download_mbps=self.max_download_mbps,
+        )
+
 
 def run_peer(options: DaemonOptions) -> None:
     """Run a peer until SIGINT or SIGTERM; print the address that other peers bootstrap from.
@@ -230,24 +259,29 @@ def run_peer(options: DaemonOptions) -> None:
 async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
     """Open the peer and all that it serves, and close them when it is told to leave."""
     home, part, named = options.home, options.part, options.named
+    training = options.training
     remembered = [] if home is None else home.remembered
     async with (
         open_peer(
-            listen=options.listens if home is None else home.listen_again(options.listens),
+            listen=_listens(options, home),
             # Peers of the last start help if those that the user has named are gone. If the user names none,
             # others bootstrap from this peer, and it must not fail because none is there: it joins below.
             bootstrap=_once([*named, *remembered]) if named else (),
             identity=options.identity,
-            announce=options.announce,
+            announce=options.announce
+            or ([] if home is None else forwarded(home.addresses, machine_hosts())),
             port_mapping=options.port_mapping,
             relay_mbps=options.relay_mbps,
+            # The peer is then in the job's process, and this one hands it the network.
+            only_asks=training is not None,
         ) as peer,
         # In this order: everything that follows is closed before the peer that it uses.
         life.began(peer),
         serving_metrics(peer, options.metrics, [part.run_id] if part.run_id else []),
         serving_monitor(peer, options.monitor, part.run_id or None, options.access),
-        _showing(life, options.live_view),
+        _showing(life, options.live_view and training is None),
         serving_links(peer, None if options.member is None else options.member.delegate),
+        nullcontext() if training is not None else _carrying(peer, options),
         trio.open_nursery() as nursery,
     ):
         if remembered and not named:
@@ -256,10 +290,32 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             logger.info("also reachable at %s", address)
         # On standard output and alone, so that a script can read it. All else goes into the log.
         print(peer.addresses[0] if peer.addresses else peer.id, flush=True)
+        if training is not None:
+            assert options.member is not None
+            assert home is not None  # `p2pavg join` always has one
+            end = await train(
+                peer, home, options.member.run, options.member.access, training, life.told_to_leave
+            )
+            print(end.why, flush=True)
+            nursery.cancel_scope.cancel()
+            if end.is_error:
+                raise ConfigError(
+                    end.why, remedy="tell the run's operator; `job.log` has the program's words"
+                )
+            return
         await _help(options, peer, life)
         # A peer that helps no run still keeps records for others, and relays.
         await life.told_to_leave()
         nursery.cancel_scope.cancel()
+
+
+def _listens(options: DaemonOptions, home: Home | None) -> Sequence[str]:
+    if home is None:
+        return options.listens
+    # Links and others' run files have the addresses of a folder of `p2pavg run create`.
+    if not options.listen and home.addresses and home.port:
+        return listens_for(home.addresses, home.port)
+    return home.listen_again(options.listens)
 
 
 async def _help(options: DaemonOptions, peer: Peer, life: DaemonProcess) -> None:
@@ -280,6 +336,12 @@ async def _help(options: DaemonOptions, peer: Peer, life: DaemonProcess) -> None
         name=options.name,
         helping=life.helping,
     )
+
+
+def _carrying(peer: Peer, options: DaemonOptions) -> AbstractAsyncContextManager[None]:
+    if options.member is None or options.home is None:
+        return nullcontext()
+    return carrying_job(peer, options.home, options.member.run, options.member.access)
 
 
 def _showing(life: DaemonProcess, live_view: bool) -> AbstractAsyncContextManager[None]:

@@ -71,6 +71,20 @@ def join(
     ] = None,
     listen: ListenOption = [],  # noqa: B006 - typer only reads it
     bootstrap: BootstrapOption = [],  # noqa: B006
+    only_help: Annotated[
+        bool,
+        typer.Option("--only-help", help="Average and relay for the run; do not run its job, if it has one."),
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="Run the job of --job without a question, on machines without a person."),
+    ] = False,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HASH", help="The only job that --yes agrees to: its root, of `p2pavg job show`."
+        ),
+    ] = None,
     delegate: DelegateOption = False,
     name: NameOption = "",
     bandwidth: BandwidthOption = None,
@@ -91,12 +105,18 @@ def join(
 ) -> None:
     """Take part in a run until Ctrl-C or SIGTERM, with a run file or an invitation link and nothing else.
 
-    The peer helps the run's rounds as `p2pavg peer` does, if its certificate has the role auxiliary. Its identity is
-    made at the first start. SIGHUP starts it again with all files read anew.
+    If the run has a job, this machine trains: the command fetches the job, says what it is, asks, and runs it behind a
+    fence. With --only-help, or in a run without a job, the peer helps the run's rounds as `p2pavg peer` does, if its
+    certificate has the role auxiliary. Its identity is made at the first start. SIGHUP starts it again with all files
+    read anew.
     """
     log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
     with naming(context):
         _check_names(run, link)
+        if yes != (job is not None):
+            raise ConfigError(
+                "--yes and --job HASH need each other: without a person, one job is agreed to, by name"
+            )
 
         # Imported after the check: torch takes seconds, and a mistake in a name is told at once.
         from p2pavg.peer.joining.finding import join as find_files
@@ -110,6 +130,7 @@ def join(
             identity=files.identity,
             run_id=None,
             delegate=delegate,
+            admits=True,
         )
         run_peer(
             DaemonOptions(
@@ -122,6 +143,8 @@ def join(
                 run_id=None,
                 member=member,
                 home=Home(files.folder),
+                only_help=only_help,
+                agreed_job=job,
                 metrics=metrics,
                 monitor=monitor,
                 live_view=not plain and sys.stdout.isatty() and sys.stderr.isatty(),

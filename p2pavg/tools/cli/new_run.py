@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from p2pavg.base.errors import AddressError, ConfigError
+from p2pavg.base.files import PUBLIC, replace_file
 from p2pavg.base.hostnames import is_loopback
 from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.jobs.words import read_job
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.links import open_delegate
@@ -40,6 +42,7 @@ def create_run(
     address: str | None,
     count: int,
     days: float,
+    job: Path | None = None,
 ) -> list[str]:
     """Make a run and its folder. Return the lines to print. If anything fails, no file of it stays.
 
@@ -49,12 +52,18 @@ def create_run(
         address: where others reach this machine, as ``HOST``, ``HOST:PORT`` or ``/ip4/HOST/tcp/PORT``.
         count: number of links, each for one peer.
         days: for which the links can be used.
+        job: the job's file that the run trains; ``None``: each member has its own program.
     """
     folder = Path(name) if directory is None else directory
     home = Home(folder)
     key_file, run_file, certificate = (folder / f"{name}{end}" for end in (".key", ".run", ".cert"))
     files = [key_file, run_file, certificate, home.identity]
     files += [folder / each for each in (f"{name}.issued", "port", "addresses")]
+    released = None
+    if job is not None:
+        job_data, root = read_job(job)
+        released = (root, len(job_data))
+        files.append(home.job(root))
     for file in files:
         refuse_to_overwrite(file)
     is_new = not folder.exists()
@@ -73,7 +82,11 @@ def create_run(
             raise _no_address(str(address)) from None
         home.keep_port(port)
         home.keep_address(own)
-        create(name, folder, bootstrap, settings)
+        create(name, folder, bootstrap, settings, released)
+        if released is not None:
+            # The members that join by a link get it from this one.
+            home.job(released[0]).parent.mkdir(mode=0o700, exist_ok=True)
+            replace_file(home.job(released[0]), job_data, mode=PUBLIC)
         invite(
             open_authority(run_file, None),
             peer_id,
@@ -99,10 +112,13 @@ def create_run(
             with suppress(OSError):  # it was not made, or another call has files in it
                 folder.rmdir()
         raise
-    return _lines(name, folder, links, own, days)
+    return _lines(name, folder, links, own, days, has_job=job is not None)
 
 
-def _lines(name: str, folder: Path, links: Sequence[str], own: str, days: float) -> list[str]:
+def _lines(
+    name: str, folder: Path, links: Sequence[str], own: str, days: float, *, has_job: bool
+) -> list[str]:
+    program = "p2pavg join" if has_job else "python train.py"
     where = own.partition("/p2p/")[0]
     only_here = where.split("/")[1] in ("ip4", "ip6") and is_loopback(where.split("/")[2])
     several = len(links) > 1
@@ -110,11 +126,13 @@ def _lines(name: str, folder: Path, links: Sequence[str], own: str, days: float)
         f"made the run {name!r} in the folder {folder}: it holds the keys of the run, so show it to no one",
         "",
         "On this machine:",
-        f"  python train.py {folder}",
+        f"  {program} {folder}",
         f"On {'other machines, one line each' if several else 'the second machine'}, while that program runs:",
-        *(f"  python train.py {link}" for link in links),
+        *(f"  {program} {link}" for link in links),
         "",
-        "train.py is your program: it opens p2pavg.join_run(sys.argv[1]).",
+        "Each asks its user before it runs the job; --only-help averages and relays, and runs nothing."
+        if has_job
+        else "train.py is your program: it opens p2pavg.join_run(sys.argv[1]).",
         f"Each link admits one peer, within {days:g} days. Until then it is a secret: send it over a private channel.",
         f"It leads to {where}"
         + (

@@ -121,6 +121,12 @@ def create(
             help="Strategy with which all members train, as .json or .toml: see docs/how-to/write-strategies.md.",
         ),
     ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="What the run trains: the file of a job, which `p2pavg job pack` makes."
+        ),
+    ] = None,
     # Not needed with links: a link names the address of the peer that made it.
     bootstrap: Annotated[
         list[str],
@@ -173,7 +179,7 @@ def create(
 
         settings = settings_with(settings, strategy)
     # All files are made before the first line is printed. If one fails, none stays.
-    _print(make(name, output, bootstrap, settings, address=address, count=count, days=days))
+    _print(make(name, output, bootstrap, settings, address=address, count=count, days=days, job=job))
 
 
 @app.command()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,10 @@ async def answer(question: Question) -> Answer:
 
 
 @asynccontextmanager
-async def served(path: Path) -> AsyncIterator[None]:
+async def served(path: Path, most: int = 64) -> AsyncIterator[None]:
     with trio.fail_after(WATCHDOG_SECONDS):
         async with open_unix_listener(path) as listener, trio.open_nursery() as nursery:
-            nursery.start_soon(serve_unix, listener, control_handler(answer))
+            nursery.start_soon(partial(serve_unix, listener, control_handler(answer), most=most))
             yield
             nursery.cancel_scope.cancel()
 
@@ -156,9 +157,8 @@ async def receive_message_or_nothing(stream: unix.UnixStream) -> bytes | None:
         return None
 
 
-async def test_connections_above_the_limit_are_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix, "MAX_CONNECTIONS", 1)
-    async with served(path), connect_unix(path) as first:
+async def test_connections_above_the_limit_are_closed(path: Path) -> None:
+    async with served(path, most=1), connect_unix(path) as first:
         await send_message(first, encode_question(Question.STATUS))
         assert await receive_message(first) is not None
         async with connect_unix(path) as second:

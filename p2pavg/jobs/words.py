@@ -7,12 +7,11 @@ from pathlib import Path
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
 from p2pavg.base.formats import count, in_bytes
-from p2pavg.tools.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
-from p2pavg.tools.jobs.manifest import JobManifest
+from p2pavg.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
 
 
-def read_file(file: Path) -> tuple[JobManifest, dict[str, bytes], bytes]:
-    """Return the manifest, the files and the root of a job's file.
+def read_job(file: Path) -> tuple[bytes, bytes]:
+    """Return the bytes of a job's file, and its root.
 
     Raises:
         ConfigError: it cannot be read, or is no job's file.
@@ -22,13 +21,13 @@ def read_file(file: Path) -> tuple[JobManifest, dict[str, bytes], bytes]:
             data = opened.read(MAX_ARCHIVE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {what_to_do(error, file)}") from None
-    manifest, files = unpack_job(data)
-    return manifest, files, job_root(data)
+    unpack_job(data)
+    return data, job_root(data)
 
 
-def describe(file: Path) -> list[str]:
+def describe(data: bytes) -> list[str]:
     """Return a job's file as lines of text: who made it, what it does, and what it needs."""
-    manifest, files, root = read_file(file)
+    manifest, files = unpack_job(data)
     needs = manifest.needs
     gpu = f", {needs.gpu_memory_gb:g} GB of a GPU's" if needs.gpu_memory_gb else ""
     lines = [
@@ -41,4 +40,4 @@ def describe(file: Path) -> list[str]:
     lines += [f"data: {each.file}, {in_bytes(each.size)}, root {each.root}" for each in manifest.data]
     lines.append(f"{count(len(files), 'file')}, {in_bytes(sum(map(len, files.values())))}:")
     lines += [f"  {name} ({in_bytes(len(content))})" for name, content in sorted(files.items())]
-    return [*lines, f"root {root.hex()}"]
+    return [*lines, f"root {job_root(data).hex()}"]

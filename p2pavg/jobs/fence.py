@@ -1,0 +1,132 @@
+"""The fence around a job's program, which is a stranger's: bubblewrap, where Linux has it.
+
+Inside of it, there is the system's own software to read, the job's folder to read, one folder to write to, and one
+socket, behind which the peer's process has the network. There is no home folder, no other process, no network, and no
+way to more rights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2pavg.base.limits import REPLY_SECONDS
+
+BWRAP = "bwrap"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_CONFIGURATION = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
+JOB = "/job"
+SCRATCH = "/scratch"
+HANDED = "/p2pavg"
+SMALL_BYTES = 64 * 2**20  # of /tmp, which is in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedPlaces:
+    """The folders that a job's program sees."""
+
+    job: Path
+    """Its own, to read; it is :data:`JOB` inside."""
+    scratch: Path
+    """To write to; :data:`SCRATCH` inside."""
+    handed: Path
+    """With the gate's socket, the run file and the certificate, to read; :data:`HANDED` inside."""
+    python: tuple[Path, ...]
+    """Of the interpreter and its packages, to read; the same names inside."""
+
+
+def missing_fence() -> str:
+    """Return why this machine has no fence, as a sentence; empty if it has one."""
+    if not sys.platform.startswith("linux"):
+        return f"there is none for {sys.platform}"
+    if shutil.which(BWRAP) is None:
+        return "the program bwrap is not installed (the package bubblewrap of your distribution)"
+    try:
+        tried = subprocess.run(
+            [BWRAP, "--unshare-all", "--ro-bind", "/", "/", "true"],
+            capture_output=True,
+            timeout=REPLY_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bwrap cannot be started: {error}"
+    if tried.returncode:
+        said = tried.stderr.decode(errors="replace").strip().splitlines()
+        return f"bwrap does not work here: {said[-1] if said else tried.returncode}"
+    return ""
+
+
+def fenced(
+    command: Sequence[str],
+    places: FencedPlaces,
+    environment: Mapping[str, str],
+    *,
+    network: bool,
+    gpu: bool,
+    shared_bytes: int,
+) -> list[str]:
+    """Return the command that runs a command inside the fence.
+
+    Args:
+        environment: the only variables that the command has.
+        network: true if it may open connections itself.
+        gpu: true if it may use the machine's GPUs.
+        shared_bytes: of memory that its processes share.
+    """
+    # Everything is unshared: users, processes, network, names of the host, shared memory and control groups.
+    words = [BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words += ["--share-net"] if network else []
+    words += ["--hostname", "job"]
+    words += [
+        word for each in (*_SYSTEM, *_CONFIGURATION) if os.path.exists(each) for word in _system_folder(each)
+    ]
+    if network:
+        words += [word for each in _NETWORK for word in ("--ro-bind-try", each, each)]
+    # What is in memory only is bounded, too. Large files belong into the scratch folder, which is on the disk.
+    words += ["--proc", "/proc", "--dev", "/dev", "--size", str(shared_bytes), "--tmpfs", "/dev/shm"]
+    words += ["--size", str(SMALL_BYTES), "--tmpfs", "/tmp"]
+    for each in places.python:
+        words += ["--ro-bind", str(each), str(each)]
+    words += ["--ro-bind", str(places.job), JOB]
+    words += ["--bind", str(places.scratch), SCRATCH]
+    words += ["--ro-bind", str(places.handed), HANDED]
+    if gpu:
+        for device in sorted(Path("/dev").glob("nvidia*")):
+            words += ["--dev-bind", str(device), str(device)]
+        words += ["--ro-bind-try", "/sys", "/sys"]
+    # The folders of bubblewrap's own, which are in memory, cannot be written to.
+    words += ["--remount-ro", "/dev", "--remount-ro", "/"]
+    words += ["--chdir", JOB, "--clearenv"]
+    for name, value in environment.items():
+        words += ["--setenv", name, value]
+    return [*words, "--", *command]
+
+
+def _system_folder(name: str) -> list[str]:
+    """Return the words for a folder of the system: a link stays a link, as /bin is one to /usr/bin."""
+    if os.path.islink(name):
+        return ["--symlink", os.readlink(name), name]
+    return ["--ro-bind", name, name]
+
+
+def python_places(executable: Path) -> tuple[Path, ...]:
+    """Return the folders that a Python interpreter needs, besides those of the system.
+
+    Args:
+        executable: of an environment, or of the interpreter itself.
+    """
+    found = {Path(sys.prefix), Path(sys.base_prefix), Path(executable).parent.parent}
+    # Packages may be installed in a way that leads elsewhere, such as an editable install.
+    found |= {Path(each) for each in sys.path if each and os.path.isdir(each)}
+    resolved = sorted({each.resolve() for each in found} | found)
+    system = [Path(each) for each in _SYSTEM]
+    needed = [
+        each for each in resolved if not any(each == outer or outer in each.parents for outer in system)
+    ]
+    return tuple(each for each in needed if not any(outer in each.parents for outer in needed))

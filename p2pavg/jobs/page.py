@@ -1,0 +1,88 @@
+"""The page that a volunteer reads before a job runs, and the question. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pavg.base.formats import count, in_bytes
+from p2pavg.base.peer_text import PeerText
+from p2pavg.jobs.manifest import JobManifest
+from p2pavg.runs.membership.job_release import JobRelease
+
+SECONDS_OF_AN_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """What a volunteer is told."""
+
+    run_id: str
+    release: JobRelease
+    manifest: JobManifest
+    files: int
+    """Of the job."""
+    packages: int
+    """That are to be installed, 0 if none."""
+    no_fence: str
+    """Why this machine has no fence; empty if it has one."""
+    scratch: str
+    """The folder that the job writes to."""
+    max_upload_mbps: float | None
+
+    @property
+    def lines(self) -> list[str]:
+        """The page."""
+        manifest, needs = self.manifest, self.manifest.needs
+        rows = [
+            ("signed by", f"the authority of the run, {self.release.authority.hex()[:16]}…"),
+            ("job", f"{manifest.name}, version {self.release.number}, by {PeerText(manifest.author)}"),
+            *(("", PeerText(line)) for line in manifest.about.splitlines()),
+            ("its hash", self.release.root.hex()),
+            (
+                "runs",
+                f"{manifest.program}, a program of {count(self.files, 'file')} that its author has written",
+            ),
+            ("touches", self._touches),
+            (
+                "takes",
+                f"up to {needs.memory_gb:g} GB of memory and {needs.disk_gb:g} GB of the disk"
+                + (f", and {needs.gpu_memory_gb:g} GB of a GPU's" if needs.gpu_memory_gb else "; no GPU"),
+            ),
+            ("sends", self._sends),
+            ("packages", f"{count(self.packages, 'package')} to install" if self.packages else "none"),
+            ("to stop", f"Ctrl-C, or `p2pavg stop {self.run_id}`; to go on, the same command again"),
+        ]
+        head = f"The run {self.run_id!r} asks this machine to train."
+        if self.no_fence:
+            head = f"THERE IS NO FENCE AROUND THIS PROGRAM: {self.no_fence}. It can read and change all that you can."
+        return [head, *(f"  {name:<10}{text}" for name, text in rows)]
+
+    @property
+    def _touches(self) -> str:
+        if self.no_fence:
+            return "all files of this user, all of the network"
+        network = "all of the network, which it asks for" if self.manifest.network else "the run's peers"
+        return f"the folder {self.scratch}, and {network}; no other file, no other process"
+
+    @property
+    def _sends(self) -> str:
+        if self.max_upload_mbps is None:
+            return "as much as the rounds need; --max-upload-mbps sets a limit"
+        hourly = self.max_upload_mbps * 1e6 / 8 * SECONDS_OF_AN_HOUR
+        return f"at most {in_bytes(hourly)} an hour, by --max-upload-mbps {self.max_upload_mbps:g}"
+
+    @property
+    def default(self) -> bool:
+        """The answer to an empty line: no, if the program could touch more than its own folder and the run."""
+        return not self.no_fence and not self.manifest.network
+
+    @property
+    def question(self) -> str:
+        """The question."""
+        return f"Train with it? [{'Y/n' if self.default else 'y/N'}] "
+
+
+def agreed(answer: str, *, default: bool) -> bool:
+    """Return what an answer means; anything but a clear yes is a no."""
+    said = answer.strip().lower()
+    return default if not said else said in ("y", "yes")

@@ -1,0 +1,97 @@
+"""What a job's program gets: the run's averager, and the places of its files. The same program runs on a desk.
+
+`p2pavg join LINK` and `p2pavg launch` name the places in environment variables. Without them, the program is on its
+author's desk: it is a peer of a run of its own on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.blocking import Averager, open_averager
+from p2pavg.jobs.manifest import MANIFEST, read_manifest
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.peer_files import PeerFiles
+from p2pavg.strategies.base import Strategy
+from p2pavg.strategies.reading import strategy_of
+
+GATE = "P2PAVG_GATE"
+"""Socket of the process that has the network."""
+RUN_FILE = "P2PAVG_RUN_FILE"
+CERTIFICATE = "P2PAVG_CERTIFICATE"
+SCRATCH = "P2PAVG_SCRATCH"
+"""Folder that stays from one start of the program to the next."""
+RUN_ID = "P2PAVG_RUN_ID"
+"""Of a run without an authority, whose peers stay on this machine."""
+BOOTSTRAP = "P2PAVG_BOOTSTRAP"
+"""Addresses of peers of that run, separated by spaces."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program's part in a run. Made by :func:`job`."""
+
+    averager: Averager
+    """Averages with the other peers of the run; the program makes its optimizer with it."""
+    strategy: Strategy | None
+    """How all peers of the run train, if the run file says so; see :mod:`p2pavg.strategies`."""
+    folder: Path
+    """The job's folder, with the program and its data. It cannot be written to."""
+    scratch: Path
+    """A folder of this peer's own, for checkpoints and metrics, that stays from one start to the next."""
+    is_alone: bool
+    """True on the author's desk, where no other peer will come. An optimizer needs ``peers_to_start=1`` then."""
+
+
+@contextmanager
+def job() -> Iterator[Job]:
+    """Take part in the run that this program was started for, until the end of the block.
+
+    A program that ``p2pavg join LINK`` has started gets that run, through the process that has its network; one that
+    ``p2pavg launch`` has started a run among processes of this machine; and one that was started by ``python train.py``
+    a run of its own. When the user stops the job, ``KeyboardInterrupt`` leaves the block, and the program ends with
+    exit code 0.
+
+    Raises:
+        ConfigError, ControlError, BusyError: the environment variables name what is not there.
+    """
+    folder = Path(sys.argv[0]).resolve().parent
+    scratch = Path(os.environ.get(SCRATCH) or folder / ".scratch")
+    scratch.mkdir(parents=True, exist_ok=True)
+    gate, run_id = os.environ.get(GATE), os.environ.get(RUN_ID)
+    config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=run_id or _name_of(folder))
+    strategy = strategy_of(config) if config.strategy else None
+    try:
+        bootstrap = () if gate else os.environ.get(BOOTSTRAP, "").split()
+        with open_averager(config, bootstrap=bootstrap) as averager:
+            yield Job(averager, strategy, folder, scratch, is_alone=not gate and not run_id)
+    except KeyboardInterrupt:
+        if not gate:
+            raise
+        # The user has stopped it, which is no error. There is no terminal here to press Ctrl-C in.
+        raise SystemExit(0) from None
+
+
+def _config_behind(gate: Path) -> AveragingConfig:
+    """Return the configuration of a peer behind a gate, by the files that were handed to the program."""
+    try:
+        run_file, certificate = Path(os.environ[RUN_FILE]), Path(os.environ[CERTIFICATE])
+    except KeyError as error:
+        raise ConfigError(f"{GATE} is set, and {error.args[0]} is not: `p2pavg join` sets both") from None
+    files = PeerFiles(run_file.parent, run_file, certificate, run_file.parent / "no.key", gate)
+    return AveragingConfig.from_run(run_file, certificate=certificate, files=files)
+
+
+def _name_of(folder: Path) -> str:
+    """Return a name for the run of a program on its author's desk."""
+    manifest = folder / MANIFEST
+    if manifest.exists():
+        return read_manifest(manifest.read_bytes()).name
+    return re.sub(r"[^A-Za-z0-9._-]", "_", folder.name) or "job"

@@ -1,0 +1,294 @@
+"""The work of ``p2pavg join`` in a run that has a job: fetch it, ask, and train, in a process behind a fence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import trio
+
+from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file, what_to_do
+from p2pavg.base.formats import in_bytes
+from p2pavg.jobs import program
+from p2pavg.jobs.archive import unpack_job
+from p2pavg.jobs.environment import make_environment
+from p2pavg.jobs.fence import HANDED, JOB, SCRATCH, FencedPlaces, fenced, missing_fence, python_places
+from p2pavg.jobs.folder import write_folder
+from p2pavg.jobs.limits import GIB, JobEnd
+from p2pavg.jobs.manifest import JobManifest
+from p2pavg.jobs.page import JobPage, agreed
+from p2pavg.jobs.running import JobProgram
+from p2pavg.net.gate.server import Gate, open_gate
+from p2pavg.peer.joining.carrying import fetch_job
+from p2pavg.peer.joining.home import Home
+from p2pavg.peer.peer import PEER_PROTOCOLS, Peer
+from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.armour import certificate_text
+from p2pavg.runs.membership.certificate import read_certificate
+from p2pavg.runs.membership.job_release import JobRelease
+from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.state.joiner.fetching import DownloadProgress
+
+logger = logging.getLogger(__name__)
+
+SIGNED = tuple(f"p2pavg-{name}/".encode() for name in ("record", "input", "output", "own", "held", "ticket"))
+"""What a peer signs in the rounds and records of its runs. A certificate for others is no such thing, nor is the proof
+by which libp2p knows a peer."""
+MAX_LOG_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """How a volunteer takes part in a run that has a job."""
+
+    release: JobRelease
+    hash: str | None
+    """Root of the one job that may run without a question, of ``--yes --job HASH``."""
+    max_upload_mbps: float | None
+    max_download_mbps: float | None
+    bandwidth: float | None
+
+    def check(self) -> None:
+        """Raise ConfigError if the run's job is another one than the one that may run."""
+        if self.hash is not None and self.hash.lower() != self.release.root.hex():
+            raise ConfigError(
+                f"the run's job is {self.release.root.hex()}, and --job allows {self.hash} only",
+                remedy="look at the job with `p2pavg join` without --yes, and give its hash if you agree",
+            )
+
+
+async def train(
+    peer: Peer,
+    home: Home,
+    run: RunFile,
+    access: RunAccess,
+    options: TrainingOptions,
+    told_to_leave: Callable[[], object],
+) -> JobEnd:
+    """Fetch the job, ask the user, and train until the program has ended or this process is told to leave.
+
+    Args:
+        told_to_leave: waits until this process is told to leave.
+
+    Raises:
+        ConfigError: the user does not agree, or something of this machine is in the way.
+        StateError: no member has the job.
+    """
+    began = trio.current_time()
+    release = options.release
+    data = await fetch_job(peer, home, run, access, release, _Fetched())
+    _say(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
+    manifest, files = unpack_job(data)
+    packages = files[manifest.packages] if manifest.packages else None
+    no_fence = await trio.to_thread.run_sync(missing_fence)
+    scratch = home.folder / "scratch"
+    page = JobPage(
+        run_id=run.run_id,
+        release=release,
+        manifest=manifest,
+        files=len(files),
+        packages=0 if packages is None else packages.count(b"=="),
+        no_fence=no_fence,
+        scratch=str(scratch),
+        max_upload_mbps=options.max_upload_mbps,
+    )
+    await _agree(page, home, options)
+
+    asked = trio.current_time()
+    python = await trio.to_thread.run_sync(make_environment, packages)
+    _say(f"the environment is ready, after {trio.current_time() - asked:.1f} s")
+    places = FencedPlaces(
+        job=_unpacked(home, release, files),
+        scratch=_made(scratch),
+        handed=_handed(home, run, access, options, data),
+        python=python_places(python),
+    )
+    async with open_gate(
+        peer.context.transport,
+        peer.context.signer,
+        places.handed / "gate",
+        PEER_PROTOCOLS,
+        lambda message: message.startswith(SIGNED),
+    ) as gate:
+        started = _started(
+            python, manifest, places, gate, run, fence=not no_fence, log=home.folder / "job.log"
+        )
+        async with trio.open_nursery() as nursery:
+
+            async def stop_when_told() -> None:
+                await told_to_leave()  # type: ignore[misc]
+                started.stop("stopped by its user")
+
+            nursery.start_soon(stop_when_told)
+            end = await started.run()
+            nursery.cancel_scope.cancel()
+    return end
+
+
+def _started(
+    python: Path,
+    manifest: JobManifest,
+    places: FencedPlaces,
+    gate: Gate,
+    run: RunFile,
+    *,
+    fence: bool,
+    log: Path,
+) -> JobProgram:
+    """Return the program of a job, ready to run."""
+    needs = manifest.needs
+    job, scratch, handed = (
+        (JOB, SCRATCH, HANDED) if fence else map(str, (places.job, places.scratch, places.handed))
+    )
+    # Only these: the volunteer's own variables may hold passwords.
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "LANG": "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each and os.path.isdir(each)),
+        program.GATE: f"{handed}/gate",
+        program.RUN_FILE: f"{handed}/job.run",
+        program.CERTIFICATE: f"{handed}/job.cert",
+        program.SCRATCH: scratch,
+    }
+    file_bytes = int(needs.disk_gb * GIB)
+    command = [str(python), "-m", "p2pavg.jobs.inside", f"{job}/{manifest.program}", str(file_bytes)]
+    if fence:
+        command = fenced(
+            command,
+            places,
+            environment,
+            network=manifest.network,
+            gpu=needs.gpu_memory_gb > 0.0,
+            shared_bytes=int(needs.memory_gb * GIB / 2),
+        )
+    return JobProgram(
+        command,
+        environment,
+        needs,
+        places.scratch,
+        gate.stop_program,
+        _LogFile(log, run.run_id).say,
+    )
+
+
+async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
+    """Ask the user, unless the same job was agreed to before.
+
+    Raises:
+        ConfigError: the user does not agree, or cannot be asked.
+    """
+    kept = home.folder / "agreed"
+    root = page.release.root.hex()
+    # Without its fence, the same job is another matter.
+    mark = f"{root} {'fenced' if page.default else 'open'}"
+    if (
+        options.hash is None
+        and kept.exists()
+        and mark in read_text(kept, "note", max_bytes=4096).splitlines()
+    ):
+        _say(f"you have agreed to this job before: {root}")
+        return
+    for line in page.lines:
+        _say(line)
+    if options.hash is None:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise ConfigError(
+                "there is no terminal to ask on whether this job may run",
+                remedy=f"start it with --yes --job {root}, or with --only-help, which runs nothing",
+            )
+        # Ctrl-C ends the wait; the thread is left, because nothing wakes a read of the terminal.
+        answer = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+            input, page.question, abandon_on_cancel=True
+        )
+        if not agreed(answer, default=page.default):
+            raise ConfigError(
+                "you did not agree to the job, so nothing of it ran",
+                remedy="p2pavg join with --only-help averages and relays for the run, and runs nothing",
+            )
+    _write(kept, f"{mark}\n".encode(), PRIVATE)
+
+
+def _unpacked(home: Home, release: JobRelease, files: dict[str, bytes]) -> Path:
+    """Return the job's folder, made anew: the program of an earlier start may have been changed."""
+    folder = home.job(release.root).with_suffix("")
+    shutil.rmtree(folder, ignore_errors=True)
+    write_folder(folder, files)
+    return folder
+
+
+def _handed(home: Home, run: RunFile, access: RunAccess, options: TrainingOptions, data: bytes) -> Path:
+    """Return the folder with what the program's own peer needs: the run file with this user's limits, no key."""
+    folder = _made(home.folder / "handed")
+    own = {
+        name: getattr(options, name)
+        for name in ("max_upload_mbps", "max_download_mbps", "bandwidth")
+        if getattr(options, name) is not None
+    }
+    _write(folder / "job.run", replace(run, **own).text.encode(), PRIVATE)
+    _write(folder / "job.cert", certificate_text(read_certificate(access.certificate)).encode(), PRIVATE)
+    job = Home(folder).job(options.release.root)
+    _made(job.parent)
+    _write(job, data, PUBLIC)
+    return folder
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder}: {error.strerror}", remedy=what_to_do(error, folder)
+        ) from None
+    return folder
+
+
+def _write(file: Path, data: bytes, mode: int) -> None:
+    try:
+        replace_file(file, data, mode=mode)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+class _Fetched:
+    """Says how far the fetch is, now and then."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+
+    def __call__(self, progress: DownloadProgress) -> None:
+        done = progress.done / progress.total if progress.total else 0.0
+        if done < 1.0 and done >= self._told + 0.1:
+            self._told = done
+            _say(f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")
+
+
+class _LogFile:
+    """Shows the program's words, and keeps the last of them in a file."""
+
+    def __init__(self, file: Path, run_id: str) -> None:
+        self._file = file
+        self._run_id = run_id
+
+    def say(self, line: str) -> None:
+        """Show a line, and keep it."""
+        _say(f"{self._run_id}: {line}")
+        try:
+            if self._file.exists() and self._file.stat().st_size > MAX_LOG_BYTES:
+                self._file.replace(self._file.with_suffix(".log.1"))
+            with self._file.open("a", encoding="utf-8") as opened:
+                opened.write(line + "\n")
+        except OSError as error:
+            logger.debug("cannot keep the program's words in %s: %s", self._file, error)

@@ -1,0 +1,171 @@
+"""The gate: the conformance suite through it, and what a hostile program gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+import pytest
+import trio
+
+from p2pavg.base.errors import BusyError, ControlError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.gate.client import GateSigner, open_gate_transport
+from p2pavg.net.gate.messages import AskStream, Attach
+from p2pavg.net.gate.server import Gate, open_gate
+from p2pavg.net.transport import Transport
+from p2pavg.net.unix import connect_unix
+from p2pavg.testing import MemoryNetwork
+from p2pavg.testing.transport_conformance import CHECKS, ECHO, Check, echo
+from p2pavg.testing.transport_conformance.tools import OTHER
+from p2pavg_dht import Ed25519Signer
+
+
+def never(_message: bytes) -> bool:
+    return False
+
+
+class BehindAGate:
+    """Peers whose transport is in memory, behind a socket on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._network = MemoryNetwork()
+        self._signers = (Ed25519Signer(number.to_bytes(32, "big")) for number in count(1))
+        self._paths = (folder / f"gate{number}" for number in count(1))
+
+    @asynccontextmanager
+    async def _transport(self, listening: bool) -> AsyncIterator[Transport]:
+        signer = next(self._signers)
+        path = next(self._paths)
+        inbound = self._network.transport(signer, inbound="accepted" if listening else "refused")
+        async with (
+            inbound as network,
+            open_gate(network, signer, path, {ECHO, OTHER}, never),
+            open_gate_transport(path) as transport,
+        ):
+            yield transport
+
+    def transport(self, *, listening: bool = True) -> AbstractAsyncContextManager[Transport]:
+        return self._transport(listening)
+
+    def unused_address(self) -> str:
+        return f"/ip4/10.255.255.255/tcp/4001/p2p/{next(self._signers).peer_id}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_conformance(check: Check, folder: Path) -> None:
+    await check(BehindAGate(folder))
+
+
+ALLOWED = b"p2pavg-record/"
+
+
+@asynccontextmanager
+async def open_gate_alone(folder: Path) -> AsyncIterator[tuple[Path, Gate, Ed25519Signer]]:
+    signer = Ed25519Signer(b"\x07" * 32)
+    path = folder / "gate"
+    async with (
+        MemoryNetwork().transport(signer) as network,
+        open_gate(network, signer, path, {ECHO}, lambda message: message.startswith(ALLOWED)) as gate,
+    ):
+        yield path, gate, signer
+
+
+async def test_one_program_at_a_time(folder: Path) -> None:
+    async with open_gate_alone(folder) as (path, gate, _):
+        async with open_gate_transport(path):
+            assert gate.attached
+            with pytest.raises(BusyError, match="another program"):
+                async with open_gate_transport(path):
+                    pass
+        while gate.attached:
+            await trio.sleep(0.01)
+        async with open_gate_transport(path):
+            assert gate.attached
+
+
+async def test_a_program_without_its_gate_ends_with_an_error(folder: Path) -> None:
+    with pytest.raises(ControlError, match="is gone"), bare_exceptions():
+        async with trio.open_nursery() as nursery:
+            opened = trio.Event()
+
+            async def hold(scope: trio.CancelScope) -> None:
+                with scope:
+                    async with open_gate_alone(folder):
+                        opened.set()
+                        await trio.sleep_forever()
+
+            scope = trio.CancelScope()
+            nursery.start_soon(hold, scope)
+            await opened.wait()
+            async with open_gate_transport(folder / "gate"):
+                scope.cancel()
+                await trio.sleep(10)
+
+
+async def test_only_what_the_gate_allows_is_signed(folder: Path) -> None:
+    async with open_gate_alone(folder) as (path, _, signer):
+
+        def ask() -> None:
+            mine = GateSigner(path, signer.peer_id)
+            try:
+                assert mine.sign(ALLOWED + b"1") == signer.sign(ALLOWED + b"1")
+                for message in (b"noise-libp2p-static-key:" + bytes(32), b"p2pavg-member/1\0", b""):
+                    with pytest.raises(RemoteProtocolError, match="does not sign"):
+                        mine.sign(message)
+                assert mine.sign(ALLOWED) == signer.sign(ALLOWED)
+            finally:
+                mine.close()
+
+        await trio.to_thread.run_sync(ask)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff" * 100,
+        b"\x90",
+        Attach().encode() + b"x",
+        AskStream("x", "/p2pavg/match/1", (), 1.0, False).encode(),
+        AskStream("x", ECHO, ("nonsense",), 1.0, False).encode(),
+    ],
+)
+async def test_a_program_that_asks_for_what_it_may_not_have_costs_itself_only(
+    folder: Path, said: bytes
+) -> None:
+    async with open_gate_alone(folder) as (path, _, _):
+        async with connect_unix(path) as socket:
+            await send_message(socket, said)
+            answer = await receive_message(socket)
+            assert answer is None or b"Error" in answer
+        async with open_gate_transport(path):
+            pass
+
+
+async def test_a_chunk_that_is_too_long_ends_its_stream_only(folder: Path) -> None:
+    around = BehindAGate(folder)
+    async with around.transport() as there:
+        there.serve(ECHO, echo)
+        async with around.transport() as here:
+            async with connect_unix(folder / "gate2") as socket:
+                await send_message(
+                    socket, AskStream(there.peer_id, ECHO, there.addresses, 5.0, False).encode()
+                )
+                assert await receive_message(socket) is not None
+                await socket.send_all(b"\xff\xff\xff\xff" + bytes(1000))
+                with pytest.raises(StreamBrokenError):
+                    while await socket.receive_some(1):
+                        pass
+            stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=5.0)
+            await send_message(stream, b"still here?")
+            assert await receive_message(stream) == b"still here?"

@@ -81,6 +81,8 @@ def fenced(
     """
     # Everything is unshared: users, processes, network, names of the host, shared memory and control groups.
     words = [BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    # With namespaces of its own, it would be root in them, and reach parts of the kernel that users do not.
+    words += ["--unshare-user", "--disable-userns"]
     words += ["--share-net"] if network else []
     words += ["--hostname", "job"]
     words += [

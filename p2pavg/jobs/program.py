@@ -46,8 +46,8 @@ class Job:
     """The job's folder, with the program and its data. It cannot be written to."""
     scratch: Path
     """A folder of this peer's own, for checkpoints and metrics, that stays from one start to the next."""
-    is_alone: bool
-    """True on the author's desk, where no other peer will come. An optimizer needs ``peers_to_start=1`` then."""
+    min_peers: int
+    """For the optimizer: peers that an update needs. 1 on the author's desk, where no other peer will come."""
 
 
 @contextmanager
@@ -71,7 +71,8 @@ def job() -> Iterator[Job]:
     try:
         bootstrap = () if gate else os.environ.get(BOOTSTRAP, "").split()
         with open_averager(config, bootstrap=bootstrap) as averager:
-            yield Job(averager, strategy, folder, scratch, is_alone=not gate and not run_id)
+            alone = not gate and not run_id
+            yield Job(averager, strategy, folder, scratch, 1 if alone else config.min_group_size)
     except KeyboardInterrupt:
         if not gate:
             raise

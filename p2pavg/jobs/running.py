@@ -29,9 +29,10 @@ class JobProgram:
     Args:
         command: starts it, with the fence if there is one.
         environment: its variables.
-        needs: its limits.
+        needs: its limits; ``None``: it is this user's own, and is not watched.
         scratch: the folder that it writes to.
         ask_to_end: tells the program to end; returns false if it cannot be told.
+        restarts: start it again when it fails.
         say: takes each line of its words, printable and short.
     """
 
@@ -39,10 +40,12 @@ class JobProgram:
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
-        needs: Needs,
+        needs: Needs | None,
         scratch: Path,
-        ask_to_end: Callable[[], bool],
+        ask_to_end: Callable[[trio.Process], bool],
         say: Callable[[str], None],
+        *,
+        restarts: bool = True,
     ) -> None:
         self._command = list(command)
         self._environment = dict(environment)
@@ -50,6 +53,7 @@ class JobProgram:
         self._scratch = scratch
         self._ask_to_end = ask_to_end
         self._say = say
+        self._restarts = restarts
         self._end: JobEnd | None = None
         """Set once the program is not to start again, whatever its exit code is."""
         self._told = trio.Event()
@@ -72,6 +76,8 @@ class JobProgram:
             match decision:
                 case JobEnd():
                     return decision
+                case Restart() if not self._restarts:
+                    return JobEnd(f"the program ended with exit code {code}", is_error=True)
                 case Restart(pause, failures):
                     self._say(f"the program ended with exit code {code}; it starts again in {pause:.0f} s")
                     with trio.move_on_after(pause):
@@ -90,7 +96,8 @@ class JobProgram:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pass_words_on, process)
-                nursery.start_soon(self._watch, process)
+                if self._needs is not None:
+                    nursery.start_soon(self._watch, process, self._needs)
                 nursery.start_soon(self._end_when_told, process)
                 code = await process.wait()
                 nursery.cancel_scope.cancel()
@@ -113,11 +120,11 @@ class JobProgram:
                 text = line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS]
                 self._say("".join(each if each.isprintable() else "?" for each in text))
 
-    async def _watch(self, process: trio.Process) -> None:
+    async def _watch(self, process: trio.Process, needs: Needs) -> None:
         """End the program when it takes more than its manifest says."""
         while True:
             usage = await trio.to_thread.run_sync(measure, process.pid, self._scratch)
-            if why := beyond(self._needs, usage):
+            if why := beyond(needs, usage):
                 self._finish(JobEnd(f"the job was ended: {why}", is_error=True))
                 _kill(process)
             await trio.sleep(LOOK_SECONDS)
@@ -125,7 +132,7 @@ class JobProgram:
     async def _end_when_told(self, process: trio.Process) -> None:
         await self._told.wait()
         # It gets time for the end of its round, and for a checkpoint.
-        if self._ask_to_end():
+        if self._ask_to_end(process):
             await trio.sleep(STALL_SECONDS)
         process.terminate()
         await trio.sleep(STOP_SECONDS)

@@ -268,8 +268,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             # others bootstrap from this peer, and it must not fail because none is there: it joins below.
             bootstrap=_once([*named, *remembered]) if named else (),
             identity=options.identity,
-            announce=options.announce
-            or ([] if home is None else forwarded(home.addresses, machine_hosts())),
+            announce=options.announce or ([] if home is None else forwarded(home.addresses, machine_hosts())),
             port_mapping=options.port_mapping,
             relay_mbps=options.relay_mbps,
             # The peer is then in the job's process, and this one hands it the network.

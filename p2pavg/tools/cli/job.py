@@ -75,3 +75,26 @@ def unpack(
     _, files = unpack_job(read_job(file)[0])
     write_folder(folder, files)
     typer.echo(f"{folder}: {len(files)} files")
+
+
+@app.command()
+def fence(
+    test: Annotated[
+        bool, typer.Option("--test", help="Try to get out of it in ten ways, and say what stopped each.")
+    ] = False,
+) -> None:
+    """Say whether this machine can fence jobs. The exit code is 1 if it cannot, or if an attempt got out."""
+    from p2pavg.jobs.attempts import try_fence
+    from p2pavg.jobs.fence import missing_fence
+
+    if not test:
+        if why := missing_fence():
+            typer.echo(f"this machine has no fence: {why}")
+            raise typer.Exit(1)
+        typer.echo("this machine fences jobs, with bubblewrap")
+        return
+    found = try_fence()
+    for each in found:
+        typer.echo(each.line)
+    if any(each.got_out for each in found):
+        raise typer.Exit(1)

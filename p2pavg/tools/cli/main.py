@@ -25,6 +25,7 @@ from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
 from p2pavg.tools.cli.daemon_commands import files, join, status, stop
 from p2pavg.tools.cli.job import app as job_app
+from p2pavg.tools.cli.launch import launch
 from p2pavg.tools.cli.logs import (
     FORMAT,
     LEVEL,
@@ -65,6 +66,8 @@ app = typer.Typer(
 )
 for command in (join, status, stop, files):
     app.command()(command)
+# What follows the program's name is the program's.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)
 app.add_typer(run_app)
 app.add_typer(checkpoint_app)
 app.add_typer(job_app)

@@ -175,7 +175,7 @@ def _started(
         environment,
         needs,
         places.scratch,
-        gate.stop_program,
+        lambda _: gate.stop_program(),
         _LogFile(log, run.run_id).say,
     )
 

@@ -1,0 +1,60 @@
+"""The command ``p2pavg launch``: several processes of a program as the peers of one run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MAX_PEERS = 64
+
+
+def launch(
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROGRAM] [ARGS]...", help="The program, such as train.py, and its arguments."
+        ),
+    ] = None,
+    count: Annotated[
+        int, typer.Option("-n", "--peers", metavar="N", min=1, max=MAX_PEERS, help="Number of peers.")
+    ] = 2,
+    job: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Start the program of this job's folder.")
+    ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Start a peer that fails again. Without it, all end when one fails."),
+    ] = False,
+) -> None:
+    """Start a program N times, as the peers of one run that stays on this machine, until all of them have ended.
+
+    The program takes its part with `p2pavg.job()`. Each line that it prints has its peer's number before it. Ctrl-C ends
+    all. The exit code is 1 if a peer failed.
+    """
+    from p2pavg.base.errors import ConfigError
+    from p2pavg.jobs.folder import read_folder
+    from p2pavg.jobs.manifest import MANIFEST, problems, read_manifest
+
+    words = list(program or [])
+    if job is not None:
+        files = read_folder(job)
+        if found := problems(files):
+            raise ConfigError(f"{job} is no job: {'; '.join(found)}")
+        words = [str(job / read_manifest(files[MANIFEST]).program), *words]
+    if not words or not Path(words[0]).is_file():
+        raise ConfigError(
+            f"there is no program {words[0]!r}" if words else "name a program, or a job's folder with --job",
+            remedy="p2pavg launch -n 3 train.py",
+        )
+
+    # Imported here: torch takes seconds, and a mistake is told at once.
+    from p2pavg.tools.cli.launching import launch_all
+
+    ends = launch_all(words, count, elastic=elastic)
+    for number, end in enumerate(ends):
+        if end.is_error:
+            typer.echo(f"[{number}] {end.why}", err=True)
+    if any(end.is_error for end in ends):
+        raise typer.Exit(1)

@@ -1,0 +1,92 @@
+"""The work of ``p2pavg launch``."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import trio
+
+from p2pavg.jobs.limits import JobEnd
+from p2pavg.jobs.program import BOOTSTRAP, RUN_ID, SCRATCH
+from p2pavg.jobs.running import JobProgram
+from p2pavg.peer.peer import open_peer
+
+
+def launch_all(words: list[str], count: int, *, elastic: bool) -> list[JobEnd]:
+    """Run a program's processes until all of them have ended; return how each has.
+
+    Args:
+        words: the program and its arguments.
+        elastic: start one that fails again, in place of ending all.
+    """
+    return trio.run(_launch, words, Path(words[0]).resolve().parent, count, elastic)
+
+
+async def _launch(words: list[str], folder: Path, count: int, elastic: bool) -> list[JobEnd]:
+    """Run the program's processes; return how each has ended."""
+    programs: list[JobProgram] = []
+    ends: dict[int, JobEnd] = {}
+    run_id = f"{re.sub(r'[^A-Za-z0-9._-]', '_', folder.name) or 'job'}-{secrets.token_hex(4)}"
+
+    async def run(number: int) -> None:
+        ends[number] = await programs[number].run()
+        # Without --elastic, the others would wait for a peer that does not come back.
+        if ends[number].is_error and not elastic:
+            for each in programs:
+                each.stop(f"ended, because peer {number} has failed")
+
+    async def stop_on_signal() -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for received in signals:
+                for each in programs:
+                    each.stop(f"ended by {signal.Signals(received).name}")
+
+    async with open_peer() as peer, trio.open_nursery() as nursery:
+        nursery.start_soon(stop_on_signal)
+        for number in range(count):
+            scratch = folder / ".scratch" / str(number)
+            environment = {
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                RUN_ID: run_id,
+                # The peers find each other through this process, so each of them may come and go.
+                BOOTSTRAP: peer.addresses[0],
+                SCRATCH: str(scratch),
+            }
+            programs.append(
+                JobProgram(
+                    [sys.executable, *words],
+                    environment,
+                    None,
+                    scratch,
+                    _interrupt,
+                    _Prefixed(number).say,
+                    restarts=elastic,
+                )
+            )
+        async with trio.open_nursery() as running:
+            for number in range(count):
+                running.start_soon(run, number)
+        nursery.cancel_scope.cancel()
+    return [ends[number] for number in range(count)]
+
+
+def _interrupt(process: trio.Process) -> bool:
+    process.send_signal(signal.SIGINT)
+    return True
+
+
+class _Prefixed:
+    """Prints lines with the number of a peer before them."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(f"[{self._number}] {line}", flush=True)

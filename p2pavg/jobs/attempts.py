@@ -21,7 +21,7 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import STALL_SECONDS
-from p2pavg.jobs.fence import HANDED, SCRATCH, FencedPlaces, fenced, missing_fence, python_places
+from p2pavg.jobs.fence import HANDED, SCRATCH, FencedPlaces, fenced, missing_fence, own_roots, python_places
 
 FAR = ("192.0.2.1", 9)  # of no machine (RFC 5737)
 _SHARED_BYTES = 2**20
@@ -185,7 +185,7 @@ def try_fence() -> list[Attempt]:
         command = fenced(
             [str(python), "-m", "p2pavg.jobs.attempts", json.dumps(places)],
             FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python)),
-            {"PYTHONPATH": os.pathsep.join(each for each in sys.path if os.path.isdir(each)), "HOME": HANDED},
+            {"PYTHONPATH": os.pathsep.join(own_roots()), "HOME": HANDED},
             network=False,
             gpu=False,
             shared_bytes=_SHARED_BYTES,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import site
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
+from p2pavg.jobs.fence import own_roots, site_folders
 
 INSTALL_SECONDS = 3600.0
 """For all packages of a job: 5 GB at 12 Mbit/s."""
@@ -83,8 +83,7 @@ def _install(place: Path, packages: bytes) -> None:
     _run([*install, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(listed)])
     # p2pavg and torch are those of this install; a package of the job has priority over one of the same name.
     inner = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(place), "platbase": str(place)}))
-    own = [*site.getsitepackages(), *(each for each in sys.path if each and os.path.isdir(each))]
-    (inner / "p2pavg-base.pth").write_text("".join(f"{each}\n" for each in dict.fromkeys(own)))
+    (inner / "p2pavg-base.pth").write_text("".join(f"{each}\n" for each in [*site_folders(), *own_roots()]))
 
 
 def _run(command: list[str]) -> None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import site
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import p2pavg
+import p2pavg_compression
+import p2pavg_dht
 from p2pavg.base.limits import REPLY_SECONDS
 
 BWRAP = "bwrap"
+OWN_PACKAGES = (p2pavg, p2pavg_dht, p2pavg_compression)
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
@@ -118,17 +123,33 @@ def _system_folder(name: str) -> list[str]:
 
 
 def python_places(executable: Path) -> tuple[Path, ...]:
-    """Return the folders that a Python interpreter needs, besides those of the system.
+    """Return the folders and files that a Python interpreter needs, besides those of the system.
 
     Args:
         executable: of an environment, or of the interpreter itself.
     """
-    found = {Path(sys.prefix), Path(sys.base_prefix), Path(executable).parent.parent}
-    # Packages may be installed in a way that leads elsewhere, such as an editable install.
-    found |= {Path(each) for each in sys.path if each and os.path.isdir(each)}
-    resolved = sorted({each.resolve() for each in found} | found)
+    prefixes = {Path(sys.prefix), Path(sys.base_prefix), Path(executable).parent.parent}
+    # Of a prefix, only what an interpreter reads: it may be the user's home folder, if that is an environment.
+    found = {prefix / name for prefix in prefixes for name in ("bin", "lib", "lib64", "pyvenv.cfg")}
+    found |= {Path(each) for each in site_folders()}
+    # Those of this project may be elsewhere, in an editable install. Nothing beside them is shown.
+    found |= {Path(folder) for package in OWN_PACKAGES for folder in package.__path__}
+    existing = sorted({each for place in found if place.exists() for each in (place, place.resolve())})
     system = [Path(each) for each in _SYSTEM]
     needed = [
-        each for each in resolved if not any(each == outer or outer in each.parents for outer in system)
+        each for each in existing if not any(each == outer or outer in each.parents for outer in system)
     ]
     return tuple(each for each in needed if not any(outer in each.parents for outer in needed))
+
+
+def site_folders() -> list[str]:
+    """Return the folders of installed packages."""
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return [each for each in (*site.getsitepackages(), *user) if os.path.isdir(each)]
+
+
+def own_roots() -> list[str]:
+    """Return the folders in which Python finds the packages of this project."""
+    return list(
+        dict.fromkeys(os.path.dirname(folder) for package in OWN_PACKAGES for folder in package.__path__)
+    )

@@ -30,8 +30,8 @@ def launch(
 ) -> None:
     """Start a program N times, as the peers of one run that stays on this machine, until all of them have ended.
 
-    The program takes its part with `p2pavg.job()`. Each line that it prints has its peer's number before it. Ctrl-C ends
-    all. The exit code is 1 if a peer failed.
+    The program takes its part with `p2pavg.job()`. Each line that it prints has its peer's number before it. Ctrl-C
+    ends all. The exit code is 1 if a peer failed.
     """
     from p2pavg.base.errors import ConfigError
     from p2pavg.jobs.folder import read_folder

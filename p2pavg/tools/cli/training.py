@@ -18,7 +18,16 @@ from p2pavg.base.formats import in_bytes
 from p2pavg.jobs import program
 from p2pavg.jobs.archive import unpack_job
 from p2pavg.jobs.environment import make_environment
-from p2pavg.jobs.fence import HANDED, JOB, SCRATCH, FencedPlaces, fenced, missing_fence, python_places
+from p2pavg.jobs.fence import (
+    HANDED,
+    JOB,
+    SCRATCH,
+    FencedPlaces,
+    fenced,
+    missing_fence,
+    own_roots,
+    python_places,
+)
 from p2pavg.jobs.folder import write_folder
 from p2pavg.jobs.limits import GIB, JobEnd
 from p2pavg.jobs.manifest import JobManifest
@@ -153,7 +162,7 @@ def _started(
         "TMPDIR": scratch,
         "LANG": "C.UTF-8",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each and os.path.isdir(each)),
+        "PYTHONPATH": os.pathsep.join(own_roots()),
         program.GATE: f"{handed}/gate",
         program.RUN_FILE: f"{handed}/job.run",
         program.CERTIFICATE: f"{handed}/job.cert",

@@ -20,7 +20,7 @@ from p2pavg.net.transport import Transport
 from p2pavg.net.unix import connect_unix
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.transport_conformance import CHECKS, ECHO, Check, echo
-from p2pavg.testing.transport_conformance.tools import OTHER
+from p2pavg.testing.transport_conformance.tools import OTHER, receive_all
 from p2pavg_dht import Ed25519Signer
 
 
@@ -95,22 +95,28 @@ async def test_one_program_at_a_time(folder: Path) -> None:
 
 
 async def test_a_program_without_its_gate_ends_with_an_error(folder: Path) -> None:
-    with pytest.raises(ControlError, match="is gone"), bare_exceptions():
-        async with trio.open_nursery() as nursery:
-            opened = trio.Event()
+    opened, scope = trio.Event(), trio.CancelScope()
 
-            async def hold(scope: trio.CancelScope) -> None:
-                with scope:
-                    async with open_gate_alone(folder):
-                        opened.set()
-                        await trio.sleep_forever()
+    async def hold() -> None:
+        with scope:
+            async with open_gate_alone(folder):
+                opened.set()
+                await trio.sleep_forever()
 
-            scope = trio.CancelScope()
-            nursery.start_soon(hold, scope)
-            await opened.wait()
-            async with open_gate_transport(folder / "gate"):
-                scope.cancel()
-                await trio.sleep(10)
+    async def use() -> None:
+        await opened.wait()
+        async with open_gate_transport(folder / "gate"):
+            scope.cancel()
+            await trio.sleep(10)
+
+    async def both() -> None:
+        with bare_exceptions():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hold)
+                nursery.start_soon(use)
+
+    with pytest.raises(ControlError, match="is gone"):
+        await both()
 
 
 async def test_only_what_the_gate_allows_is_signed(folder: Path) -> None:
@@ -164,8 +170,7 @@ async def test_a_chunk_that_is_too_long_ends_its_stream_only(folder: Path) -> No
                 assert await receive_message(socket) is not None
                 await socket.send_all(b"\xff\xff\xff\xff" + bytes(1000))
                 with pytest.raises(StreamBrokenError):
-                    while await socket.receive_some(1):
-                        pass
+                    await receive_all(socket)
             stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=5.0)
             await send_message(stream, b"still here?")
             assert await receive_message(stream) == b"still here?"

@@ -1,0 +1,139 @@
+"""A job's program in its fence: hostile ones end as documented, and nothing else on the machine changes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from p2pavg.jobs.attempts import ATTEMPTS, try_fence
+from p2pavg.jobs.fence import JOB, SCRATCH, FencedPlaces, fenced, own_roots, python_places
+from p2pavg.jobs.limits import JobEnd
+from p2pavg.jobs.manifest import Needs
+from p2pavg.jobs.running import JobProgram
+from tests.integration.jobs.fences import needs_fence
+
+pytestmark = [pytest.mark.processes, needs_fence]
+
+NEEDS = Needs(memory_gb=0.25, disk_gb=0.05)
+WATCHDOG_SECONDS = 120.0
+
+
+def test_no_attempt_gets_out() -> None:
+    found = try_fence()
+    assert [each.what for each in found] == list(ATTEMPTS)
+    assert not [each.line for each in found if each.got_out]
+
+
+PATHS = os.pathsep.join(own_roots())
+
+
+async def ends(folder: Path, source: str, *, restarts: bool = False) -> tuple[JobEnd, list[str]]:
+    """Run a program in the fence; return how it ended, and its words."""
+    said: list[str] = []
+    job, scratch, handed = (folder / name for name in ("job", "scratch", "handed"))
+    for each in (job, scratch, handed):
+        each.mkdir(exist_ok=True)
+    (job / "train.py").write_text(source)
+    python = Path(sys.executable)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": PATHS, "HOME": SCRATCH, "PYTHONUNBUFFERED": "1"}
+    command = fenced(
+        [str(python), "-m", "p2pavg.jobs.inside", f"{JOB}/train.py", str(int(NEEDS.disk_gb * 2**30))],
+        FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python)),
+        environment,
+        network=False,
+        gpu=False,
+        shared_bytes=2**20,
+    )
+    program = JobProgram(
+        command, environment, NEEDS, scratch, lambda _: False, said.append, restarts=restarts
+    )
+    with trio.fail_after(WATCHDOG_SECONDS):
+        end = await program.run()
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(job) in (each.info["cmdline"] or ())]
+    assert not left
+    return end, said
+
+
+async def test_a_program_sees_its_folder_and_writes_to_scratch(tmp_path: Path) -> None:
+    end, said = await ends(
+        tmp_path,
+        "import os, pathlib, sys\n"
+        "print(os.getcwd(), sys.argv, sorted(os.listdir('.')), os.environ['HOME'])\n"
+        "pathlib.Path(os.environ['HOME'], 'kept').write_text('x')\n",
+    )
+    assert end == JobEnd("the job's program has ended: its training is over", is_error=False)
+    assert said == [f"{JOB} ['{JOB}/train.py'] ['train.py'] {SCRATCH}"]
+    assert (tmp_path / "scratch" / "kept").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("x = bytearray(10**9)\nimport time; time.sleep(60)", "GB of memory, and its manifest says 0.25 GB"),
+        (
+            "import os\nfor n in range(10**6):\n  open(f'/scratch/{n}', 'wb').write(bytes(10**6))",
+            "GB of the disk, and its manifest says 0.05 GB",
+        ),
+        (
+            "import os, time\nfor _ in range(400):\n  os.fork() or time.sleep(60)\ntime.sleep(60)",
+            "processes at once",
+        ),
+        (
+            "while True:\n  open(f'/scratch/{id(object())}{__import__(\"os\").urandom(8).hex()}', 'w')",
+            "files",
+        ),
+    ],
+    ids=["memory", "disk", "processes", "files"],
+)
+async def test_a_program_that_takes_more_than_it_declared_is_ended(
+    tmp_path: Path, source: str, why: str
+) -> None:
+    end, _ = await ends(tmp_path, source, restarts=True)
+    assert end.is_error
+    assert why in end.why
+
+
+async def test_a_file_that_is_too_large_cannot_be_written(tmp_path: Path) -> None:
+    end, said = await ends(tmp_path, "open('/scratch/x', 'wb').write(bytes(100 * 10**6))")
+    assert end == JobEnd("the program ended with exit code 1", is_error=True)
+    assert "File too large" in said[-1]
+
+
+async def test_a_program_that_kills_what_it_sees_ends_itself(tmp_path: Path) -> None:
+    end, _ = await ends(
+        tmp_path,
+        "import os, signal\n"
+        "for pid in [int(each) for each in os.listdir('/proc') if each.isdigit()] + [os.getppid(), -1]:\n"
+        "  try: os.kill(pid, signal.SIGKILL)\n"
+        "  except OSError: pass\n",
+    )
+    assert end.is_error
+
+
+async def test_words_have_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    _, said = await ends(
+        tmp_path,
+        "import sys\nsys.stdout.buffer.write(b'\\x1b[2J\\xff\\x07ok\\n' + b'x' * 10**6 + b'\\n' + b'last')\n",
+    )
+    assert said[0] == "?[2J\ufffd?ok"
+    assert max(map(len, said)) <= 500
+
+
+async def test_a_program_that_fails_starts_again_until_it_is_stopped(tmp_path: Path) -> None:
+    source = (
+        "import pathlib\n"
+        "tried = pathlib.Path('/scratch/tried')\n"
+        "tried.write_text((tried.read_text() if tried.exists() else '') + 'x')\n"
+        "raise SystemExit(0 if len(tried.read_text()) == 3 else 7)\n"
+    )
+    end, said = await ends(tmp_path, source, restarts=True)
+    assert not end.is_error
+    assert [line for line in said if "starts again" in line] == [
+        "the program ended with exit code 7; it starts again in 1 s",
+        "the program ended with exit code 7; it starts again in 2 s",
+    ]

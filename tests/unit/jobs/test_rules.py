@@ -1,0 +1,126 @@
+"""The rules of a job that runs, and the page that asks a volunteer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.jobs.limits import (
+    FIRST_PAUSE_SECONDS,
+    GIB,
+    MAX_PAUSE_SECONDS,
+    MAX_PROCESSES,
+    MAX_SCRATCH_FILES,
+    STEADY_SECONDS,
+    JobEnd,
+    JobUsage,
+    Restart,
+    after_exit,
+    beyond,
+)
+from p2pavg.jobs.manifest import JobManifest, Needs
+from p2pavg.jobs.page import JobPage, agreed
+from p2pavg.runs.membership.job_release import JobRelease
+
+NEEDS = Needs(memory_gb=2.0, disk_gb=1.0)
+RELEASE = JobRelease(authority=b"a" * 32, number=3, root=b"r" * 32, size=1000)
+
+
+def page(*, no_fence: str = "", network: bool = False, max_upload_mbps: float | None = None) -> JobPage:
+    return JobPage(
+        run_id="lab",
+        release=RELEASE,
+        manifest=JobManifest(
+            name="tiny",
+            author="Ada \x1b[2J",
+            about="One line.\nAnother.",
+            program="train.py",
+            needs=NEEDS,
+            network=network,
+        ),
+        files=2,
+        packages=0,
+        no_fence=no_fence,
+        scratch="/home/v/scratch",
+        max_upload_mbps=max_upload_mbps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("usage", "said"),
+    [
+        (JobUsage(memory=2 * GIB, processes=MAX_PROCESSES, scratch=GIB, files=MAX_SCRATCH_FILES), ""),
+        (
+            JobUsage(memory=2 * GIB + 1, processes=1, scratch=0),
+            "2.00 GB of memory, and its manifest says 2 GB",
+        ),
+        (JobUsage(memory=0, processes=1, scratch=GIB + 1), "1.00 GB of the disk"),
+        (JobUsage(memory=0, processes=MAX_PROCESSES + 1, scratch=0), "257 processes at once"),
+        (JobUsage(memory=0, processes=1, scratch=0, files=MAX_SCRATCH_FILES + 1), "more than 100000 files"),
+    ],
+)
+def test_what_is_beyond_the_manifest(usage: JobUsage, said: str) -> None:
+    assert said in beyond(NEEDS, usage)
+    assert bool(said) == bool(beyond(NEEDS, usage))
+
+
+def test_a_program_that_has_ended_well_is_over() -> None:
+    decision = after_exit(0, ran=1.0, failures=3)
+    assert isinstance(decision, JobEnd)
+    assert not decision.is_error
+
+
+@given(failures=st.integers(0, 60), ran=st.floats(0.0, STEADY_SECONDS, exclude_max=True))
+def test_pauses_grow_and_are_bounded(failures: int, ran: float) -> None:
+    first = after_exit(1, ran=ran, failures=failures)
+    assert isinstance(first, Restart)
+    assert first.failures == failures + 1
+    second = after_exit(-9, ran=ran, failures=first.failures)
+    assert isinstance(second, Restart)
+    assert FIRST_PAUSE_SECONDS <= first.pause <= second.pause <= MAX_PAUSE_SECONDS
+    assert second.pause > first.pause or first.pause == MAX_PAUSE_SECONDS
+
+
+def test_a_program_that_ran_for_long_begins_with_the_first_pause() -> None:
+    assert after_exit(1, ran=STEADY_SECONDS, failures=7) == Restart(FIRST_PAUSE_SECONDS, 1)
+
+
+def test_the_page_says_what_will_run() -> None:
+    lines = "\n".join(page(max_upload_mbps=8.0).lines)
+    assert "Ada ?[2J" in lines
+    assert "\x1b" not in lines
+    assert RELEASE.root.hex() in lines
+    assert "up to 2 GB of memory and 1 GB of the disk; no GPU" in lines
+    assert "at most 3.6 GB an hour" in lines
+    assert "no other file, no other process" in lines
+    assert page().default
+
+
+def test_a_machine_without_a_fence_says_so_first_and_its_answer_is_no() -> None:
+    bare = page(no_fence="bwrap is not installed")
+    assert bare.lines[0].startswith("THERE IS NO FENCE AROUND THIS PROGRAM: bwrap is not installed")
+    assert "all files of this user" in "\n".join(bare.lines)
+    assert not bare.default
+    assert "y/N" in bare.question
+
+
+def test_a_job_with_connections_of_its_own_has_to_be_agreed_to() -> None:
+    assert not page(network=True).default
+    assert "all of the network, which it asks for" in "\n".join(page(network=True).lines)
+
+
+@pytest.mark.parametrize(
+    ("answer", "default", "means"),
+    [
+        ("", True, True),
+        ("", False, False),
+        (" Yes ", False, True),
+        ("y", False, True),
+        ("n", True, False),
+        ("yess", True, False),
+        ("what?", True, False),
+    ],
+)
+def test_answers(answer: str, default: bool, means: bool) -> None:
+    assert agreed(answer, default=default) is means

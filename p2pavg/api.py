@@ -25,7 +25,6 @@ from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.audits import Audits
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
-from p2pavg.jobs.program import Job, job
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.joining.member import join_run
@@ -34,6 +33,7 @@ from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.files import read_run_file
 from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.strategies.job import Job, job
 from p2pavg.telemetry.members import RunPeer
 from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, TopK
 

@@ -197,16 +197,16 @@ def figures(house: House) -> list[Figure]:
     functions = sum(len(file.functions) for file in files)
     pages = [path.stat().st_size / 1000 for path in _pages()]
     return [
-        Figure("code lines of p2pavg, dht, compression", code, 55_275, 52_708, 43_000),
-        Figure("files", len(files), 560, 562, 380),
-        Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 74_757, 52_000),
+        Figure("code lines of p2pavg, dht, compression", code, 55_275, 55_055, 43_000),
+        Figure("files", len(files), 560, 586, 380),
+        Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 75_688, 52_000),
         Figure("rooms", len(house.arrows), 46, 25, 24),
         Figure("floors", house.floors, 16, 13, 13),
-        Figure("arrows between rooms", sum(map(len, house.arrows.values())), 318, 137, 140),
-        Figure("largest number of files in one folder", _largest_folder(files), 67, 22, 25),
+        Figure("arrows between rooms", sum(map(len, house.arrows.values())), 318, 138, 140),
+        Figure("largest number of files in one folder", _largest_folder(files), 67, 23, 25),
         Figure("class names that stand in several files", len(house.twice("classes")), 65, 1, 0),
         Figure("names of seconds that stand in several files", len(house.twice("seconds")), 54, 0, 0),
-        Figure("constants of seconds", sum(len(list(file.seconds)) for file in files), 346, 210, 170),
+        Figure("constants of seconds", sum(len(list(file.seconds)) for file in files), 346, 211, 170),
         Figure("comments per 100 lines", _comments(files), 2.5, 5.7, 5, more_is_better=True),
         Figure(
             f"the same, of the longest {HARDEST} files", _comments(hardest), 2.4, 12, 8, more_is_better=True
@@ -226,7 +226,7 @@ def figures(house: House) -> list[Figure]:
             35,
         ),
         Figure("longest page of the documents, kB", max(pages), 60, 12, 15),
-        Figure("all pages, kB", sum(pages), 397, 331, 260),
+        Figure("all pages, kB", sum(pages), 397, 338, 260),
     ]
 
 

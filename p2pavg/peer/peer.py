@@ -352,7 +352,6 @@ async def open_peer(
     announce: Sequence[str] = (),
     port_mapping: bool = True,
     relay_mbps: float = DEFAULT_RELAY_MBPS,
-    only_asks: bool = False,
 ) -> AsyncIterator[Peer]:
     """Open a peer that lives as long as the block.
 
@@ -370,12 +369,39 @@ async def open_peer(
         port_mapping: ask the router to forward the port, by UPnP or NAT-PMP.
         relay_mbps: Mbit/s that this peer carries for peers which cannot be dialled, if it can be dialled itself; 0
             relays nothing.
-        only_asks: serve nothing, because another process serves for this peer through a gate.
 
     Raises:
         AddressError, ListenError, IdentityError: the caller's addresses or key file; the message says what is wrong.
         ConfigError: ``relay_mbps`` or ``port_mapping`` is out of range.
         BootstrapError: no bootstrap peer answered within 15 s.
+    """
+    async with open_peer_or_asker(
+        listen=listen,
+        bootstrap=bootstrap,
+        identity=identity,
+        announce=announce,
+        port_mapping=port_mapping,
+        relay_mbps=relay_mbps,
+        only_asks=False,
+    ) as peer:
+        yield peer
+
+
+@asynccontextmanager
+async def open_peer_or_asker(
+    *,
+    listen: Sequence[str],
+    bootstrap: Sequence[str],
+    identity: str | os.PathLike[str] | None,
+    announce: Sequence[str],
+    port_mapping: bool,
+    relay_mbps: float,
+    only_asks: bool,
+) -> AsyncIterator[Peer]:
+    """Open a peer as :func:`open_peer` does, or one that serves nothing.
+
+    Args:
+        only_asks: serve nothing, because another process serves for this peer through a gate.
     """
     # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
     from p2pavg.net.libp2p.transport import open_libp2p_transport

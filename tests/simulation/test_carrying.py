@@ -13,8 +13,9 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import StateError
+from p2pavg.base.limits import START_SECONDS
 from p2pavg.net.transport import Buffer
-from p2pavg.peer.joining.carrying import FETCH_JOB_SECONDS, JobHoldings, carrying_job, fetch_job
+from p2pavg.peer.joining.carrying import JobHoldings, carrying_job, fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.access import RunAccess
@@ -145,7 +146,7 @@ async def test_who_is_no_member_any_more_gets_nothing(tmp_path: Path, autojump_c
             began = trio.current_time()
             with pytest.raises(StateError):
                 await second.fetch()
-            assert trio.current_time() - began >= FETCH_JOB_SECONDS
+            assert trio.current_time() - began >= START_SECONDS
         assert not second.home.job(RELEASE.root).exists()
 
 

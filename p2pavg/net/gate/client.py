@@ -33,11 +33,11 @@ from p2pavg.net.gate.messages import (
     AskSignature,
     AskStream,
     Attach,
-    Connection,
+    ConnectionNews,
     DialAddress,
-    Disconnect,
-    Done,
+    DropConnections,
     GateAnswer,
+    GateDone,
     GateError,
     GateNews,
     InboundStream,
@@ -146,6 +146,7 @@ class GateTransport(Transport):
         """See :class:`~p2pavg.net.transport.Transport`."""
         asked = AskStream(peer_id, protocol, tuple(addresses), timeout, wait_inbound)
         stream = await self._stream(asked)
+        # The gate says so too, later: until then, a caller would not find the connection that it has.
         self._note(peer_id, True)
         return stream
 
@@ -164,7 +165,7 @@ class GateTransport(Transport):
     async def disconnect(self, peer_id: PeerId) -> None:
         """See :class:`~p2pavg.net.transport.Transport`."""
         try:
-            await self._ask(Disconnect(peer_id))
+            await self._ask(DropConnections(peer_id))
         except P2PAvgError as error:
             logger.debug("cannot tell the gate to disconnect %s: %s", peer_id, error)
         self._note(peer_id, False)
@@ -175,12 +176,12 @@ class GateTransport(Transport):
 
     # ------------------------------------------------------------------ the gate's socket
 
-    def hear(self, news: GateNews) -> None:
+    def receive_news(self, news: GateNews) -> None:
         """Take what the gate says is new."""
         match news:
             case PeerNews():
                 self._news = news
-            case Connection(peer_id, is_open):
+            case ConnectionNews(peer_id, is_open):
                 self._note(peer_id, is_open)
             case InboundStream(number, protocol):
                 self.nursery.start_soon(self._take, number, protocol)
@@ -199,7 +200,7 @@ class GateTransport(Transport):
     async def _take(self, number: int, protocol: str) -> None:
         """Serve a stream of another peer. An exception costs that stream only."""
         handler = self._handlers.get(protocol)
-        if handler is None:
+        if handler is None:  # the gate gives it up after a while
             return
         try:
             stream = await self._stream(TakeStream(number))
@@ -246,11 +247,11 @@ class GateTransport(Transport):
         if self._closed:
             raise ClosedError("the peer's network was closed")
 
-    async def _ask(self, request: DialAddress | Disconnect | Settle) -> Done:
+    async def _ask(self, request: DialAddress | DropConnections | Settle) -> GateDone:
         self._check_open()
         async with connect_unix(self._path) as socket:
             await send_message(socket, request.encode())
-            return await _answer_of(socket, Done)
+            return await _answer_of(socket, GateDone)
 
 
 async def _answer_of(socket: UnixStream, kind: type[_Answer]) -> _Answer:
@@ -284,17 +285,17 @@ async def open_gate_transport(path: Path) -> AsyncIterator[GateTransport]:
             async with trio.open_nursery() as nursery:
                 transport = GateTransport(path, nursery, news)
 
-                async def say() -> None:
+                async def send_all_said() -> None:
                     async for each in transport.said:
                         await send_message(socket, each.encode())
 
-                async def hear() -> None:
+                async def receive_all_news() -> None:
                     while (data := await receive_message(socket, max_bytes=MAX_GATE_BYTES)) is not None:
-                        transport.hear(decoded(data, GateNews))
+                        transport.receive_news(decoded(data, GateNews))
                     raise ControlError(f"the process behind {path}, which has this peer's network, is gone")
 
-                nursery.start_soon(say)
-                nursery.start_soon(hear)
+                nursery.start_soon(send_all_said)
+                nursery.start_soon(receive_all_news)
                 try:
                     yield transport
                 finally:

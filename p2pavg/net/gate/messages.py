@@ -4,7 +4,7 @@ Each connection to the socket begins with one :data:`GateRequest` of the program
 length. What follows depends on the request:
 
 * After :class:`Attach`, the program sends :class:`ServeProtocol` and :class:`RememberPeer`, and the gate what is new:
-  :class:`PeerNews`, :class:`Connection`, :class:`InboundStream`. The program is attached until it closes this one.
+  :class:`PeerNews`, :class:`ConnectionNews`, :class:`InboundStream`. The program is attached until it closes this one.
 * After :class:`AskStream` and :class:`TakeStream`, both sides send chunks of the stream: four bytes of length, and as
   many bytes. Length 0 closes that half. A connection that ends without it was reset.
 * After all others, the program may ask again.
@@ -78,7 +78,7 @@ class DialAddress(Message, frozen=True, tag=5):
     timeout: WaitSeconds
 
 
-class Disconnect(Message, frozen=True, tag=6):
+class DropConnections(Message, frozen=True, tag=6):
     """See :meth:`p2pavg.net.transport.Transport.disconnect`."""
 
     peer_id: GateId
@@ -94,7 +94,7 @@ class AskSignature(Message, frozen=True, tag=8):
     message: Annotated[bytes, Meta(max_length=MAX_GATE_BYTES)]
 
 
-GateRequest = Attach | AskStream | TakeStream | DialAddress | Disconnect | Settle | AskSignature
+GateRequest = Attach | AskStream | TakeStream | DialAddress | DropConnections | Settle | AskSignature
 """The first message of a connection."""
 ProgramNews = ServeProtocol | RememberPeer
 
@@ -125,7 +125,7 @@ class PeerNews(Message, frozen=True, tag=0):
         )
 
 
-class Connection(Message, frozen=True, tag=1):
+class ConnectionNews(Message, frozen=True, tag=1):
     """A connection to a peer was made, or the last one has ended."""
 
     peer_id: GateId
@@ -152,7 +152,7 @@ class StreamOpened(Message, frozen=True, tag=3):
     relayed: bool
 
 
-class Done(Message, frozen=True, tag=4):
+class GateDone(Message, frozen=True, tag=4):
     """What was asked for is done."""
 
     text: GateText = ""
@@ -176,8 +176,8 @@ class GateError(Message, frozen=True, tag=6):
         cut(self, reason=2000)
 
 
-GateAnswer = PeerNews | StreamOpened | Done | Signature | GateError
-GateNews = PeerNews | Connection | InboundStream | StopProgram
+GateAnswer = PeerNews | StreamOpened | GateDone | Signature | GateError
+GateNews = PeerNews | ConnectionNews | InboundStream | StopProgram
 
 
 def news_of(peer_id: str, addresses: tuple[str, ...], reachability: Reachability) -> PeerNews:

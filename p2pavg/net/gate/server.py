@@ -35,10 +35,10 @@ from p2pavg.net.gate.messages import (
     AskSignature,
     AskStream,
     Attach,
-    Connection,
+    ConnectionNews,
     DialAddress,
-    Disconnect,
-    Done,
+    DropConnections,
+    GateDone,
     GateError,
     GateRequest,
     InboundStream,
@@ -120,13 +120,13 @@ class Gate:
                         await self._give(socket, number)
                         return
                     case DialAddress(address, timeout):
-                        await _answer(socket, Done(await self._transport.dial(address, timeout=timeout)))
-                    case Disconnect(peer_id):
+                        await _answer(socket, GateDone(await self._transport.dial(address, timeout=timeout)))
+                    case DropConnections(peer_id):
                         await self._transport.disconnect(peer_id)
-                        await _answer(socket, Done())
+                        await _answer(socket, GateDone())
                     case Settle():
                         await self._transport.settle()
-                        await _answer(socket, Done())
+                        await _answer(socket, GateDone())
                     case AskSignature(message):
                         if not self._may_sign(message):
                             raise RemoteProtocolError("this peer does not sign such a message for a program")
@@ -152,15 +152,15 @@ class Gate:
 
         def connected(peer_id: PeerId) -> None:
             known.add(peer_id)
-            self._tell(Connection(peer_id, True))
+            self._tell(ConnectionNews(peer_id, True))
 
-        async def look() -> None:
+        async def poll() -> None:
             # No event says that a connection has ended, or that an address has changed.
             last, looks = None, 0
             while True:
                 for peer_id in [each for each in known if not self._transport.is_connected(each)]:
                     known.discard(peer_id)
-                    self._tell(Connection(peer_id, False))
+                    self._tell(ConnectionNews(peer_id, False))
                 if looks % round(LOOK_SECONDS / GLANCE_SECONDS) == 0 and (now := self._told()) != last:
                     self._tell(now)
                     last = now
@@ -171,12 +171,13 @@ class Gate:
             async for each in news:
                 await send_message(socket, each.encode())
 
+        # Before the first look: a connection that is made in between would be told by neither.
         self._transport.watch_connections(connected)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(look)
+                nursery.start_soon(poll)
                 nursery.start_soon(send)
-                await self._hear(socket)
+                await self._receive_news(socket)
                 nursery.cancel_scope.cancel()
         finally:
             self._transport.unwatch_connections(connected)
@@ -196,7 +197,7 @@ class Gate:
         ):  # it reads nothing: without the news, its picture of the network would be wrong
             self._news.close()
 
-    async def _hear(self, socket: UnixStream) -> None:
+    async def _receive_news(self, socket: UnixStream) -> None:
         while (data := await receive_message(socket, max_bytes=MAX_GATE_BYTES)) is not None:
             said: ProgramNews = decoded(data, ProgramNews)
             match said:
@@ -229,6 +230,7 @@ class Gate:
 
     async def inbound(self, protocol: str, stream: Stream) -> None:
         """Offer a stream of another peer to the program; it ends with this call."""
+        # The transport resets a stream whose handler returns, as it does for a protocol that nobody serves.
         if protocol not in self._served or len(self._waiting) >= MAX_WAITING:
             return
         number, inbound = next(self._numbers), _Inbound(stream)
@@ -239,6 +241,7 @@ class Gate:
                 await inbound.taken.wait()
         finally:
             del self._waiting[number]
+        # The stream lives as long as this call, and another task passes its bytes on.
         if inbound.taken.is_set():
             await inbound.over.wait()
 

@@ -11,7 +11,7 @@ import trio
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.base.files import PUBLIC, replace_file, what_to_do
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, START_SECONDS
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.net.transport import Buffer
 from p2pavg.peer.host import Host
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DONORS = 16
 """Peers that are asked for a job at once."""
-FETCH_JOB_SECONDS = 120.0
-"""For which no peer that has the job may be there: the one that made the link may just start again."""
 
 
 class JobHoldings:
@@ -72,6 +70,7 @@ async def carrying_job(host: Host, home: Home, run: RunFile, access: RunAccess) 
     if release is None or data is None:
         yield
         return
+    # As states are: to members only, by their certificates.
     membership = Membership(access, host.id)
     holdings = JobHoldings(release.root, data)
     host.state.join(run.run_id, membership, holdings)
@@ -94,7 +93,7 @@ async def fetch_job(
     A fetch that is cut off goes on with the pieces that are here. A peer that sends a wrong one is asked for no more.
 
     Raises:
-        StateError: no member with the job answered for two minutes.
+        StateError: no member with the job answered for three minutes.
         ConfigError: the folder cannot be written.
     """
     file = home.job(release.root)
@@ -128,7 +127,8 @@ async def fetch_job(
             Wanted(BlobKind.JOB, release.root, DIGEST_BYTES * count, read),
             lambda manifest: FileSink(draft, manifest.sizes, manifest.digests),
             on_progress=on_progress,
-            patience=FETCH_JOB_SECONDS,
+            # The peer that made the link may just be starting.
+            patience=START_SECONDS,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_name_donors, host, run, download)

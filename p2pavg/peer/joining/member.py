@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ async def open_peer_of(
             yield peer
         return
     if config.files is not None:
-        async with open_peer_in(
+        async with _open_peer_in(
             config.files,
             config,
             listen=listen,
@@ -128,7 +128,7 @@ async def _open_peer_behind(gate: Path, files: PeerFiles, config: AveragingConfi
 
 
 @asynccontextmanager
-async def open_peer_in(
+async def _open_peer_in(
     files: PeerFiles,
     config: AveragingConfig,
     *,
@@ -138,12 +138,8 @@ async def open_peer_in(
     announce: Sequence[str],
     port_mapping: bool,
     relay_mbps: float,
-    only_asks: bool = False,
 ) -> AsyncIterator[Peer]:
-    """Open the peer of a folder, which remembers other peers and admits new ones if its certificate lets it.
-
-    The arguments are those of :func:`p2pavg.open_peer`.
-    """
+    """Open the peer of a folder, which remembers other peers and admits new ones if its certificate lets it."""
     assert config.access is not None
     home, run = Home(files.folder), read_run_file(files.run_file)
     own = home.addresses
@@ -165,11 +161,10 @@ async def open_peer_in(
                 announce=announce or forwarded(own, machine_hosts()),
                 port_mapping=port_mapping,
                 relay_mbps=relay_mbps,
-                only_asks=only_asks,
             ) as peer,
             remembering(peer, home),
             serving_links(peer, delegate),
-            nullcontext() if only_asks else carrying_job(peer, home, run, config.access),
+            carrying_job(peer, home, run, config.access),
             trio.open_nursery() as nursery,
         ):
             if remembered and not named:

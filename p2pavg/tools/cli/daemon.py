@@ -23,7 +23,7 @@ from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.links import open_delegate, serving_links
 from p2pavg.peer.joining.member import forwarded, listens_for
 from p2pavg.peer.joining.remembering import join_again
-from p2pavg.peer.peer import Peer, open_peer
+from p2pavg.peer.peer import Peer, open_peer_or_asker
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
@@ -262,7 +262,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
     training = options.training
     remembered = [] if home is None else home.remembered
     async with (
-        open_peer(
+        open_peer_or_asker(
             listen=_listens(options, home),
             # Peers of the last start help if those that the user has named are gone. If the user names none,
             # others bootstrap from this peer, and it must not fail because none is there: it joins below.

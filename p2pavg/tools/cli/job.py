@@ -20,8 +20,8 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job's fi
 @app.command()
 def check(folder: FolderArgument) -> None:
     """Say what a folder lacks to be a job. The exit code is 1 if it lacks anything."""
-    from p2pavg.jobs.folder import read_folder
-    from p2pavg.jobs.manifest import problems
+    from p2pavg.tools.jobs.folder import read_folder
+    from p2pavg.tools.jobs.manifest import problems
 
     found = problems(read_folder(folder))
     for sentence in found:
@@ -43,8 +43,8 @@ def pack(
 ) -> None:
     """Make the one file of a job, which its members pass on. The same folder gives the same bytes and the same root."""
     from p2pavg.base.files import PUBLIC, replace_file
-    from p2pavg.jobs.archive import job_root, pack_job, unpack_job
-    from p2pavg.jobs.folder import read_folder
+    from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
+    from p2pavg.tools.jobs.folder import read_folder
 
     data = pack_job(read_folder(folder))
     manifest, _ = unpack_job(data)
@@ -56,7 +56,7 @@ def pack(
 @app.command()
 def show(file: FileArgument) -> None:
     """Print what a job's file holds, and its root. Nothing of it runs."""
-    from p2pavg.jobs.words import describe, read_job
+    from p2pavg.tools.jobs.words import describe, read_job
 
     for line in describe(read_job(file)[0]):
         typer.echo(line)
@@ -68,9 +68,9 @@ def unpack(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
 ) -> None:
     """Write the files of a job into a new folder, to look at them. Nothing of it runs."""
-    from p2pavg.jobs.archive import unpack_job
-    from p2pavg.jobs.folder import write_folder
-    from p2pavg.jobs.words import read_job
+    from p2pavg.tools.jobs.archive import unpack_job
+    from p2pavg.tools.jobs.folder import write_folder
+    from p2pavg.tools.jobs.words import read_job
 
     _, files = unpack_job(read_job(file)[0])
     write_folder(folder, files)
@@ -84,8 +84,8 @@ def fence(
     ] = False,
 ) -> None:
     """Say whether this machine can fence jobs. The exit code is 1 if it cannot, or if an attempt got out."""
-    from p2pavg.jobs.attempts import try_fence
-    from p2pavg.jobs.fence import missing_fence
+    from p2pavg.tools.jobs.escapes import try_fence
+    from p2pavg.tools.jobs.fence import missing_fence
 
     if not test:
         if why := missing_fence():

@@ -34,8 +34,8 @@ def launch(
     ends all. The exit code is 1 if a peer failed.
     """
     from p2pavg.base.errors import ConfigError
-    from p2pavg.jobs.folder import read_folder
-    from p2pavg.jobs.manifest import MANIFEST, problems, read_manifest
+    from p2pavg.tools.jobs.folder import read_folder
+    from p2pavg.tools.jobs.manifest import MANIFEST, problems, read_manifest
 
     words = list(program or [])
     if job is not None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.jobs.limits import JobEnd
-from p2pavg.jobs.program import BOOTSTRAP, RUN_ID, SCRATCH
-from p2pavg.jobs.running import JobProgram
 from p2pavg.peer.peer import open_peer
+from p2pavg.strategies.job import BOOTSTRAP, RUN_ID, SCRATCH
+from p2pavg.tools.jobs.limits import JobEnd
+from p2pavg.tools.jobs.running import JobProgram
 
 
 def launch_all(words: list[str], count: int, *, elastic: bool) -> list[JobEnd]:
@@ -65,7 +65,7 @@ async def _launch(words: list[str], folder: Path, count: int, elastic: bool) -> 
                     None,
                     scratch,
                     _interrupt,
-                    _Prefixed(number).say,
+                    _Prefixed(number).show,
                     restarts=elastic,
                 )
             )
@@ -87,6 +87,6 @@ class _Prefixed:
     def __init__(self, number: int) -> None:
         self._number = number
 
-    def say(self, line: str) -> None:
+    def show(self, line: str) -> None:
         """Print a line."""
         print(f"[{self._number}] {line}", flush=True)

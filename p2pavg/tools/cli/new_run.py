@@ -17,7 +17,6 @@ from p2pavg.base.errors import AddressError, ConfigError
 from p2pavg.base.files import PUBLIC, replace_file
 from p2pavg.base.hostnames import is_loopback
 from p2pavg.base.limits import MAX_WEIGHT
-from p2pavg.jobs.words import read_job
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.links import open_delegate
@@ -25,6 +24,7 @@ from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.records.identity import make_seed
 from p2pavg.tools.cli.authority import create, invite, open_authority, refuse_to_overwrite
 from p2pavg.tools.cli.invitation import make_links
+from p2pavg.tools.jobs.words import read_job
 from p2pavg_dht import Ed25519Signer
 
 CERTIFICATE_DAYS = 365.0

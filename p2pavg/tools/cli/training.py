@@ -15,24 +15,6 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file, what_to_do
 from p2pavg.base.formats import in_bytes
-from p2pavg.jobs import program
-from p2pavg.jobs.archive import unpack_job
-from p2pavg.jobs.environment import make_environment
-from p2pavg.jobs.fence import (
-    HANDED,
-    JOB,
-    SCRATCH,
-    FencedPlaces,
-    fenced,
-    missing_fence,
-    own_roots,
-    python_places,
-)
-from p2pavg.jobs.folder import write_folder
-from p2pavg.jobs.limits import GIB, JobEnd
-from p2pavg.jobs.manifest import JobManifest
-from p2pavg.jobs.page import JobPage, agreed
-from p2pavg.jobs.running import JobProgram
 from p2pavg.net.gate.server import Gate, open_gate
 from p2pavg.peer.joining.carrying import fetch_job
 from p2pavg.peer.joining.home import Home
@@ -43,6 +25,24 @@ from p2pavg.runs.membership.certificate import read_certificate
 from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.joiner.fetching import DownloadProgress
+from p2pavg.strategies import job as program
+from p2pavg.tools.jobs.archive import unpack_job
+from p2pavg.tools.jobs.environment import make_environment
+from p2pavg.tools.jobs.fence import (
+    HANDED,
+    JOB,
+    SCRATCH,
+    FencedPlaces,
+    fenced,
+    missing_fence,
+    own_roots,
+    python_places,
+)
+from p2pavg.tools.jobs.folder import write_folder
+from p2pavg.tools.jobs.limits import GIB, JobEnd
+from p2pavg.tools.jobs.manifest import JobManifest
+from p2pavg.tools.jobs.page import JobPage, agreed
+from p2pavg.tools.jobs.running import JobProgram
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ async def train(
     began = trio.current_time()
     release = options.release
     data = await fetch_job(peer, home, run, access, release, _Fetched())
-    _say(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
+    _tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
     manifest, files = unpack_job(data)
     packages = files[manifest.packages] if manifest.packages else None
     no_fence = await trio.to_thread.run_sync(missing_fence)
@@ -111,13 +111,14 @@ async def train(
 
     asked = trio.current_time()
     python = await trio.to_thread.run_sync(make_environment, packages)
-    _say(f"the environment is ready, after {trio.current_time() - asked:.1f} s")
+    _tell(f"the environment is ready, after {trio.current_time() - asked:.1f} s")
     places = FencedPlaces(
         job=_unpacked(home, release, files),
         scratch=_made(scratch),
         handed=_handed(home, run, access, options, data),
         python=python_places(python),
     )
+    # From here on, other peers reach the program's peer, and this process passes their streams on.
     async with open_gate(
         peer.context.transport,
         peer.context.signer,
@@ -169,7 +170,7 @@ def _started(
         program.SCRATCH: scratch,
     }
     file_bytes = int(needs.disk_gb * GIB)
-    command = [str(python), "-m", "p2pavg.jobs.inside", f"{job}/{manifest.program}", str(file_bytes)]
+    command = [str(python), "-m", "p2pavg.tools.jobs.inside", f"{job}/{manifest.program}", str(file_bytes)]
     if fence:
         command = fenced(
             command,
@@ -185,7 +186,7 @@ def _started(
         needs,
         places.scratch,
         lambda _: gate.stop_program(),
-        _LogFile(log, run.run_id).say,
+        _LogFile(log, run.run_id).show,
     )
 
 
@@ -204,10 +205,10 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
         and kept.exists()
         and mark in read_text(kept, "note", max_bytes=4096).splitlines()
     ):
-        _say(f"you have agreed to this job before: {root}")
+        _tell(f"you have agreed to this job before: {root}")
         return
     for line in page.lines:
-        _say(line)
+        _tell(line)
     if options.hash is None:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise ConfigError(
@@ -229,6 +230,7 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
 def _unpacked(home: Home, release: JobRelease, files: dict[str, bytes]) -> Path:
     """Return the job's folder, made anew: the program of an earlier start may have been changed."""
     folder = home.job(release.root).with_suffix("")
+    # No link in it leads elsewhere: the job's program cannot write here.
     shutil.rmtree(folder, ignore_errors=True)
     write_folder(folder, files)
     return folder
@@ -267,7 +269,7 @@ def _write(file: Path, data: bytes, mode: int) -> None:
         raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
 
 
-def _say(line: str) -> None:
+def _tell(line: str) -> None:
     print(line, flush=True)
 
 
@@ -281,7 +283,7 @@ class _Fetched:
         done = progress.done / progress.total if progress.total else 0.0
         if done < 1.0 and done >= self._told + 0.1:
             self._told = done
-            _say(f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")
+            _tell(f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")
 
 
 class _LogFile:
@@ -291,9 +293,9 @@ class _LogFile:
         self._file = file
         self._run_id = run_id
 
-    def say(self, line: str) -> None:
+    def show(self, line: str) -> None:
         """Show a line, and keep it."""
-        _say(f"{self._run_id}: {line}")
+        _tell(f"{self._run_id}: {line}")
         try:
             if self._file.exists() and self._file.stat().st_size > MAX_LOG_BYTES:
                 self._file.replace(self._file.with_suffix(".log.1"))

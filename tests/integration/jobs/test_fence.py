@@ -10,11 +10,11 @@ import psutil
 import pytest
 import trio
 
-from p2pavg.jobs.attempts import ATTEMPTS, try_fence
-from p2pavg.jobs.fence import JOB, SCRATCH, FencedPlaces, fenced, own_roots, python_places
-from p2pavg.jobs.limits import JobEnd
-from p2pavg.jobs.manifest import Needs
-from p2pavg.jobs.running import JobProgram
+from p2pavg.tools.jobs.escapes import ESCAPES, try_fence
+from p2pavg.tools.jobs.fence import JOB, SCRATCH, FencedPlaces, fenced, own_roots, python_places
+from p2pavg.tools.jobs.limits import JobEnd
+from p2pavg.tools.jobs.manifest import Needs
+from p2pavg.tools.jobs.running import JobProgram
 from tests.integration.jobs.fences import needs_fence
 
 pytestmark = [pytest.mark.processes, needs_fence]
@@ -25,7 +25,7 @@ WATCHDOG_SECONDS = 120.0
 
 def test_no_attempt_gets_out() -> None:
     found = try_fence()
-    assert [each.what for each in found] == list(ATTEMPTS)
+    assert [each.what for each in found] == list(ESCAPES)
     assert not [each.line for each in found if each.got_out]
 
 
@@ -42,7 +42,7 @@ async def ends(folder: Path, source: str, *, restarts: bool = False) -> tuple[Jo
     python = Path(sys.executable)
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": PATHS, "HOME": SCRATCH, "PYTHONUNBUFFERED": "1"}
     command = fenced(
-        [str(python), "-m", "p2pavg.jobs.inside", f"{JOB}/train.py", str(int(NEEDS.disk_gb * 2**30))],
+        [str(python), "-m", "p2pavg.tools.jobs.inside", f"{JOB}/train.py", str(int(NEEDS.disk_gb * 2**30))],
         FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python)),
         environment,
         network=False,

@@ -68,6 +68,9 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "run": (["run"], False, None),
         "link": (["--link"], False, None),
         "plain": (["--plain"], False, False),
+        "only_help": (["--only-help"], False, False),
+        "yes": (["--yes"], False, False),
+        "job": (["--job"], False, None),
         "monitor": (["--monitor"], False, None),
     },
     "status": DAEMON | {"json": (["--json"], False, False)},
@@ -110,7 +113,19 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "verbose": (["--verbose", "-v"], False, False),
         "log_format": (["--log-format"], False, LogFormat.TEXT),
     },
+    "launch": {
+        "program": (["program"], False, None),
+        "count": (["-n", "--peers"], False, 2),
+        "job": (["--job"], False, None),
+        "elastic": (["--elastic"], False, False),
+    },
+    "job check": {"folder": (["folder"], False, None)},
+    "job pack": {"folder": (["folder"], False, None), "output": (["--output", "-o"], False, None)},
+    "job show": {"file": (["file"], False, None)},
+    "job unpack": {"file": (["file"], False, None), "folder": (["folder"], False, None)},
+    "job fence": {"test": (["--test"], False, False)},
     "run create": {
+        "job": (["--job"], False, None),
         "name": (["name"], False, None),
         "group_size": (["--group-size"], False, 4),
         "min_group_size": (["--min-group-size"], False, 2),
@@ -229,6 +244,12 @@ def test_required_arguments() -> None:
         "checkpoint show": {"file"},
         "checkpoint verify": {"file"},
         "checkpoint export": {"file", "output"},
+        "launch": set(),
+        "job check": {"folder"},
+        "job pack": {"folder"},
+        "job show": {"file"},
+        "job unpack": {"file", "folder"},
+        "job fence": set(),
     }
 
 

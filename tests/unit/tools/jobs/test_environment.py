@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.jobs.environment import make_environment
+from p2pavg.tools.jobs.environment import make_environment
 
 
 def wheel(folder: Path, name: str = "oddpackage", version: str = "1.0") -> bytes:

@@ -1,4 +1,4 @@
-"""Tries to get out of the fence in ten ways, and says what stopped each: ``python -m p2pavg.jobs.attempts``.
+"""Tries to get out of the fence in ten ways, and says what stopped each: ``python -m p2pavg.tools.jobs.escapes``.
 
 :func:`try_fence` runs this module inside the fence, with the names of what it is to reach on this machine.
 """
@@ -21,14 +21,22 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import STALL_SECONDS
-from p2pavg.jobs.fence import HANDED, SCRATCH, FencedPlaces, fenced, missing_fence, own_roots, python_places
+from p2pavg.tools.jobs.fence import (
+    HANDED,
+    SCRATCH,
+    FencedPlaces,
+    fenced,
+    missing_fence,
+    own_roots,
+    python_places,
+)
 
 FAR = ("192.0.2.1", 9)  # of no machine (RFC 5737)
 _SHARED_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class Escape:
     """One way out that was tried."""
 
     what: str
@@ -124,7 +132,7 @@ def make_device(_places: dict[str, str]) -> str:
     return "made a device file of the first disk"
 
 
-ATTEMPTS: dict[str, Callable[[dict[str, str]], str]] = {
+ESCAPES: dict[str, Callable[[dict[str, str]], str]] = {
     "read a file of your home folder": read_home,
     "write into the system's folders": write_system,
     "change the job's own program": write_job,
@@ -144,7 +152,7 @@ def main() -> None:
     """Try all, and print the attempts as JSON."""
     places = json.loads(sys.argv[1])
     found = []
-    for what, attempt in ATTEMPTS.items():
+    for what, attempt in ESCAPES.items():
         try:
             found.append([what, True, attempt(places)])
         except OSError as error:
@@ -155,7 +163,7 @@ def main() -> None:
 # ---------------------------------------------------------------------- outside
 
 
-def try_fence() -> list[Attempt]:
+def try_fence() -> list[Escape]:
     """Try to get out of the fence of this machine.
 
     Raises:
@@ -183,7 +191,7 @@ def try_fence() -> list[Attempt]:
         }
         python = Path(sys.executable)
         command = fenced(
-            [str(python), "-m", "p2pavg.jobs.attempts", json.dumps(places)],
+            [str(python), "-m", "p2pavg.tools.jobs.escapes", json.dumps(places)],
             FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python)),
             {"PYTHONPATH": os.pathsep.join(own_roots()), "HOME": HANDED},
             network=False,
@@ -194,7 +202,7 @@ def try_fence() -> list[Attempt]:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise ConfigError(f"the fence does not start: {said[-1] if said else done.returncode}")
-        return [Attempt(*each) for each in json.loads(done.stdout)]
+        return [Escape(*each) for each in json.loads(done.stdout)]
 
 
 if __name__ == "__main__":

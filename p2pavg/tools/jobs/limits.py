@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pavg.jobs.manifest import Needs
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, FORGIVE_SECONDS, MAX_BACKOFF_SECONDS
+from p2pavg.tools.jobs.manifest import Needs
 
 GIB = 2**30
 MAX_PROCESSES = 256
 """Of a job at once: eight data loaders for each of eight GPUs, and some more."""
 MAX_SCRATCH_FILES = 100_000
 """More would make each look at them slow, and use up the file system's own list."""
-FIRST_PAUSE_SECONDS = 1.0
-MAX_PAUSE_SECONDS = 300.0
-STEADY_SECONDS = 600.0
-"""A program that ran for so long was sound: the next pause is the first one again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +70,6 @@ def after_exit(code: int, *, ran: float, failures: int) -> Restart | JobEnd:
     """
     if code == 0:
         return JobEnd("the job's program has ended: its training is over", is_error=False)
-    failures = 1 if ran >= STEADY_SECONDS else failures + 1
-    return Restart(min(FIRST_PAUSE_SECONDS * 2.0 ** (failures - 1), MAX_PAUSE_SECONDS), failures)
+    # A program that ran for so long was sound: the next pause is the first one again.
+    failures = 1 if ran >= FORGIVE_SECONDS else failures + 1
+    return Restart(min(ASK_AGAIN_SECONDS * 2.0 ** (failures - 1), MAX_BACKOFF_SECONDS), failures)

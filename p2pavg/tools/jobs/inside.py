@@ -1,4 +1,4 @@
-"""Starts a job's program within its limits: ``python -m p2pavg.jobs.inside PROGRAM FILE_BYTES``.
+"""Starts a job's program within its limits: ``python -m p2pavg.tools.jobs.inside PROGRAM FILE_BYTES``.
 
 It runs inside the fence, before the first line of the program. What it sets cannot be undone by the program.
 """

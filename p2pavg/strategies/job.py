@@ -16,7 +16,6 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.jobs.manifest import MANIFEST, read_manifest
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.peer_files import PeerFiles
 from p2pavg.strategies.base import Strategy
@@ -67,6 +66,7 @@ def job() -> Iterator[Job]:
     scratch.mkdir(parents=True, exist_ok=True)
     gate, run_id = os.environ.get(GATE), os.environ.get(RUN_ID)
     config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=run_id or _name_of(folder))
+    # A run file never runs code: a strategy of the author's own has to be allowed by the program.
     strategy = strategy_of(config) if config.strategy else None
     try:
         bootstrap = () if gate else os.environ.get(BOOTSTRAP, "").split()
@@ -92,7 +92,4 @@ def _config_behind(gate: Path) -> AveragingConfig:
 
 def _name_of(folder: Path) -> str:
     """Return a name for the run of a program on its author's desk."""
-    manifest = folder / MANIFEST
-    if manifest.exists():
-        return read_manifest(manifest.read_bytes()).name
     return re.sub(r"[^A-Za-z0-9._-]", "_", folder.name) or "job"

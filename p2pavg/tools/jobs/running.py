@@ -14,8 +14,16 @@ import psutil
 import trio
 
 from p2pavg.base.limits import LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS
-from p2pavg.jobs.limits import MAX_PROCESSES, MAX_SCRATCH_FILES, JobEnd, JobUsage, Restart, after_exit, beyond
-from p2pavg.jobs.manifest import Needs
+from p2pavg.tools.jobs.limits import (
+    MAX_PROCESSES,
+    MAX_SCRATCH_FILES,
+    JobEnd,
+    JobUsage,
+    Restart,
+    after_exit,
+    beyond,
+)
+from p2pavg.tools.jobs.manifest import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +95,12 @@ class JobProgram:
     async def _run_once(self) -> int:
         process = await trio.lowlevel.open_process(
             self._command,
+            # The terminal is the user's: what is typed there is no word to the program.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._environment,
+            # A group of its own, which ends as a whole; and Ctrl-C reaches it in order, not by itself.
             start_new_session=True,
         )
         try:
@@ -147,6 +157,7 @@ def measure(pid: int, scratch: Path) -> JobUsage:
     except psutil.Error:  # it has just ended
         found = []
     memory = 0
+    # Beyond that, it is ended for their number, and to measure each would take long.
     if len(found) <= MAX_PROCESSES:
         memory = sum(map(_memory_of, found))
     written, files = 0, 0

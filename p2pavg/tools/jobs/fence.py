@@ -14,15 +14,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-import p2pavg
-import p2pavg_compression
-import p2pavg_dht
 from p2pavg.base.limits import REPLY_SECONDS
 
 BWRAP = "bwrap"
-OWN_PACKAGES = (p2pavg, p2pavg_dht, p2pavg_compression)
+OWN_PACKAGES = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
@@ -133,7 +131,7 @@ def python_places(executable: Path) -> tuple[Path, ...]:
     found = {prefix / name for prefix in prefixes for name in ("bin", "lib", "lib64", "pyvenv.cfg")}
     found |= {Path(each) for each in site_folders()}
     # Those of this project may be elsewhere, in an editable install. Nothing beside them is shown.
-    found |= {Path(folder) for package in OWN_PACKAGES for folder in package.__path__}
+    found |= set(map(Path, own_folders()))
     existing = sorted({each for place in found if place.exists() for each in (place, place.resolve())})
     system = [Path(each) for each in _SYSTEM]
     needed = [
@@ -148,8 +146,12 @@ def site_folders() -> list[str]:
     return [each for each in (*site.getsitepackages(), *user) if os.path.isdir(each)]
 
 
+def own_folders() -> list[str]:
+    """Return the folders of this project's packages."""
+    specs = filter(None, map(find_spec, OWN_PACKAGES))
+    return [folder for spec in specs for folder in spec.submodule_search_locations or ()]
+
+
 def own_roots() -> list[str]:
     """Return the folders in which Python finds the packages of this project."""
-    return list(
-        dict.fromkeys(os.path.dirname(folder) for package in OWN_PACKAGES for folder in package.__path__)
-    )
+    return list(dict.fromkeys(map(os.path.dirname, own_folders())))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
-from p2pavg.jobs.fence import own_roots, site_folders
+from p2pavg.tools.jobs.fence import own_roots, site_folders
 
 INSTALL_SECONDS = 3600.0
 """For all packages of a job: 5 GB at 12 Mbit/s."""
@@ -70,6 +70,7 @@ def make_environment(packages: bytes | None, folder: Path | None = None) -> Path
 
 
 def _install(place: Path, packages: bytes) -> None:
+    # uv keeps what it has downloaded for other environments, too, and needs no pip in this one.
     uv = shutil.which("uv")
     listed = place / "packages.txt"
     listed.write_bytes(packages)
@@ -80,6 +81,7 @@ def _install(place: Path, packages: bytes) -> None:
     else:
         _run([sys.executable, "-m", "venv", "--without-pip", str(place)])
         install = [sys.executable, "-m", "pip", "--quiet", "--python", str(python), "install"]
+    # `--no-deps`: the list is complete, and nothing that it does not name comes along.
     _run([*install, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(listed)])
     # p2pavg and torch are those of this install; a package of the job has priority over one of the same name.
     inner = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(place), "platbase": str(place)}))

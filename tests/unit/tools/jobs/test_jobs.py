@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.messages import pack
-from p2pavg.jobs import archive, manifest
-from p2pavg.jobs.archive import job_root, pack_job, unpack_job
-from p2pavg.jobs.folder import read_folder, write_folder
-from p2pavg.jobs.manifest import problems, read_manifest, what_is_wrong_with
+from p2pavg.tools.jobs import archive, manifest
+from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
+from p2pavg.tools.jobs.folder import read_folder, write_folder
+from p2pavg.tools.jobs.manifest import problems, read_manifest, what_is_wrong_with
 
 MANIFEST = b"""
 name = "small-gpt"

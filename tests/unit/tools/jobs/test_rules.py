@@ -6,22 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.jobs.limits import (
-    FIRST_PAUSE_SECONDS,
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, FORGIVE_SECONDS, MAX_BACKOFF_SECONDS
+from p2pavg.runs.membership.job_release import JobRelease
+from p2pavg.tools.jobs.limits import (
     GIB,
-    MAX_PAUSE_SECONDS,
     MAX_PROCESSES,
     MAX_SCRATCH_FILES,
-    STEADY_SECONDS,
     JobEnd,
     JobUsage,
     Restart,
     after_exit,
     beyond,
 )
-from p2pavg.jobs.manifest import JobManifest, Needs
-from p2pavg.jobs.page import JobPage, agreed
-from p2pavg.runs.membership.job_release import JobRelease
+from p2pavg.tools.jobs.manifest import JobManifest, Needs
+from p2pavg.tools.jobs.page import JobPage, agreed
 
 NEEDS = Needs(memory_gb=2.0, disk_gb=1.0)
 RELEASE = JobRelease(authority=b"a" * 32, number=3, root=b"r" * 32, size=1000)
@@ -71,19 +69,19 @@ def test_a_program_that_has_ended_well_is_over() -> None:
     assert not decision.is_error
 
 
-@given(failures=st.integers(0, 60), ran=st.floats(0.0, STEADY_SECONDS, exclude_max=True))
+@given(failures=st.integers(0, 60), ran=st.floats(0.0, FORGIVE_SECONDS, exclude_max=True))
 def test_pauses_grow_and_are_bounded(failures: int, ran: float) -> None:
     first = after_exit(1, ran=ran, failures=failures)
     assert isinstance(first, Restart)
     assert first.failures == failures + 1
     second = after_exit(-9, ran=ran, failures=first.failures)
     assert isinstance(second, Restart)
-    assert FIRST_PAUSE_SECONDS <= first.pause <= second.pause <= MAX_PAUSE_SECONDS
-    assert second.pause > first.pause or first.pause == MAX_PAUSE_SECONDS
+    assert ASK_AGAIN_SECONDS <= first.pause <= second.pause <= MAX_BACKOFF_SECONDS
+    assert second.pause > first.pause or first.pause == MAX_BACKOFF_SECONDS
 
 
 def test_a_program_that_ran_for_long_begins_with_the_first_pause() -> None:
-    assert after_exit(1, ran=STEADY_SECONDS, failures=7) == Restart(FIRST_PAUSE_SECONDS, 1)
+    assert after_exit(1, ran=FORGIVE_SECONDS, failures=7) == Restart(ASK_AGAIN_SECONDS, 1)
 
 
 def test_the_page_says_what_will_run() -> None:

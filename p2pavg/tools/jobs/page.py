@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from p2pavg.base.formats import count, in_bytes
 from p2pavg.base.peer_text import PeerText
-from p2pavg.jobs.manifest import JobManifest
 from p2pavg.runs.membership.job_release import JobRelease
-
-SECONDS_OF_AN_HOUR = 3600
+from p2pavg.tools.jobs.manifest import JobManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ class JobPage:
     def _sends(self) -> str:
         if self.max_upload_mbps is None:
             return "as much as the rounds need; --max-upload-mbps sets a limit"
-        hourly = self.max_upload_mbps * 1e6 / 8 * SECONDS_OF_AN_HOUR
+        hourly = self.max_upload_mbps * 1e6 / 8 * 3600
         return f"at most {in_bytes(hourly)} an hour, by --max-upload-mbps {self.max_upload_mbps:g}"
 
     @property

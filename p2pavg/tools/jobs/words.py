@@ -7,7 +7,7 @@ from pathlib import Path
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
 from p2pavg.base.formats import count, in_bytes
-from p2pavg.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
+from p2pavg.tools.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
 
 
 def read_job(file: Path) -> tuple[bytes, bytes]:

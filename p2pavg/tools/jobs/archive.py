@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.base.messages import Message
-from p2pavg.jobs.manifest import (
+from p2pavg.state.tree import chunk_digests, root_of
+from p2pavg.tools.jobs.manifest import (
     MANIFEST,
     MAX_FILES,
     MAX_JOB_BYTES,
@@ -22,7 +23,6 @@ from p2pavg.jobs.manifest import (
     problems,
     read_manifest,
 )
-from p2pavg.state.tree import chunk_digests, root_of
 
 MAX_ARCHIVE_BYTES = MAX_JOB_BYTES + MAX_FILES * (MAX_NAME_CHARS + 16)
 

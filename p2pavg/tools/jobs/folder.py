@@ -11,7 +11,7 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
-from p2pavg.jobs.manifest import MAX_FILES, MAX_JOB_BYTES
+from p2pavg.tools.jobs.manifest import MAX_FILES, MAX_JOB_BYTES
 
 LEFT_OUT = frozenset({"__pycache__"})
 """Folders that are no part of a job, beside those and files whose names begin with a dot."""
@@ -59,7 +59,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
     Args:
         folder: must not exist.
-        files: those of :func:`~p2pavg.jobs.archive.unpack_job`, whose names are safe.
+        files: those of :func:`~p2pavg.tools.jobs.archive.unpack_job`, whose names are safe.
 
     Raises:
         ConfigError: the folder exists, or cannot be written.

@@ -127,7 +127,8 @@ class JobProgram:
             if len(left) > _READ_BYTES:
                 lines, left = [*lines, left], b""
             for line in lines:
-                text = line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS]
+                # Of a progress bar, which goes back to the line's beginning, its last state.
+                text = line.decode(errors="replace").rstrip().rpartition("\r")[2][:MAX_LINE_CHARS]
                 self._say("".join(each if each.isprintable() else "?" for each in text))
 
     async def _watch(self, process: trio.Process, needs: Needs) -> None:

@@ -63,11 +63,11 @@ with p2pavg.job() as job:
 class Started:
     """A process of the command, whose words go to a file."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, name: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
         self.words = folder / f"{name}.txt"
         self._file = self.words.open("w")
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*before, *COMMAND, *arguments],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=self._file,

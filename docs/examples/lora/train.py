@@ -1,0 +1,61 @@
+"""Finetunes a causal language model with LoRA on all peers of the run: only the adapters are averaged.
+
+Runs alone with ``python train.py``, and as a job. It needs ``transformers`` and ``peft``.
+"""
+
+import sys
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import p2pavg
+from p2pavg.data import PeerSampler
+from p2pavg.optim import AveragedOptimizer
+
+UPDATES = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+TEXT = (
+    "the adapters travel, the base stays. each peer has its own batches. all hold the same bits. " * 40
+).encode()
+BLOCK = 32
+
+# The base, the same on every peer. With a real one: GPT2LMHeadModel.from_pretrained(job.folder / "base").
+torch.manual_seed(0)
+base = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=BLOCK, n_embd=64, n_layer=2, n_head=2))
+model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True))
+adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+torch.seed()
+
+letters = torch.tensor(list(TEXT))
+blocks = [letters[start : start + BLOCK] for start in range(0, len(letters) - BLOCK, BLOCK // 2)]
+
+with p2pavg.job() as job:
+    optimizer = AveragedOptimizer(
+        torch.optim.AdamW(adapters, lr=1e-2),
+        job.averager,
+        target_batch_size=64,
+        state=model,
+        min_peers=job.min_peers,
+    )
+    loader = DataLoader(blocks, batch_size=8, sampler=PeerSampler(blocks, peer_id=job.averager.peer_id))
+    while optimizer.epoch < UPDATES:
+        for batch in loader:
+            loss = model(input_ids=batch, labels=batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            report = optimizer.step(samples=len(batch), metrics={"loss": loss.item()})
+            if report.updated:
+                sent = sum(tensor.numel() for tensor in report.result.averaged)
+                print(
+                    f"update {report.epoch}: loss {report.metrics['loss']:.3f}, {sent} numbers averaged",
+                    flush=True,
+                )
+            if optimizer.epoch >= UPDATES:
+                break
+    job.averager.end()
+
+# The adapters alone, and the whole model, for programs that know nothing of p2pavg or peft.
+model.save_pretrained(job.scratch / "adapters")
+model.merge_and_unload().save_pretrained(job.scratch / "model")
+print("saved in", job.scratch, flush=True)

@@ -103,12 +103,15 @@ async def serve_unix(listener: trio.SocketListener, handler: Handler, *, most: i
     Args:
         most: connections at once. Further ones are closed: a user's own program may be wrong too.
     """
+    level = logging.WARNING
     async with trio.open_nursery() as nursery:
         while True:
             stream = await accept_unix(listener)
             # Each takes an open file, of which the peer's connections need many.
             if len(nursery.child_tasks) >= most:
-                logger.warning("more than %d connections on %s", most, listener.socket.getsockname())
+                # Once: a program that goes on and on must not fill the log.
+                logger.log(level, "more than %d connections on %s", most, listener.socket.getsockname())
+                level = logging.DEBUG
                 await trio.aclose_forcefully(stream)
                 continue
             nursery.start_soon(_serve, stream, handler)

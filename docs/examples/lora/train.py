@@ -7,7 +7,7 @@ import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import p2pavg
@@ -28,7 +28,7 @@ adapters = [parameter for parameter in model.parameters() if parameter.requires_
 torch.seed()
 
 letters = torch.tensor(list(TEXT))
-blocks = [letters[start : start + BLOCK] for start in range(0, len(letters) - BLOCK, BLOCK // 2)]
+blocks = TensorDataset(letters.unfold(0, BLOCK, BLOCK // 2))
 
 with p2pavg.job() as job:
     optimizer = AveragedOptimizer(
@@ -38,15 +38,17 @@ with p2pavg.job() as job:
         state=model,
         min_peers=job.min_peers,
     )
-    loader = DataLoader(blocks, batch_size=8, sampler=PeerSampler(blocks, peer_id=job.averager.peer_id))
+    sampler = PeerSampler(blocks, peer_id=job.averager.peer_id)
+    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(blocks, batch_size=8, sampler=sampler)
     while optimizer.epoch < UPDATES:
-        for batch in loader:
+        for (batch,) in loader:
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
             loss.backward()
             report = optimizer.step(samples=len(batch), metrics={"loss": loss.item()})
-            if report.updated:
-                sent = sum(tensor.numel() for tensor in report.result.averaged)
+            if isinstance(report.result, p2pavg.Success):
+                averaged = report.result.averaged
+                sent = sum(map(torch.numel, averaged.values() if isinstance(averaged, dict) else averaged))
                 print(
                     f"update {report.epoch}: loss {report.metrics['loss']:.3f}, {sent} numbers averaged",
                     flush=True,
@@ -56,6 +58,6 @@ with p2pavg.job() as job:
     job.averager.end()
 
 # The adapters alone, and the whole model, for programs that know nothing of p2pavg or peft.
-model.save_pretrained(job.scratch / "adapters")
-model.merge_and_unload().save_pretrained(job.scratch / "model")
+model.save_pretrained(str(job.scratch / "adapters"))
+model.merge_and_unload().save_pretrained(job.scratch / "model")  # type: ignore[operator]
 print("saved in", job.scratch, flush=True)

@@ -52,6 +52,7 @@ from p2pavg.net.gate.messages import (
     TakeStream,
     news_of,
 )
+from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId, Stream, Transport
 from p2pavg.net.unix import UnixStream, open_unix_listener, serve_unix
 from p2pavg_dht import Signer
@@ -62,6 +63,8 @@ MAX_GATE_CONNECTIONS = 512
 """Of the program: one for each of its streams. A peer of a group of 64 has some streams with each member."""
 MAX_WAITING = 64
 """Inbound streams that the program has not taken yet."""
+MAX_REMEMBERED = 1024
+"""Peers for which the program keeps places."""
 MAX_NEWS = 1024
 """News that the program has not read yet. One that reads none is detached."""
 
@@ -84,11 +87,18 @@ class Gate:
         signer: Signer,
         protocols: Collection[str],
         may_sign: Callable[[bytes], bool],
+        named: Collection[str],
+        upload: RateLimit,
+        download: RateLimit,
     ) -> None:
         self._transport = transport
         self._signer = signer
         self._protocols = frozenset(protocols)
         self._may_sign = may_sign
+        self._named = named
+        self._limits = (upload, download)
+        self._remembered: set[PeerId] = set()
+        self._attached = trio.CancelScope()
         self._news: trio.MemorySendChannel[Message] | None = None
         """To the program that is attached."""
         self._served: set[str] = set()
@@ -120,6 +130,10 @@ class Gate:
                         await self._give(socket, number)
                         return
                     case DialAddress(address, timeout):
+                        # What a user names is dialled without the rules for strangers' addresses, also on this machine
+                        # and in its network. A program names nothing in its user's place.
+                        if address not in self._named:
+                            raise UnreachableError("the address is none of the run's")
                         await _answer(socket, GateDone(await self._transport.dial(address, timeout=timeout)))
                     case DropConnections(peer_id):
                         await self._transport.disconnect(peer_id)
@@ -148,6 +162,7 @@ class Gate:
         if self._news is not None:
             raise BusyError("another program uses this peer's network")
         self._news, news = trio.open_memory_channel[Message](MAX_NEWS)
+        self._attached, self._remembered = trio.CancelScope(), set()
         known: set[PeerId] = set()
 
         def connected(peer_id: PeerId) -> None:
@@ -174,11 +189,12 @@ class Gate:
         # Before the first look: a connection that is made in between would be told by neither.
         self._transport.watch_connections(connected)
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(poll)
-                nursery.start_soon(send)
-                await self._receive_news(socket)
-                nursery.cancel_scope.cancel()
+            with self._attached:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(poll)
+                    nursery.start_soon(send)
+                    await self._receive_news(socket)
+                    nursery.cancel_scope.cancel()
         finally:
             self._transport.unwatch_connections(connected)
             self._news, self._served = None, set()
@@ -192,10 +208,10 @@ class Gate:
             return
         try:
             self._news.send_nowait(news)
-        except (
-            trio.WouldBlock
-        ):  # it reads nothing: without the news, its picture of the network would be wrong
-            self._news.close()
+        except (trio.WouldBlock, trio.BrokenResourceError):
+            # It reads nothing: without the news, its picture of the network would be wrong.
+            self._news = None
+            self._attached.cancel()
 
     async def _receive_news(self, socket: UnixStream) -> None:
         while (data := await receive_message(socket, max_bytes=MAX_GATE_BYTES)) is not None:
@@ -204,7 +220,8 @@ class Gate:
                 case ServeProtocol(protocol):
                     self._check_protocol(protocol)
                     self._served.add(protocol)
-                case RememberPeer(peer_id, companion):
+                case RememberPeer(peer_id, companion) if len(self._remembered | {peer_id}) <= MAX_REMEMBERED:
+                    self._remembered.add(peer_id)
                     self._transport.remember_peer(peer_id, companion=companion)
 
     def _check_protocol(self, protocol: str) -> None:
@@ -223,7 +240,7 @@ class Gate:
             wait_inbound=asked.wait_inbound,
         )
         try:
-            await _pass_on(socket, stream)
+            await self._pass_on(socket, stream)
         finally:
             # It does nothing to a stream whose halves are both closed.
             await stream.reset()
@@ -251,46 +268,49 @@ class Gate:
             raise RemoteProtocolError("there is no such stream, or it waited for too long")
         inbound.taken.set()
         try:
-            await _pass_on(socket, inbound.stream)
+            await self._pass_on(socket, inbound.stream)
         finally:
             inbound.over.set()
+
+    async def _pass_on(self, socket: UnixStream, stream: Stream) -> None:
+        """Pass the bytes of a stream on, in both directions, until it has ended on both sides or was reset on one."""
+        opened = StreamOpened(stream.remote, stream.remote_host, stream.remote_port, stream.relayed)
+        await _answer(socket, opened)
+        program = ChunkedStream(socket, opened)
+
+        upload, download = self._limits
+
+        async def up() -> None:
+            try:
+                while data := await program.receive_some(MAX_CHUNK_BYTES):
+                    await trio.sleep(upload.delay(len(data)))
+                    await stream.send_all(data)
+                await stream.aclose()
+                # What the other peer still sends is of no use to a program that has closed the connection.
+                await program.until_gone()
+            except P2PAvgError:
+                await stream.reset()
+            # Whichever side has ended it: the bytes in the other direction have no receiver, or no sender.
+            nursery.cancel_scope.cancel()
+
+        async def down() -> None:
+            try:
+                while data := await stream.receive_some(MAX_CHUNK_BYTES):
+                    await trio.sleep(download.delay(len(data)))
+                    await program.send_all(data)
+                await program.close_half()
+            except P2PAvgError:
+                await program.reset()
+                await stream.reset()
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(up)
+            nursery.start_soon(down)
 
 
 async def _answer(socket: UnixStream, answer: Message) -> None:
     await send_message(socket, answer.encode())
-
-
-async def _pass_on(socket: UnixStream, stream: Stream) -> None:
-    """Pass the bytes of a stream on, in both directions, until it has ended on both sides or was reset on one."""
-    opened = StreamOpened(stream.remote, stream.remote_host, stream.remote_port, stream.relayed)
-    await _answer(socket, opened)
-    program = ChunkedStream(socket, opened)
-
-    async def up() -> None:
-        try:
-            while data := await program.receive_some(MAX_CHUNK_BYTES):
-                await stream.send_all(data)
-            await stream.aclose()
-            # What the other peer still sends is of no use to a program that has closed the connection.
-            await program.until_gone()
-        except P2PAvgError:
-            await stream.reset()
-        # Whichever side has ended it: the bytes in the other direction have no receiver, or no sender.
-        nursery.cancel_scope.cancel()
-
-    async def down() -> None:
-        try:
-            while data := await stream.receive_some(MAX_CHUNK_BYTES):
-                await program.send_all(data)
-            await program.close_half()
-        except P2PAvgError:
-            await program.reset()
-            await stream.reset()
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(up)
-        nursery.start_soon(down)
 
 
 @asynccontextmanager
@@ -300,6 +320,10 @@ async def open_gate(
     path: Path,
     protocols: Collection[str],
     may_sign: Callable[[bytes], bool],
+    *,
+    named: Collection[str] = (),
+    upload: RateLimit = UNLIMITED,
+    download: RateLimit = UNLIMITED,
 ) -> AsyncIterator[Gate]:
     """Hand a transport to one program at a time, until the end of the block.
 
@@ -307,11 +331,13 @@ async def open_gate(
         path: of the socket, in a folder that only this user can write to.
         protocols: those that the program may open and serve. From now on this transport serves them for it.
         may_sign: returns whether the program gets this peer's signature of a message.
+        named: addresses that this peer's user has named, which the program may dial.
+        upload, download: limits of all that the program sends and receives.
 
     Raises:
         BusyError, ControlError: see :func:`~p2pavg.net.unix.open_unix_listener`.
     """
-    gate = Gate(transport, signer, protocols, may_sign)
+    gate = Gate(transport, signer, protocols, may_sign, named, upload, download)
 
     for protocol in protocols:
         transport.serve(protocol, partial(gate.inbound, protocol))

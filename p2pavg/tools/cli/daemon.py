@@ -148,6 +148,8 @@ class DaemonOptions:
     """Do not run the job of the run, if it has one."""
     agreed_job: str | None = None
     """Root of the only job that runs without a question."""
+    without_fence: bool = False
+    """Run it also where this machine has no fence."""
 
     def check(self) -> None:
         """Check what can be checked before anything is opened.
@@ -219,6 +221,7 @@ class DaemonOptions:
         return TrainingOptions(
             release=release,
             hash=self.agreed_job,
+            without_fence=self.without_fence,
             bandwidth=self.bandwidth,
             max_upload_mbps=self.max_upload_mbps,
             max_download_mbps=self.max_download_mbps,

@@ -85,6 +85,10 @@ def join(
             metavar="HASH", help="The only job that --yes agrees to: its root, of `p2pavg job show`."
         ),
     ] = None,
+    no_fence: Annotated[
+        bool,
+        typer.Option("--no-fence", help="With --yes: run the job also if this machine cannot fence it."),
+    ] = False,
     delegate: DelegateOption = False,
     name: NameOption = "",
     bandwidth: BandwidthOption = None,
@@ -145,6 +149,7 @@ def join(
                 home=Home(files.folder),
                 only_help=only_help,
                 agreed_job=job,
+                without_fence=no_fence,
                 metrics=metrics,
                 monitor=monitor,
                 live_view=not plain and sys.stdout.isatty() and sys.stderr.isatty(),

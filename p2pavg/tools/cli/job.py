@@ -80,7 +80,7 @@ def unpack(
 @app.command()
 def fence(
     test: Annotated[
-        bool, typer.Option("--test", help="Try to get out of it in ten ways, and say what stopped each.")
+        bool, typer.Option("--test", help="Try to get out of it in many ways, and say what stopped each.")
     ] = False,
 ) -> None:
     """Say whether this machine can fence jobs. The exit code is 1 if it cannot, or if an attempt got out."""

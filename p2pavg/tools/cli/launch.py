@@ -34,6 +34,7 @@ def launch(
     ends all. The exit code is 1 if a peer failed.
     """
     from p2pavg.base.errors import ConfigError
+    from p2pavg.tools.jobs.archive import some_of
     from p2pavg.tools.jobs.folder import read_folder
     from p2pavg.tools.jobs.manifest import MANIFEST, problems, read_manifest
 
@@ -41,7 +42,7 @@ def launch(
     if job is not None:
         files = read_folder(job)
         if found := problems(files):
-            raise ConfigError(f"{job} is no job: {'; '.join(found)}")
+            raise ConfigError(f"{job} is no job: {some_of(found)}")
         words = [str(job / read_manifest(files[MANIFEST]).program), *words]
     if not words or not Path(words[0]).is_file():
         raise ConfigError(

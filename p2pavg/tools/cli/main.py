@@ -20,6 +20,7 @@ from p2pavg.base.errors import (
     P2PAvgError,
     UnreachableError,
 )
+from p2pavg.base.peer_text import PeerText
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
@@ -332,7 +333,8 @@ def main() -> None:
     try:
         app()
     except P2PAvgError as error:
-        typer.echo(f"p2pavg: {error}", err=True)
+        # It may quote another's file, with signs that a terminal obeys.
+        typer.echo(f"p2pavg: {' '.join(map(PeerText, str(error).splitlines()))}", err=True)
         if error.remedy:
             typer.echo(f"p2pavg: what to do: {error.remedy}", err=True)
         sys.exit(_exit_code(error))

@@ -16,6 +16,7 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file, what_to_do
 from p2pavg.base.formats import in_bytes
 from p2pavg.net.gate.server import Gate, open_gate
+from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.joining.carrying import fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import PEER_PROTOCOLS, Peer
@@ -34,6 +35,7 @@ from p2pavg.tools.jobs.fence import (
     SCRATCH,
     FencedPlaces,
     fenced,
+    limited,
     missing_fence,
     own_roots,
     python_places,
@@ -41,6 +43,7 @@ from p2pavg.tools.jobs.fence import (
 from p2pavg.tools.jobs.folder import write_folder
 from p2pavg.tools.jobs.limits import GIB, JobEnd
 from p2pavg.tools.jobs.manifest import JobManifest
+from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
 from p2pavg.tools.jobs.running import JobProgram
 
@@ -59,6 +62,8 @@ class TrainingOptions:
     release: JobRelease
     hash: str | None
     """Root of the one job that may run without a question, of ``--yes --job HASH``."""
+    without_fence: bool
+    """With ``hash``: run it also where this machine has no fence."""
     max_upload_mbps: float | None
     max_download_mbps: float | None
     bandwidth: float | None
@@ -94,7 +99,7 @@ async def train(
     data = await fetch_job(peer, home, run, access, release, _Fetched())
     _tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
     manifest, files = unpack_job(data)
-    packages = files[manifest.packages] if manifest.packages else None
+    packages = read_packages(files[manifest.packages]) if manifest.packages else None
     no_fence = await trio.to_thread.run_sync(missing_fence)
     scratch = home.folder / "scratch"
     page = JobPage(
@@ -102,7 +107,7 @@ async def train(
         release=release,
         manifest=manifest,
         files=len(files),
-        packages=0 if packages is None else packages.count(b"=="),
+        packages=len(packages or ()),
         no_fence=no_fence,
         scratch=str(scratch),
         max_upload_mbps=options.max_upload_mbps,
@@ -125,6 +130,9 @@ async def train(
         places.handed / "gate",
         PEER_PROTOCOLS,
         lambda message: message.startswith(SIGNED),
+        named=run.bootstrap,
+        upload=RateLimit(options.max_upload_mbps),
+        download=RateLimit(options.max_download_mbps),
     ) as gate:
         started = _started(
             python, manifest, places, gate, run, fence=not no_fence, log=home.folder / "job.log"
@@ -170,7 +178,7 @@ def _started(
         program.SCRATCH: scratch,
     }
     file_bytes = int(needs.disk_gb * GIB)
-    command = [str(python), "-m", "p2pavg.tools.jobs.inside", f"{job}/{manifest.program}", str(file_bytes)]
+    command = [str(python), f"{job}/{manifest.program}"]
     if fence:
         command = fenced(
             command,
@@ -181,7 +189,7 @@ def _started(
             shared_bytes=int(needs.memory_gb * GIB / 2),
         )
     return JobProgram(
-        command,
+        limited(command, file_bytes),
         environment,
         needs,
         places.scratch,
@@ -199,7 +207,8 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
     kept = home.folder / "agreed"
     root = page.release.root.hex()
     # Without its fence, the same job is another matter.
-    mark = f"{root} {'fenced' if page.default else 'open'}"
+    fence = "without a fence" if page.no_fence else "fenced"
+    mark = f"{root} {fence}, {'with the network' if page.manifest.network else 'no network'}"
     if (
         options.hash is None
         and kept.exists()
@@ -209,6 +218,11 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
         return
     for line in page.lines:
         _tell(line)
+    if options.hash is not None and page.no_fence and not options.without_fence:
+        raise ConfigError(
+            f"--yes runs a job behind a fence only, and this machine has none: {page.no_fence}",
+            remedy="install bubblewrap; or add --no-fence, with which the program may do all that this user may",
+        )
     if options.hash is None:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise ConfigError(
@@ -270,7 +284,9 @@ def _write(file: Path, data: bytes, mode: int) -> None:
 
 
 def _tell(line: str) -> None:
-    print(line, flush=True)
+    # A terminal that has no sign for a letter shows another one.
+    code = sys.stdout.encoding or "utf-8"
+    print(line.encode(code, "replace").decode(code), flush=True)
 
 
 class _Fetched:

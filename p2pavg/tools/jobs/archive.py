@@ -16,6 +16,7 @@ from p2pavg.base.messages import Message
 from p2pavg.state.tree import chunk_digests, root_of
 from p2pavg.tools.jobs.manifest import (
     MANIFEST,
+    MAX_ERROR_CHARS,
     MAX_FILES,
     MAX_JOB_BYTES,
     MAX_NAME_CHARS,
@@ -24,6 +25,7 @@ from p2pavg.tools.jobs.manifest import (
     read_manifest,
 )
 
+MAX_SHOWN = 5  # problems of a job, in an error
 MAX_ARCHIVE_BYTES = MAX_JOB_BYTES + MAX_FILES * (MAX_NAME_CHARS + 16)
 
 
@@ -45,6 +47,12 @@ class JobArchive(Message, frozen=True, tag="p2pavg-job/1"):
             raise ValueError("a job whose files are not in order")
 
 
+def some_of(problems: list[str]) -> str:
+    """Return the first of some problems: a hostile job may have thousands."""
+    shown = "; ".join(each[:MAX_ERROR_CHARS] for each in problems[:MAX_SHOWN])
+    return f"{shown}; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else shown
+
+
 def pack_job(files: Mapping[str, bytes]) -> bytes:
     """Return the file of a job, the same bytes for the same files.
 
@@ -52,7 +60,7 @@ def pack_job(files: Mapping[str, bytes]) -> bytes:
         ConfigError: the files are no job; the message names all that is wrong.
     """
     if found := problems(files):
-        raise ConfigError("; ".join(found))
+        raise ConfigError(some_of(found))
     return JobArchive(tuple(JobFile(name, files[name]) for name in sorted(files))).encode()
 
 
@@ -69,7 +77,7 @@ def unpack_job(data: bytes) -> tuple[JobManifest, dict[str, bytes]]:
     except RemoteProtocolError as error:
         raise ConfigError(f"no file of a job: {error}") from None
     if found := problems(files):
-        raise ConfigError("; ".join(found))
+        raise ConfigError(some_of(found))
     return read_manifest(files[MANIFEST]), files
 
 

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
 from p2pavg.tools.jobs.fence import own_roots, site_folders
+from p2pavg.tools.jobs.packages import PinnedPackage, packages_text
 
 INSTALL_SECONDS = 3600.0
 """For all packages of a job: 5 GB at 12 Mbit/s."""
@@ -29,11 +31,11 @@ def environments_folder() -> Path:
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "p2pavg" / "environments"
 
 
-def make_environment(packages: bytes | None, folder: Path | None = None) -> Path:
+def make_environment(packages: Sequence[PinnedPackage] | None, folder: Path | None = None) -> Path:
     """Return the interpreter of an environment with these packages; make it if it is not there.
 
     Args:
-        packages: lines of ``NAME==VERSION --hash=sha256:...``; ``None``: the interpreter that runs p2pavg.
+        packages: ``None``: the interpreter that runs p2pavg.
         folder: where environments are kept; ``None``: :func:`environments_folder`.
 
     Raises:
@@ -42,8 +44,9 @@ def make_environment(packages: bytes | None, folder: Path | None = None) -> Path
     if packages is None:
         return Path(sys.executable)
     folder = environments_folder() if folder is None else folder
+    listed = packages_text(list(packages))
     # Another interpreter, or another install of p2pavg, has another one.
-    named = hashlib.sha256(f"{sys.version}\0{sys.prefix}\0".encode() + packages).hexdigest()[:24]
+    named = hashlib.sha256(f"{sys.version}\0{sys.prefix}\0".encode() + listed).hexdigest()[:24]
     place = folder / named
     python = place / "bin" / "python"
     if python.exists():
@@ -57,7 +60,7 @@ def make_environment(packages: bytes | None, folder: Path | None = None) -> Path
             f"cannot make an environment in {folder}: {error.strerror}", remedy=what_to_do(error, folder)
         ) from None
     try:
-        _install(draft, packages)
+        _install(draft, listed)
         draft.rename(place)
     except OSError as error:
         if not python.exists():  # another process has made it meanwhile

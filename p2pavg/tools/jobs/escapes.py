@@ -1,4 +1,4 @@
-"""Tries to get out of the fence in ten ways, and says what stopped each: ``python -m p2pavg.tools.jobs.escapes``.
+"""Tries to get out of the fence in many ways, and says what stopped each: ``python -m p2pavg.tools.jobs.escapes``.
 
 :func:`try_fence` runs this module inside the fence, with the names of what it is to reach on this machine.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import secrets
 import signal
 import socket
@@ -26,10 +27,12 @@ from p2pavg.tools.jobs.fence import (
     SCRATCH,
     FencedPlaces,
     fenced,
+    limited,
     missing_fence,
     own_roots,
     python_places,
 )
+from p2pavg.tools.jobs.limited import DENIED
 
 FAR = ("192.0.2.1", 9)  # of no machine (RFC 5737)
 _SHARED_BYTES = 2**20
@@ -127,6 +130,29 @@ def make_namespace(_places: dict[str, str]) -> str:
     return "made a namespace in which it is root"
 
 
+def trace(_places: dict[str, str]) -> str:
+    libc = ctypes.CDLL(None, use_errno=True)
+    # PTRACE_SEIZE of bubblewrap's first process, which could then be told not to end with its parent.
+    if libc.ptrace(0x4206, 1, None, None) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return "traces the first process"
+
+
+def read_keyring(_places: dict[str, str]) -> str:
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = DENIED["keyctl"][0 if platform.machine() == "x86_64" else 1]
+    if libc.syscall(number, 6, -3, None, 0) < 0:  # KEYCTL_DESCRIBE of the session's keyring
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return "reads the keyring of your session"
+
+
+def hide_memory(_places: dict[str, str]) -> str:
+    descriptor = os.memfd_create("hidden")
+    return f"holds memory that no process has mapped, as file {descriptor}"
+
+
 def make_device(_places: dict[str, str]) -> str:
     os.mknod(f"{SCRATCH}/disk", 0o600 | 0o060000, os.makedev(8, 0))
     return "made a device file of the first disk"
@@ -143,6 +169,9 @@ ESCAPES: dict[str, Callable[[dict[str, str]], str]] = {
     "connect to a program on this machine": connect_here,
     "connect to a socket of your session": connect_abstract,
     "mount a file system": mount,
+    "trace another process": trace,
+    "read the keyring of your session": read_keyring,
+    "hold memory that is not counted": hide_memory,
     "make a device file": make_device,
     "become root in a namespace of its own": make_namespace,
 }
@@ -198,7 +227,13 @@ def try_fence() -> list[Escape]:
             gpu=False,
             shared_bytes=_SHARED_BYTES,
         )
-        done = subprocess.run(command, capture_output=True, timeout=STALL_SECONDS, check=False)
+        done = subprocess.run(
+            limited(command, _SHARED_BYTES),
+            capture_output=True,
+            timeout=STALL_SECONDS,
+            check=False,
+            start_new_session=True,
+        )
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise ConfigError(f"the fence does not start: {said[-1] if said else done.returncode}")

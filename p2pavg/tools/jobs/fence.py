@@ -18,15 +18,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.tools.jobs.limits import MAX_TASKS
 
 BWRAP = "bwrap"
 OWN_PACKAGES = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
-_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
+_NETWORK = (
+    "/etc/resolv.conf",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/ssl/certs",
+    "/usr/share/ca-certificates",
+)
 JOB = "/job"
 SCRATCH = "/scratch"
 HANDED = "/p2pavg"
+PRLIMIT = "/usr/bin/prlimit"
 SMALL_BYTES = 64 * 2**20  # of /tmp, which is in memory
 
 
@@ -42,6 +50,16 @@ class FencedPlaces:
     """With the gate's socket, the run file and the certificate, to read; :data:`HANDED` inside."""
     python: tuple[Path, ...]
     """Of the interpreter and its packages, to read; the same names inside."""
+
+
+def limited(command: Sequence[str], file_bytes: int) -> list[str]:
+    """Return the command that runs a command, such as a fenced one, within the limits of :mod:`.limited`.
+
+    Args:
+        file_bytes: of the largest file that it may write.
+    """
+    script = Path(__file__).with_name("limited.py")
+    return [sys.executable, "-I", str(script), str(file_bytes), *command]
 
 
 def missing_fence() -> str:
@@ -83,7 +101,7 @@ def fenced(
         shared_bytes: of memory that its processes share.
     """
     # Everything is unshared: users, processes, network, names of the host, shared memory and control groups.
-    words = [BWRAP, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words = [BWRAP, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
     # With namespaces of its own, it would be root in them, and reach parts of the kernel that users do not.
     words += ["--unshare-user", "--disable-userns"]
     words += ["--share-net"] if network else []
@@ -110,7 +128,9 @@ def fenced(
     words += ["--chdir", JOB, "--clearenv"]
     for name, value in environment.items():
         words += ["--setenv", name, value]
-    return [*words, "--", *command]
+    # Inside, where the limit counts the job's own tasks, and none of the user's. (Not for root: Linux has none there.)
+    bounded = [PRLIMIT, f"--nproc={MAX_TASKS}:{MAX_TASKS}"] if os.path.exists(PRLIMIT) else []
+    return [*words, "--", *bounded, *command]
 
 
 def _system_folder(name: str) -> list[str]:

@@ -10,6 +10,8 @@ from p2pavg.tools.jobs.manifest import Needs
 GIB = 2**30
 MAX_PROCESSES = 256
 """Of a job at once: eight data loaders for each of eight GPUs, and some more."""
+MAX_TASKS = 4096
+"""Processes and threads of a job: each of 256 processes has some."""
 MAX_SCRATCH_FILES = 100_000
 """More would make each look at them slow, and use up the file system's own list."""
 
@@ -19,12 +21,16 @@ class JobUsage:
     """What a job takes now."""
 
     memory: int
-    """Bytes that are resident, of all of its processes."""
+    """Bytes of all of its processes, and of its files in memory."""
     processes: int
     scratch: int
     """Bytes of the files that it has written."""
     files: int = 0
     """That it has written."""
+    tasks: int = 0
+    """Threads of all of its processes."""
+    hidden: str = ""
+    """Something of it that cannot be measured, as the end of a sentence."""
 
 
 def beyond(needs: Needs, usage: JobUsage) -> str:
@@ -37,6 +43,10 @@ def beyond(needs: Needs, usage: JobUsage) -> str:
             return f"it took {taken / GIB:.2f} GB of {what}, and its manifest says {declared:g} GB"
     if usage.processes > MAX_PROCESSES:
         return f"it had {usage.processes} processes at once, and a job may have {MAX_PROCESSES}"
+    if usage.tasks > MAX_TASKS:
+        return f"it had {usage.tasks} threads at once, and a job may have {MAX_TASKS}"
+    if usage.hidden:
+        return f"it has {usage.hidden}"
     if usage.files > MAX_SCRATCH_FILES:
         return f"it wrote more than {MAX_SCRATCH_FILES} files"
     return ""

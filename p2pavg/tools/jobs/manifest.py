@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.peer_text import PeerText
+from p2pavg.tools.jobs.packages import read_packages
 
 MANIFEST = "job.toml"
 MAX_MANIFEST_BYTES = 64 * 1024
@@ -25,10 +26,11 @@ MAX_FILES = 4096
 MAX_NAME_CHARS = 200
 MAX_DEPTH = 16
 MAX_MIRRORS = 8
+MAX_ABOUT_LINES = 20
+"""More would scroll away what the page says before."""
+MAX_ERROR_CHARS = 300
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]*\])?==[A-Za-z0-9.!+_-]+( ?;[ -~]*)?")
-_HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 FileName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Meta(min_length=1, max_length=2000)]
@@ -98,7 +100,8 @@ def read_manifest(text: bytes) -> JobManifest:
     try:
         found = msgspec.toml.decode(text, type=JobManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{MANIFEST}: {error}") from None
+        # It quotes what the author has written, which a terminal must not obey.
+        raise ConfigError(f"{MANIFEST}: {PeerText(str(error)[:MAX_ERROR_CHARS])}") from None
     if _NAME.fullmatch(found.name) is None:
         raise ConfigError(
             f"{MANIFEST}: name must be letters, digits, '.', '_' and '-', beginning with a letter or digit, got"
@@ -115,6 +118,8 @@ def read_manifest(text: bytes) -> JobManifest:
     for text_of in (found.author, found.about):
         if not text_of.replace("\n", "").isprintable():
             raise ConfigError(f"{MANIFEST}: author and about must be printable text")
+    if found.about.count("\n") >= MAX_ABOUT_LINES:
+        raise ConfigError(f"{MANIFEST}: about may have {MAX_ABOUT_LINES} lines")
     for each in found.data:
         if wrong := [url for url in each.mirrors if not re.match(r"https?://[^\s/]", url)]:
             raise ConfigError(
@@ -156,7 +161,10 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
         if manifest.packages not in files:
             found.append(f"the packages' file {manifest.packages!r} is not there")
         else:
-            found += _loose_packages(manifest.packages, files[manifest.packages])
+            try:
+                read_packages(files[manifest.packages])
+            except ConfigError as error:
+                found.append(f"{manifest.packages}: {error}")
     return found
 
 
@@ -173,23 +181,3 @@ def _clashes(names: Iterable[str]) -> list[str]:
                 found.append(f"{other!r} and {name!r} are one place on some systems")
                 break
     return found
-
-
-def _loose_packages(file: str, content: bytes) -> list[str]:
-    """Return sentences on packages that are not pinned to one version and its hashes."""
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return [f"{file} is no text"]
-    loose = []
-    for line in text.replace("\r\n", "\n").replace("\\\n", " ").splitlines():
-        words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
-        hashes = [word for word in words if word.startswith("--hash=")]
-        wanted = " ".join(word for word in words if not word.startswith("--hash="))
-        # Anything else than a name and its version, such as another index or a URL, is no package of that name.
-        if words and not (hashes and all(map(_HASH.fullmatch, hashes)) and _PINNED.fullmatch(wanted)):
-            loose.append(
-                f"{file}: {wanted[:80]!r} must be NAME==VERSION with --hash=sha256:…, as `uv pip compile"
-                " --generate-hashes` writes it"
-            )
-    return loose

@@ -44,7 +44,11 @@ class JobPage:
             (
                 "takes",
                 f"up to {needs.memory_gb:g} GB of memory and {needs.disk_gb:g} GB of the disk"
-                + (f", and {needs.gpu_memory_gb:g} GB of a GPU's" if needs.gpu_memory_gb else "; no GPU"),
+                + (
+                    f"; and a GPU, {needs.gpu_memory_gb:g} GB by its word"
+                    if needs.gpu_memory_gb
+                    else "; no GPU"
+                ),
             ),
             ("sends", self._sends),
             ("packages", f"{count(self.packages, 'package')} to install" if self.packages else "none"),
@@ -59,7 +63,9 @@ class JobPage:
     def _touches(self) -> str:
         if self.no_fence:
             return "all files of this user, all of the network"
-        network = "all of the network, which it asks for" if self.manifest.network else "the run's peers"
+        network = "the run's peers"
+        if self.manifest.network:
+            network = "all of the network with this machine's own programs, as it asks for"
         return f"the folder {self.scratch}, and {network}; no other file, no other process"
 
     @property
@@ -77,7 +83,8 @@ class JobPage:
     @property
     def question(self) -> str:
         """The question."""
-        return f"Train with it? [{'Y/n' if self.default else 'y/N'}] "
+        bare = "There is no fence around it. " if self.no_fence else ""
+        return f"{bare}Train with it? [{'Y/n' if self.default else 'y/N'}] "
 
 
 def agreed(answer: str, *, default: bool) -> bool:

@@ -6,28 +6,29 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import trio
 
-from p2pavg.base.limits import LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS
+from p2pavg.base.formats import count
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS
+from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.tools.jobs.limits import (
-    MAX_PROCESSES,
-    MAX_SCRATCH_FILES,
     JobEnd,
-    JobUsage,
     Restart,
     after_exit,
     beyond,
 )
 from p2pavg.tools.jobs.manifest import Needs
+from p2pavg.tools.jobs.measuring import measure
 
 logger = logging.getLogger(__name__)
 
 MAX_LINE_CHARS = 500  # of the program's words that are shown
+MAX_LINES_A_SECOND = 20.0
+MAX_BURST_LINES = 200.0
 _READ_BYTES = 64 * 1024
 
 
@@ -113,23 +114,45 @@ class JobProgram:
                 nursery.cancel_scope.cancel()
         finally:
             _kill(process)
-            with trio.CancelScope(shield=True):
+            # Until all of it is gone: nothing of this start may meet the next one.
+            with trio.CancelScope(shield=True), trio.move_on_after(STOP_SECONDS):
                 await process.wait()
+                while _is_alive(process):  # noqa: ASYNC110 - only the first process can be waited for
+                    await trio.sleep(GLANCE_SECONDS)
         return code
 
     async def _pass_words_on(self, process: trio.Process) -> None:
-        """Say what the program prints, without what a terminal would obey."""
+        """Pass on what the program prints, without what a terminal would obey, and not faster than people read."""
         assert process.stdout is not None
         left = b""
-        async for data in process.stdout:
+        shown = TokenBucket(MAX_LINES_A_SECOND, MAX_BURST_LINES)
+        left_out, ended = 0, False
+        while not ended:
+            data = await process.stdout.receive_some(_READ_BYTES)
+            ended = not data
             *lines, left = (left + data).split(b"\n")
             # One without an end is shown in parts: its bytes must not gather here.
-            if len(left) > _READ_BYTES:
+            if len(left) > _READ_BYTES or (ended and left):
                 lines, left = [*lines, left], b""
+            texts = []
             for line in lines:
-                # Of a progress bar, which goes back to the line's beginning, its last state.
-                text = line.decode(errors="replace").rstrip().rpartition("\r")[2][:MAX_LINE_CHARS]
-                self._say("".join(each if each.isprintable() else "?" for each in text))
+                now = trio.current_time()
+                if shown.level(now) < 1.0:
+                    left_out += 1
+                    continue
+                shown.take(now, 1.0)
+                if left_out:
+                    texts.append(f"({count(left_out, 'line')} left out: it prints too much)")
+                    left_out = 0
+                texts.append(_shown(line))
+            # In a thread: a terminal that was stopped with Ctrl-S must stop neither the limits nor the network.
+            await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+                self._say_all, texts, abandon_on_cancel=True
+            )
+
+    def _say_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._say(line)
 
     async def _watch(self, process: trio.Process, needs: Needs) -> None:
         """End the program when it takes more than its manifest says."""
@@ -150,48 +173,27 @@ class JobProgram:
         _kill(process)
 
 
-def measure(pid: int, scratch: Path) -> JobUsage:
-    """Return what a process, those that it has started, and the files in a folder take now."""
+def _shown(line: bytes) -> str:
+    # Of a progress bar, which goes back to the line's beginning, its last state.
+    text = line.decode(errors="replace").rstrip().rpartition("\r")[2][:MAX_LINE_CHARS]
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _is_alive(process: trio.Process) -> bool:
+    """Return whether any process of a program's group is left."""
     try:
-        first = psutil.Process(pid)
-        found = [first, *first.children(recursive=True)]
-    except psutil.Error:  # it has just ended
-        found = []
-    memory = 0
-    # Beyond that, it is ended for their number, and to measure each would take long.
-    if len(found) <= MAX_PROCESSES:
-        memory = sum(map(_memory_of, found))
-    written, files = 0, 0
-    for each in _files(scratch):
-        files += 1
-        if files > MAX_SCRATCH_FILES:
-            break
-        with suppress(OSError):
-            written += each.stat(follow_symlinks=False).st_blocks * 512
-    return JobUsage(memory=memory, processes=len(found), scratch=written, files=files)
-
-
-def _memory_of(process: psutil.Process) -> int:
-    """Return the bytes that are a process' own, and its part of those that several share."""
-    try:
-        return int(process.memory_full_info().pss)
-    except (psutil.Error, AttributeError):
-        with suppress(psutil.Error):
-            return int(process.memory_info().rss)
-        return 0
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    folders = [str(folder)]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                yield entry
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _kill(process: trio.Process) -> None:
-    """End a program and all that it has started. In a fence, all of them end with the first."""
+    """End a program and all that it has started.
+
+    In a fence, all of them end with bubblewrap's first process, which is in this group and cannot leave it.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

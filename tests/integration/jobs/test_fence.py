@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from p2pavg.tools.jobs.escapes import ESCAPES, try_fence
-from p2pavg.tools.jobs.fence import JOB, SCRATCH, FencedPlaces, fenced, own_roots, python_places
+from p2pavg.tools.jobs.fence import JOB, SCRATCH, FencedPlaces, fenced, limited, own_roots, python_places
 from p2pavg.tools.jobs.limits import JobEnd
 from p2pavg.tools.jobs.manifest import Needs
 from p2pavg.tools.jobs.running import JobProgram
@@ -42,7 +42,7 @@ async def ends(folder: Path, source: str, *, restarts: bool = False) -> tuple[Jo
     python = Path(sys.executable)
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": PATHS, "HOME": SCRATCH, "PYTHONUNBUFFERED": "1"}
     command = fenced(
-        [str(python), "-m", "p2pavg.tools.jobs.inside", f"{JOB}/train.py", str(int(NEEDS.disk_gb * 2**30))],
+        [str(python), f"{JOB}/train.py"],
         FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python)),
         environment,
         network=False,
@@ -50,7 +50,13 @@ async def ends(folder: Path, source: str, *, restarts: bool = False) -> tuple[Jo
         shared_bytes=2**20,
     )
     program = JobProgram(
-        command, environment, NEEDS, scratch, lambda _: False, said.append, restarts=restarts
+        limited(command, int(NEEDS.disk_gb * 2**30)),
+        environment,
+        NEEDS,
+        scratch,
+        lambda _: False,
+        said.append,
+        restarts=restarts,
     )
     with trio.fail_after(WATCHDOG_SECONDS):
         end = await program.run()
@@ -84,11 +90,39 @@ async def test_a_program_sees_its_folder_and_writes_to_scratch(tmp_path: Path) -
             "processes at once",
         ),
         (
+            "import time\nopen('/dev/shm/x', 'wb').write(bytes(2**19))\n"
+            "x = bytearray(int(0.2499 * 2**30)); time.sleep(60)",
+            "GB of memory",
+        ),
+        (
+            "import os, time\nheld = []\n"
+            "for _ in range(30):\n  held.append(open('/scratch/x', 'wb'))\n"
+            "  held[-1].write(bytes(10**7)); held[-1].flush(); os.unlink('/scratch/x')\ntime.sleep(60)",
+            "GB of the disk",
+        ),
+        (
+            "import os, time\nos.chdir('/scratch')\n"
+            "for _ in range(100):\n  os.mkdir('d' * 60); os.chdir('d' * 60)\ntime.sleep(60)",
+            "more than 32 folders in each other",
+        ),
+        (
+            "import ctypes, os, time\n"
+            "if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0: raise SystemExit('hides')\n"
+            "x = bytearray(10**9); time.sleep(60)",
+            "GB of memory",
+        ),
+        (
+            "import threading, time\nthreading.stack_size(2**16)\n"
+            "for _ in range(5000):\n  threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+            "time.sleep(60)",
+            "threads at once",
+        ),
+        (
             "while True:\n  open(f'/scratch/{id(object())}{__import__(\"os\").urandom(8).hex()}', 'w')",
             "files",
         ),
     ],
-    ids=["memory", "disk", "processes", "files"],
+    ids=["memory", "disk", "processes", "shared", "deleted", "deep", "hidden", "threads", "files"],
 )
 async def test_a_program_that_takes_more_than_it_declared_is_ended(
     tmp_path: Path, source: str, why: str
@@ -113,6 +147,32 @@ async def test_a_program_that_kills_what_it_sees_ends_itself(tmp_path: Path) -> 
         "  except OSError: pass\n",
     )
     assert end.is_error
+
+
+async def test_nothing_of_a_program_goes_on_after_its_end(tmp_path: Path) -> None:
+    """A daemon of its own, in a session of its own, ends with the first process."""
+    end, _ = await ends(
+        tmp_path,
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "  os.setsid()\n"
+        "  if os.fork() == 0:\n"
+        "    while True:\n"
+        "      open('/scratch/alive', 'w').write(str(time.time())); time.sleep(0.05)\n"
+        "  os._exit(0)\n"
+        "time.sleep(1)\n",
+    )
+    assert not end.is_error
+    alive = tmp_path / "scratch" / "alive"
+    said = alive.read_text()
+    await trio.sleep(1.0)
+    assert alive.read_text() == said
+
+
+async def test_a_program_that_prints_without_end_is_cut_short(tmp_path: Path) -> None:
+    _, said = await ends(tmp_path, "for number in range(10**5): print(number)\nprint('x' * 10)")
+    assert len(said) < 1000
+    assert any("left out: it prints too much" in line for line in said)
 
 
 async def test_words_have_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:

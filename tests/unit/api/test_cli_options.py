@@ -70,6 +70,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "plain": (["--plain"], False, False),
         "only_help": (["--only-help"], False, False),
         "yes": (["--yes"], False, False),
+        "no_fence": (["--no-fence"], False, False),
         "job": (["--job"], False, None),
         "monitor": (["--monitor"], False, None),
     },

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pavg.base.errors import BusyError, ControlError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.errors import (
+    BusyError,
+    ControlError,
+    RemoteProtocolError,
+    StreamBrokenError,
+    UnreachableError,
+)
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.gate.client import GateSigner, open_gate_transport
 from p2pavg.net.gate.messages import AskStream, Attach
 from p2pavg.net.gate.server import Gate, open_gate
+from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
 from p2pavg.net.unix import connect_unix
 from p2pavg.testing import MemoryNetwork
@@ -26,6 +33,13 @@ from p2pavg_dht import Ed25519Signer
 
 def never(_message: bytes) -> bool:
     return False
+
+
+class EverythingNamed(frozenset[str]):
+    """Stands for the addresses that a user has named, so that the suite can dial any."""
+
+    def __contains__(self, _address: object) -> bool:
+        return True
 
 
 class BehindAGate:
@@ -44,7 +58,7 @@ class BehindAGate:
         inbound = self._network.transport(signer, inbound="accepted" if listening else "refused")
         async with (
             inbound as network,
-            open_gate(network, signer, path, {ECHO, OTHER}, never),
+            open_gate(network, signer, path, {ECHO, OTHER}, never, named=EverythingNamed()),
             open_gate_transport(path) as transport,
         ):
             yield transport
@@ -174,3 +188,61 @@ async def test_a_chunk_that_is_too_long_ends_its_stream_only(folder: Path) -> No
             stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=5.0)
             await send_message(stream, b"still here?")
             assert await receive_message(stream) == b"still here?"
+
+
+async def test_only_what_the_user_has_named_is_dialled(folder: Path) -> None:
+    """Else a program could look which ports of this machine, and of its network, are open."""
+    network = MemoryNetwork()
+    async with network.transport(Ed25519Signer(b"\x08" * 32)) as there:
+        for named in ((), there.addresses):
+            signer = Ed25519Signer(b"\x07" * 32)
+            async with (
+                network.transport(signer) as mine,
+                open_gate(mine, signer, folder / "gate", {ECHO}, never, named=named),
+                open_gate_transport(folder / "gate") as program,
+            ):
+                if named:
+                    assert await program.dial(there.addresses[0], timeout=5.0) == there.peer_id
+                    continue
+                with pytest.raises(UnreachableError, match="none of the run's"):
+                    await program.dial(there.addresses[0], timeout=5.0)
+
+
+async def test_a_program_that_reads_no_news_is_detached(folder: Path) -> None:
+    network = MemoryNetwork()
+    signer = Ed25519Signer(b"\x07" * 32)
+    async with (
+        network.transport(signer) as mine,
+        network.transport(Ed25519Signer(b"\x08" * 32)) as there,
+        open_gate(mine, signer, folder / "gate", {ECHO}, never) as gate,
+        connect_unix(folder / "gate") as socket,
+    ):
+        await send_message(socket, Attach().encode())
+        assert await receive_message(socket) is not None
+        while gate.attached:
+            gate.stop_program()  # news that nobody reads
+        await trio.sleep(0.1)
+        assert not gate.stop_program()
+        # The other peer still connects, and another program may attach.
+        await there.dial(mine.addresses[0], timeout=5.0)
+        async with open_gate_transport(folder / "gate"):
+            assert gate.attached
+
+
+async def test_the_users_limit_holds_for_what_a_program_sends(folder: Path) -> None:
+    signer = Ed25519Signer(b"\x07" * 32)
+    network = MemoryNetwork()
+    moment = 0.0
+    upload = RateLimit(80.0, clock=lambda: moment)
+    async with (
+        network.transport(Ed25519Signer(b"\x08" * 32)) as there,
+        network.transport(signer) as mine,
+        open_gate(mine, signer, folder / "gate", {ECHO}, never, upload=upload),
+        open_gate_transport(folder / "gate") as program,
+    ):
+        there.serve(ECHO, echo)
+        stream = await program.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=5.0)
+        await send_message(stream, bytes(1_000_000))
+        await receive_message(stream, max_bytes=2_000_000)
+        # All of it was taken from the limit, whatever the program's own run file says.
+        assert upload.delay(0) > 0.05

@@ -6,12 +6,14 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.tools.jobs.environment import make_environment
+from p2pavg.tools.jobs.packages import PinnedPackage, packages_text, read_packages
 
 
 def wheel(folder: Path, name: str = "oddpackage", version: str = "1.0") -> bytes:
@@ -38,7 +40,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_packages_are_installed_beside_those_of_p2pavg(wheels: Path, tmp_path: Path) -> None:
-    listed = wheel(wheels)
+    listed = read_packages(wheel(wheels))
     python = make_environment(listed, tmp_path / "kept")
     code = "import oddpackage, p2pavg, torch; print(oddpackage.said, p2pavg.__file__)"
     said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, env={})
@@ -53,7 +55,7 @@ def test_packages_are_installed_beside_those_of_p2pavg(wheels: Path, tmp_path: P
 
 
 def test_a_package_with_another_hash_is_not_installed(wheels: Path, tmp_path: Path) -> None:
-    listed = wheel(wheels).replace(b"sha256:", b"sha256:0")[:-2] + b"\n"
+    listed = [replace(each, hashes=(SUM,)) for each in read_packages(wheel(wheels))]
     with pytest.raises(ConfigError, match="cannot be installed"):
         make_environment(listed, tmp_path / "kept")
     assert not list((tmp_path / "kept").iterdir())
@@ -69,7 +71,7 @@ def test_no_package_runs_code_while_it_is_installed(wheels: Path, tmp_path: Path
         opened.add(tmp_path / "setup.py", "evil-1.0/setup.py")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with pytest.raises(ConfigError, match="cannot be installed"):
-        make_environment(f"evil==1.0 --hash=sha256:{digest}\n".encode(), tmp_path / "kept")
+        make_environment(read_packages(f"evil==1.0 --hash=sha256:{digest}".encode()), tmp_path / "kept")
     assert not (tmp_path / "ran").exists()
 
 
@@ -80,4 +82,55 @@ def test_a_job_without_packages_has_the_interpreter_of_p2pavg() -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot make an environment in .*file"):
-        make_environment(b"x==1 --hash=sha256:00", tmp_path / "file" / "kept")
+        make_environment([], tmp_path / "file" / "kept")
+
+
+SUM = "0f" * 32
+
+
+def test_a_list_is_read_and_written_anew() -> None:
+    content = (
+        "# made by uv \\\n"
+        f"a.b-c[x,y]==1.0+cpu ; python_version < '3.12' and sys_platform == \"linux\" \\\n"
+        f"    --hash=sha256:{SUM} \\\r\n    --hash=sha256:{SUM}\n"
+        "    # via d\n\n"
+        f"e==2 --hash=sha256:{SUM}  # a comment --hash=sha256:1\n"
+    )
+    found = read_packages(content.encode())
+    assert found == [
+        PinnedPackage(
+            "a.b-c", "[x,y]", "1.0+cpu", "python_version < '3.12' and sys_platform == \"linux\"", (SUM, SUM)
+        ),
+        PinnedPackage("e", "", "2", "", (SUM,)),
+    ]
+    assert read_packages(packages_text(found)) == found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a",
+        "a==1",
+        f"a>=1 --hash=sha256:{SUM}",
+        f"a==1 --hash=md5:{SUM}",
+        f"a==1 --hash=sha256:{SUM} --no-binary=:all:",
+        f"a==1 ; x --global-option=y --hash=sha256:{SUM}",
+        f"a==1 ; x -r other --hash=sha256:{SUM}",
+        f"a @ file:///evil.tar.gz --hash=sha256:{SUM}",
+        f"a==1 ; python_version < '3' # \\\n--no-binary a --hash=sha256:{SUM}",
+        "--no-binary evil",
+        "--index-url https://example.com",
+        "-e .",
+        "-r other.txt",
+        "# x \\\n--no-binary evil\n# y \\\n" + f"evil @ file:///evil.tar.gz --hash=sha256:{SUM}",
+        "./evil.whl",
+        f"a==1\x0b--no-binary evil --hash=sha256:{SUM}",
+        f"a==1 --hash=sha256:{SUM}\x0c--no-binary evil",
+        "\x1b[2J",
+    ],
+)
+def test_anything_but_names_and_hashes_is_refused(line: str) -> None:
+    """Of what an installer also reads: other indexes, options that build packages, URLs, folders, lists."""
+    with pytest.raises(ConfigError) as caught:
+        read_packages(line.encode())
+    assert "\x1b" not in str(caught.value)

@@ -100,12 +100,14 @@ def test_a_machine_without_a_fence_says_so_first_and_its_answer_is_no() -> None:
     assert bare.lines[0].startswith("THERE IS NO FENCE AROUND THIS PROGRAM: bwrap is not installed")
     assert "all files of this user" in "\n".join(bare.lines)
     assert not bare.default
-    assert "y/N" in bare.question
+    assert bare.question == "There is no fence around it. Train with it? [y/N] "
 
 
 def test_a_job_with_connections_of_its_own_has_to_be_agreed_to() -> None:
     assert not page(network=True).default
-    assert "all of the network, which it asks for" in "\n".join(page(network=True).lines)
+    assert "all of the network with this machine's own programs, as it asks for" in "\n".join(
+        page(network=True).lines
+    )
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ async def open_unix_listener(path: Path, *, backlog: int = _BACKLOG) -> AsyncIte
         try:
             # Under the lock, a file that is there belongs to a process that was killed.
             _remove(path)
-            with _short(path) as name:
+            with short_name(path) as name:
                 await listening.bind(name)
             os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)  # before anything can connect
             listening.listen(backlog)
@@ -164,7 +164,7 @@ class NotRunningError(ControlError):
 async def _connect(path: Path) -> trio.SocketStream:
     connecting = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _short(path) as name:
+        with short_name(path) as name:
             await connecting.connect(name)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         connecting.close()
@@ -229,8 +229,8 @@ def _check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """Give a name of the socket that fits into its address. Linux has one for every path."""
+def short_name(path: Path) -> Iterator[str]:
+    """Give a name of a socket that fits into its address. Linux has one for every path."""
     if len(os.fsencode(path)) <= MAX_PATH_BYTES or not os.path.isdir("/proc/self/fd"):
         yield str(path)
         return

@@ -91,7 +91,7 @@ class ChunkedStream(Stream):
         with trio.CancelScope(shield=True, deadline=trio.current_time() + TAIL_SECONDS) as scope:
             try:
                 await self._socket.send_all(_HALF_CLOSED)
-            except (StreamBrokenError, ClosedError):
+            except (StreamBrokenError, ClosedError, trio.BusyResourceError):
                 return
         if scope.cancelled_caught:
             await self._socket.reset()
@@ -102,7 +102,7 @@ class ChunkedStream(Stream):
             try:
                 while await self._receive(MAX_CHUNK_BYTES):
                     pass
-            except (StreamBrokenError, ClosedError, RemoteProtocolError):
+            except (StreamBrokenError, ClosedError, RemoteProtocolError, trio.BusyResourceError):
                 pass
         await self._socket.reset()
 

@@ -52,7 +52,7 @@ from p2pavg.net.gate.messages import (
 )
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
-from p2pavg.net.unix import UnixStream, connect_unix, dial_unix
+from p2pavg.net.unix import UnixStream, connect_unix, dial_unix, short_name
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,9 @@ class _ProgramStream(ChunkedStream):
 
     async def aclose(self) -> None:
         """Close this side's half. The connection stays until the other side has closed its half, or for 10 s."""
-        await super().aclose()
-        self._transport.linger(self)
+        if not self.is_closed:
+            await super().aclose()
+            self._transport.linger(self)
 
     async def wait_closed(self) -> None:
         """See :class:`~p2pavg.net.transport.Stream`."""
@@ -309,14 +310,17 @@ class GateSigner:
     Args:
         path: of the gate's socket.
         peer_id: of the peer.
+
+    Raises:
+        ControlError: no process has a gate there.
     """
 
     def __init__(self, path: Path, peer_id: PeerId) -> None:
         self.peer_id = peer_id
+        self._path = path
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(REPLY_SECONDS)
-        self._socket.connect(str(path))
+        self._socket: socket.socket | None = None
+        self._connected()
 
     def sign(self, message: bytes) -> bytes:
         """Return the 64-byte signature of a message.
@@ -326,24 +330,43 @@ class GateSigner:
             ControlError: the process that has the key did not answer.
         """
         asked = AskSignature(message).encode()
-        try:
-            # Of two threads, each gets the answer to its own question.
-            with self._lock:
-                self._socket.sendall(len(asked).to_bytes(LENGTH_BYTES, "big") + asked)
-                data = self._receive(int.from_bytes(self._receive(LENGTH_BYTES), "big"))
-        except OSError as error:
-            raise ControlError(f"the process that has this peer's key did not answer: {error}") from None
+        # Of two threads, each gets the answer to its own question.
+        with self._lock:
+            try:
+                opened = self._connected()
+                opened.sendall(len(asked).to_bytes(LENGTH_BYTES, "big") + asked)
+                data = _received(opened, int.from_bytes(_received(opened, LENGTH_BYTES), "big"))
+            except OSError as error:
+                # An answer that comes late must not be taken for the one to the next question.
+                self.close()
+                raise ControlError(f"the process that has this peer's key did not answer: {error}") from None
         return _checked(decoded(data, GateAnswer), Signature).signature
 
-    def _receive(self, count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            part = self._socket.recv(count - len(found))
-            if not part:
-                raise ConnectionResetError("it has closed the connection")
-            found += part
-        return found
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                opened.settimeout(REPLY_SECONDS)
+                with short_name(self._path) as name:
+                    opened.connect(name)
+            except OSError as error:
+                opened.close()
+                raise ControlError(f"cannot connect to {self._path}: {error}") from None
+            self._socket = opened
+        return self._socket
 
     def close(self) -> None:
         """Close the connection."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _received(opened: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = opened.recv(count - len(found))
+        if not part:
+            raise ConnectionResetError("it has closed the connection")
+        found += part
+    return found

@@ -8,12 +8,13 @@ socket of the network, and no key. What it asks for is bounded by the number of 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 
 import trio
 
@@ -27,6 +28,7 @@ from p2pavg.base.errors import (
 )
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, REPLY_SECONDS
 from p2pavg.base.messages import Message, decoded
+from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.gate.chunked_stream import ChunkedStream
 from p2pavg.net.gate.messages import (
@@ -53,7 +55,7 @@ from p2pavg.net.gate.messages import (
     news_of,
 )
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
 from p2pavg.net.unix import UnixStream, open_unix_listener, serve_unix
 from p2pavg_dht import Signer
 
@@ -90,6 +92,7 @@ class Gate:
         named: Collection[str],
         upload: RateLimit,
         download: RateLimit,
+        otherwise: Mapping[str, StreamHandler],
     ) -> None:
         self._transport = transport
         self._signer = signer
@@ -97,7 +100,10 @@ class Gate:
         self._may_sign = may_sign
         self._named = named
         self._limits = (upload, download)
+        self._otherwise = otherwise
         self._remembered: set[PeerId] = set()
+        self._connected: set[PeerId] = set()
+        """Peers with whose connections the program reckons: it hears when they end."""
         self._attached = trio.CancelScope()
         self._news: trio.MemorySendChannel[Message] | None = None
         """To the program that is attached."""
@@ -163,18 +169,18 @@ class Gate:
             raise BusyError("another program uses this peer's network")
         self._news, news = trio.open_memory_channel[Message](MAX_NEWS)
         self._attached, self._remembered = trio.CancelScope(), set()
-        known: set[PeerId] = set()
+        self._connected = set()
 
         def connected(peer_id: PeerId) -> None:
-            known.add(peer_id)
+            self._connected.add(peer_id)
             self._tell(ConnectionNews(peer_id, True))
 
         async def poll() -> None:
             # No event says that a connection has ended, or that an address has changed.
             last, looks = None, 0
             while True:
-                for peer_id in [each for each in known if not self._transport.is_connected(each)]:
-                    known.discard(peer_id)
+                for peer_id in [each for each in self._connected if not self._transport.is_connected(each)]:
+                    self._connected.discard(peer_id)
                     self._tell(ConnectionNews(peer_id, False))
                 if looks % round(LOOK_SECONDS / GLANCE_SECONDS) == 0 and (now := self._told()) != last:
                     self._tell(now)
@@ -189,7 +195,7 @@ class Gate:
         # Before the first look: a connection that is made in between would be told by neither.
         self._transport.watch_connections(connected)
         try:
-            with self._attached:
+            with self._attached, bare_exceptions():
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(poll)
                     nursery.start_soon(send)
@@ -210,7 +216,6 @@ class Gate:
             self._news.send_nowait(news)
         except (trio.WouldBlock, trio.BrokenResourceError):
             # It reads nothing: without the news, its picture of the network would be wrong.
-            self._news = None
             self._attached.cancel()
 
     async def _receive_news(self, socket: UnixStream) -> None:
@@ -248,6 +253,9 @@ class Gate:
     async def inbound(self, protocol: str, stream: Stream) -> None:
         """Offer a stream of another peer to the program; it ends with this call."""
         # The transport resets a stream whose handler returns, as it does for a protocol that nobody serves.
+        if protocol not in self._served and protocol in self._otherwise:
+            await self._otherwise[protocol](stream)
+            return
         if protocol not in self._served or len(self._waiting) >= MAX_WAITING:
             return
         number, inbound = next(self._numbers), _Inbound(stream)
@@ -277,6 +285,7 @@ class Gate:
         opened = StreamOpened(stream.remote, stream.remote_host, stream.remote_port, stream.relayed)
         await _answer(socket, opened)
         program = ChunkedStream(socket, opened)
+        self._connected.add(stream.remote)  # also one that was there before the program
 
         upload, download = self._limits
 
@@ -324,6 +333,7 @@ async def open_gate(
     named: Collection[str] = (),
     upload: RateLimit = UNLIMITED,
     download: RateLimit = UNLIMITED,
+    otherwise: Mapping[str, StreamHandler] = MappingProxyType({}),
 ) -> AsyncIterator[Gate]:
     """Hand a transport to one program at a time, until the end of the block.
 
@@ -333,11 +343,12 @@ async def open_gate(
         may_sign: returns whether the program gets this peer's signature of a message.
         named: addresses that this peer's user has named, which the program may dial.
         upload, download: limits of all that the program sends and receives.
+        otherwise: handlers of protocols while no program serves them.
 
     Raises:
         BusyError, ControlError: see :func:`~p2pavg.net.unix.open_unix_listener`.
     """
-    gate = Gate(transport, signer, protocols, may_sign, named, upload, download)
+    gate = Gate(transport, signer, protocols, may_sign, named, upload, download, otherwise)
 
     for protocol in protocols:
         transport.serve(protocol, partial(gate.inbound, protocol))

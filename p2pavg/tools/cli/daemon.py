@@ -162,6 +162,10 @@ class DaemonOptions:
         check_monitor(self.monitor, self.part.run_id or None)
         if self.training is not None:
             self.training.check()
+        elif self.agreed_job is not None:
+            raise ConfigError(
+                "--job names a job, and this run has none, or --only-help is given: leave out --yes --job"
+            )
         out = way_out(self.listens, self.named, self.announce)
         if self.open_run and self.member is not None:
             raise ConfigError("--open and --run exclude each other: a run with an authority has members")

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +15,10 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file, what_to_do
 from p2pavg.base.formats import in_bytes
+from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.gate.server import Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.peer.joining.carrying import fetch_job
+from p2pavg.peer.joining.carrying import carrying_job, fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import PEER_PROTOCOLS, Peer
 from p2pavg.runs.membership.access import RunAccess
@@ -26,6 +27,7 @@ from p2pavg.runs.membership.certificate import read_certificate
 from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.joiner.fetching import DownloadProgress
+from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.strategies import job as program
 from p2pavg.tools.jobs.archive import unpack_job
 from p2pavg.tools.jobs.environment import make_environment
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 SIGNED = tuple(f"p2pavg-{name}/".encode() for name in ("record", "input", "output", "own", "held", "ticket"))
 """What a peer signs in the rounds and records of its runs. A certificate for others is no such thing, nor is the proof
 by which libp2p knows a peer."""
+STOPPED = "stopped by its user"
 MAX_LOG_BYTES = 8 * 2**20
 
 
@@ -83,7 +86,7 @@ async def train(
     run: RunFile,
     access: RunAccess,
     options: TrainingOptions,
-    told_to_leave: Callable[[], object],
+    told_to_leave: Callable[[], Awaitable[None]],
 ) -> JobEnd:
     """Fetch the job, ask the user, and train until the program has ended or this process is told to leave.
 
@@ -94,59 +97,84 @@ async def train(
         ConfigError: the user does not agree, or something of this machine is in the way.
         StateError: no member has the job.
     """
-    began = trio.current_time()
-    release = options.release
-    data = await fetch_job(peer, home, run, access, release, _Fetched())
-    _tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
-    manifest, files = unpack_job(data)
-    packages = read_packages(files[manifest.packages]) if manifest.packages else None
-    no_fence = await trio.to_thread.run_sync(missing_fence)
-    scratch = home.folder / "scratch"
-    page = JobPage(
-        run_id=run.run_id,
-        release=release,
-        manifest=manifest,
-        files=len(files),
-        packages=len(packages or ()),
-        no_fence=no_fence,
-        scratch=str(scratch),
-        max_upload_mbps=options.max_upload_mbps,
-    )
-    await _agree(page, home, options)
-
-    asked = trio.current_time()
-    python = await trio.to_thread.run_sync(make_environment, packages)
-    _tell(f"the environment is ready, after {trio.current_time() - asked:.1f} s")
-    places = FencedPlaces(
-        job=_unpacked(home, release, files),
-        scratch=_made(scratch),
-        handed=_handed(home, run, access, options, data),
-        python=python_places(python),
-    )
-    # From here on, other peers reach the program's peer, and this process passes their streams on.
-    async with open_gate(
-        peer.context.transport,
-        peer.context.signer,
-        places.handed / "gate",
-        PEER_PROTOCOLS,
-        lambda message: message.startswith(SIGNED),
-        named=run.bootstrap,
-        upload=RateLimit(options.max_upload_mbps),
-        download=RateLimit(options.max_download_mbps),
-    ) as gate:
-        started = _started(
-            python, manifest, places, gate, run, fence=not no_fence, log=home.folder / "job.log"
-        )
+    training = _Training()
+    with bare_exceptions():
         async with trio.open_nursery() as nursery:
 
             async def stop_when_told() -> None:
-                await told_to_leave()  # type: ignore[misc]
-                started.stop("stopped by its user")
+                await told_to_leave()
+                if training.program is not None:
+                    training.program.stop(STOPPED)
+                else:  # whatever is asked, fetched or made
+                    nursery.cancel_scope.cancel()
 
             nursery.start_soon(stop_when_told)
-            end = await started.run()
+            end = await training.run(peer, home, run, access, options)
             nursery.cancel_scope.cancel()
-    return end
+            return end
+    return JobEnd(STOPPED, is_error=False)
+
+
+class _Training:
+    """One start of `train`."""
+
+    program: JobProgram | None = None
+    """Set when the job's program is about to start."""
+
+    async def run(
+        self, peer: Peer, home: Home, run: RunFile, access: RunAccess, options: TrainingOptions
+    ) -> JobEnd:
+        began = trio.current_time()
+        release = options.release
+        data = await fetch_job(peer, home, run, access, release, _Fetched())
+        _tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
+        transport = peer.context.transport
+        # While no program serves this peer's protocols, others get the job from this process.
+        transport.serve(STATE_PROTOCOL, peer.state.serve)
+        async with carrying_job(peer, home, run, access):
+            manifest, files = unpack_job(data)
+            packages = read_packages(files[manifest.packages]) if manifest.packages else None
+            no_fence = await trio.to_thread.run_sync(missing_fence)
+            scratch = home.folder / "scratch"
+            page = JobPage(
+                run_id=run.run_id,
+                release=release,
+                manifest=manifest,
+                files=len(files),
+                packages=len(packages or ()),
+                no_fence=no_fence,
+                scratch=str(scratch),
+                max_upload_mbps=options.max_upload_mbps,
+            )
+            await _agree(page, home, options)
+
+            asked = trio.current_time()
+            # Ctrl-C ends the wait; an install that goes on is finished or begun anew by the next start.
+            python = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+                make_environment, packages, abandon_on_cancel=True
+            )
+            _tell(f"the environment is ready, after {trio.current_time() - asked:.1f} s")
+            places = FencedPlaces(
+                job=_unpacked(home, release, files),
+                scratch=_made(scratch),
+                handed=_handed(home, run, access, options, data),
+                python=python_places(python),
+            )
+            # From here on, other peers reach the program's peer, and this process passes their streams on.
+            async with open_gate(
+                transport,
+                peer.context.signer,
+                places.handed / "gate",
+                PEER_PROTOCOLS,
+                lambda message: message.startswith(SIGNED),
+                named=run.bootstrap,
+                upload=RateLimit(options.max_upload_mbps),
+                download=RateLimit(options.max_download_mbps),
+                otherwise={STATE_PROTOCOL: peer.state.serve},
+            ) as gate:
+                log = home.folder / "job.log"
+                self.program = _started(python, manifest, places, gate, run, fence=not no_fence, log=log)
+                return await self.program.run()
 
 
 def _started(
@@ -231,7 +259,7 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
             )
         # Ctrl-C ends the wait; the thread is left, because nothing wakes a read of the terminal.
         answer = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-            input, page.question, abandon_on_cancel=True
+            _answer_to, page.question, abandon_on_cancel=True
         )
         if not agreed(answer, default=page.default):
             raise ConfigError(
@@ -239,6 +267,13 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
                 remedy="p2pavg join with --only-help averages and relays for the run, and runs nothing",
             )
     _write(kept, f"{mark}\n".encode(), PRIVATE)
+
+
+def _answer_to(question: str) -> str:
+    try:
+        return input(question)
+    except EOFError:  # Ctrl-D
+        return "no"
 
 
 def _unpacked(home: Home, release: JobRelease, files: dict[str, bytes]) -> Path:

@@ -93,7 +93,10 @@ def _install(place: Path, packages: bytes) -> None:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, timeout=INSTALL_SECONDS, check=False)
+        # Ctrl-C in the terminal is for this process.
+        done = subprocess.run(
+            command, capture_output=True, timeout=INSTALL_SECONDS, check=False, start_new_session=True
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"the job's packages were not installed within {INSTALL_SECONDS / 60:.0f} min",

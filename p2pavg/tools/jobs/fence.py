@@ -12,6 +12,7 @@ import shutil
 import site
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -69,12 +70,15 @@ def missing_fence() -> str:
     if shutil.which(BWRAP) is None:
         return "the program bwrap is not installed (the package bubblewrap of your distribution)"
     try:
-        tried = subprocess.run(
-            [BWRAP, "--unshare-all", "--ro-bind", "/", "/", "true"],
-            capture_output=True,
-            timeout=REPLY_SECONDS,
-            check=False,
-        )
+        # The whole of it: an older bubblewrap lacks a word, and a container may forbid a part.
+        with tempfile.TemporaryDirectory() as folder:
+            places = FencedPlaces(job=Path(folder), scratch=Path(folder), handed=Path(folder), python=())
+            command = fenced(
+                ["true"], places, {"PATH": "/usr/bin:/bin"}, network=False, gpu=False, shared_bytes=2**20
+            )
+            tried = subprocess.run(
+                limited(command, 2**20), capture_output=True, timeout=REPLY_SECONDS, check=False
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"bwrap cannot be started: {error}"
     if tried.returncode:
@@ -173,5 +177,10 @@ def own_folders() -> list[str]:
 
 
 def own_roots() -> list[str]:
-    """Return the folders in which Python finds the packages of this project."""
-    return list(dict.fromkeys(map(os.path.dirname, own_folders())))
+    """Return the folders in which Python finds the packages of this project, if not among those of all packages.
+
+    Before others on the path, these would hide a job's own versions of what is there.
+    """
+    installed = {os.path.realpath(each) for each in site_folders()}
+    found = dict.fromkeys(map(os.path.dirname, own_folders()))
+    return [each for each in found if os.path.realpath(each) not in installed]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
-from p2pavg.tools.jobs.manifest import MAX_FILES, MAX_JOB_BYTES
+from p2pavg.tools.jobs.manifest import LARGER_DATA, MAX_FILES, MAX_JOB_BYTES
 
 LEFT_OUT = frozenset({"__pycache__"})
 """Folders that are no part of a job, beside those and files whose names begin with a dot."""
@@ -30,7 +30,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
             name = path.relative_to(folder).as_posix()
             if len(found) >= MAX_FILES or (left := left - path.stat().st_size) < 0:
                 raise ConfigError(
-                    f"{folder} has more than {MAX_FILES} files or {MAX_JOB_BYTES} bytes: name large data in [[data]]"
+                    f"{folder} has more than {MAX_FILES} files or {MAX_JOB_BYTES} bytes: {LARGER_DATA}"
                 )
             found[name] = path.read_bytes()
     except OSError as error:

@@ -21,11 +21,11 @@ from p2pavg.tools.jobs.packages import read_packages
 MANIFEST = "job.toml"
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_JOB_BYTES = 64 * 2**20
-"""Of all files of a job. Larger data are named in the manifest by their root, and come from elsewhere."""
+"""Of all files of a job. A program that needs larger data fetches them itself, with ``network = true``."""
+LARGER_DATA = "its program fetches larger data itself, with network = true"
 MAX_FILES = 4096
 MAX_NAME_CHARS = 200
 MAX_DEPTH = 16
-MAX_MIRRORS = 8
 MAX_ABOUT_LINES = 20
 """More would scroll away what the page says before."""
 MAX_ERROR_CHARS = 300
@@ -44,19 +44,6 @@ class Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     gpu_memory_gb: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
 
 
-class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file that is too large for the job itself."""
-
-    file: FileName
-    """Where the program finds it in the job's folder."""
-    root: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-    """Of its bytes: see :func:`p2pavg.state.tree.root_of`."""
-    size: Annotated[int, Meta(ge=1, le=2**50)]
-    """Bytes."""
-    mirrors: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=MAX_MIRRORS)] = ()
-    """URLs, besides the members."""
-
-
 class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What ``job.toml`` says."""
 
@@ -71,7 +58,6 @@ class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """File with the packages that the program needs, one a line, as ``pip install --require-hashes`` reads them."""
     network: bool = False
     """True if the program itself opens connections. A volunteer is asked for that."""
-    data: Annotated[tuple[DataFile, ...], Meta(max_length=64)] = ()
 
 
 def what_is_wrong_with(name: str) -> str:
@@ -110,7 +96,6 @@ def read_manifest(text: bytes) -> JobManifest:
     named = [
         found.program,
         *([found.packages] if found.packages else []),
-        *(each.file for each in found.data),
     ]
     for name in named:
         if why := what_is_wrong_with(name):
@@ -120,11 +105,6 @@ def read_manifest(text: bytes) -> JobManifest:
             raise ConfigError(f"{MANIFEST}: author and about must be printable text")
     if found.about.count("\n") >= MAX_ABOUT_LINES:
         raise ConfigError(f"{MANIFEST}: about may have {MAX_ABOUT_LINES} lines")
-    for each in found.data:
-        if wrong := [url for url in each.mirrors if not re.match(r"https?://[^\s/]", url)]:
-            raise ConfigError(
-                f"{MANIFEST}: a mirror of {each.file} must be an http or https URL, got {wrong[0]!r}"
-            )
     return found
 
 
@@ -142,7 +122,7 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
         found.append(f"there are {len(files)} files, and a job may have {MAX_FILES}")
     if (size := sum(map(len, files.values()))) > MAX_JOB_BYTES:
         found.append(
-            f"the files have {size} bytes together, and a job may have {MAX_JOB_BYTES}: name large data in [[data]]"
+            f"the files have {size} bytes together, and a job may have {MAX_JOB_BYTES}: {LARGER_DATA}"
         )
     if MANIFEST not in files:
         return [*found, f"there is no {MANIFEST}"]
@@ -152,11 +132,6 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
         return [*found, str(error)]
     if manifest.program not in files:
         found.append(f"the program {manifest.program!r} is not there")
-    for each in manifest.data:
-        if each.file in files:
-            found.append(
-                f"{each.file!r} is named in [[data]], and in the folder, too: take it out of one of them"
-            )
     if manifest.packages is not None:
         if manifest.packages not in files:
             found.append(f"the packages' file {manifest.packages!r} is not there")

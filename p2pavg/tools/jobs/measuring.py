@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from p2pavg.base.shortage import is_shortage
 from p2pavg.tools.jobs.limits import MAX_PROCESSES, MAX_SCRATCH_FILES, JobUsage
 
 MAX_DEPTH = 32
@@ -108,8 +109,13 @@ def _sizes_below(folder: int, depth: int) -> Iterator[int]:
     if depth > MAX_DEPTH:
         raise HiddenError(f"more than {MAX_DEPTH} folders in each other")
     # By descriptors: a name that is too long for the system hides nothing.
-    with os.scandir(folder) as entries:
-        names: Sequence[os.DirEntry[str]] = list(entries)
+    try:
+        with os.scandir(folder) as entries:
+            names: Sequence[os.DirEntry[str]] = list(entries)
+    except OSError as error:
+        if is_shortage(error):
+            return
+        raise HiddenError(f"a folder that cannot be read: {error.strerror}") from None
     for entry in names:
         try:
             found = entry.stat(follow_symlinks=False)
@@ -123,6 +129,8 @@ def _sizes_below(folder: int, depth: int) -> Iterator[int]:
         except FileNotFoundError:
             continue
         except OSError as error:
+            if is_shortage(error):  # of this process: the next look may see more
+                return
             raise HiddenError(f"a folder that cannot be read: {error.strerror}") from None
         try:
             yield from _sizes_below(inner, depth + 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.formats import count
-from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS, TAIL_SECONDS
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.tools.jobs.limits import (
     JobEnd,
@@ -88,7 +88,10 @@ class JobProgram:
                 case Restart() if not self._restarts:
                     return JobEnd(f"the program ended with exit code {code}", is_error=True)
                 case Restart(pause, failures):
-                    self._say(f"the program ended with exit code {code}; it starts again in {pause:.0f} s")
+                    words = f"the program ended with exit code {code}; it starts again in {pause:.0f} s"
+                    await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+                        self._say, words, abandon_on_cancel=True
+                    )
                     with trio.move_on_after(pause):
                         await self._told.wait()
         return self._end
@@ -106,11 +109,16 @@ class JobProgram:
         )
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._pass_words_on, process)
+                said = trio.Event()
+                nursery.start_soon(self._pass_words_on, process, said)
                 if self._needs is not None:
                     nursery.start_soon(self._watch, process, self._needs)
                 nursery.start_soon(self._end_when_told, process)
                 code = await process.wait()
+                _kill(process)
+                # What it said last is what a person looks for. A process that it has left behind holds the pipe open.
+                with trio.move_on_after(TAIL_SECONDS):
+                    await said.wait()
                 nursery.cancel_scope.cancel()
         finally:
             _kill(process)
@@ -121,7 +129,7 @@ class JobProgram:
                     await trio.sleep(GLANCE_SECONDS)
         return code
 
-    async def _pass_words_on(self, process: trio.Process) -> None:
+    async def _pass_words_on(self, process: trio.Process, said: trio.Event) -> None:
         """Pass on what the program prints, without what a terminal would obey, and not faster than people read."""
         assert process.stdout is not None
         left = b""
@@ -149,6 +157,8 @@ class JobProgram:
             await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
                 self._say_all, texts, abandon_on_cancel=True
             )
+
+        said.set()
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:

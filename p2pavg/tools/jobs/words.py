@@ -37,7 +37,6 @@ def describe(data: bytes) -> list[str]:
         f"needs {needs.memory_gb:g} GB of memory{gpu}, and {needs.disk_gb:g} GB of the disk",
         f"packages: {manifest.packages or 'none'}",
     ]
-    lines += [f"data: {each.file}, {in_bytes(each.size)}, root {each.root}" for each in manifest.data]
     lines.append(f"{count(len(files), 'file')}, {in_bytes(sum(map(len, files.values())))}:")
     lines += [f"  {name} ({in_bytes(len(content))})" for name, content in sorted(files.items())]
     return [*lines, f"root {job_root(data).hex()}"]

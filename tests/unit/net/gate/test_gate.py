@@ -20,14 +20,14 @@ from p2pavg.base.errors import (
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.gate.client import GateSigner, open_gate_transport
-from p2pavg.net.gate.messages import AskStream, Attach
+from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature
 from p2pavg.net.gate.server import Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.net.transport import Transport
-from p2pavg.net.unix import connect_unix
+from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.unix import UnixStream, connect_unix, open_unix_listener, serve_unix
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.transport_conformance import CHECKS, ECHO, Check, echo
-from p2pavg.testing.transport_conformance.tools import OTHER, receive_all
+from p2pavg.testing.transport_conformance.tools import OTHER, eventually, receive_all
 from p2pavg_dht import Ed25519Signer
 
 
@@ -221,6 +221,7 @@ async def test_a_program_that_reads_no_news_is_detached(folder: Path) -> None:
         assert await receive_message(socket) is not None
         while gate.attached:
             gate.stop_program()  # news that nobody reads
+            await trio.lowlevel.checkpoint()
         await trio.sleep(0.1)
         assert not gate.stop_program()
         # The other peer still connects, and another program may attach.
@@ -246,3 +247,88 @@ async def test_the_users_limit_holds_for_what_a_program_sends(folder: Path) -> N
         await receive_message(stream, max_bytes=2_000_000)
         # All of it was taken from the limit, whatever the program's own run file says.
         assert upload.delay(0) > 0.05
+
+
+async def test_a_late_signature_is_not_taken_for_the_next_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-Z and `fg` of the process that has the key."""
+    monkeypatch.setattr("p2pavg.net.gate.client.REPLY_SECONDS", 0.2)
+    signer = Ed25519Signer(b"\x07" * 32)
+    slow = trio.Event()
+
+    async def serve(socket: UnixStream) -> None:
+        while (data := await receive_message(socket)) is not None:
+            message = AskSignature.decode(data).message
+            if message == b"slow":
+                await slow.wait()
+            await send_message(socket, Signature(signer.sign(message)).encode())
+
+    def ask() -> None:
+        mine = GateSigner(folder / "gate", signer.peer_id)
+        try:
+            with pytest.raises(ControlError, match="did not answer"):
+                mine.sign(b"slow")
+            trio.from_thread.run_sync(slow.set)
+            monkeypatch.undo()  # on a busy machine, the second answer may take longer
+            assert mine.sign(b"quick") == signer.sign(b"quick")
+        finally:
+            mine.close()
+
+    async with open_unix_listener(folder / "gate") as listener, trio.open_nursery() as nursery:
+        nursery.start_soon(serve_unix, listener, serve)
+        await trio.to_thread.run_sync(ask)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_connection_from_before_the_program_is_known_to_end(folder: Path) -> None:
+    network = MemoryNetwork()
+    signer = Ed25519Signer(b"\x07" * 32)
+    async with (
+        network.transport(signer) as mine,
+        network.transport(Ed25519Signer(b"\x08" * 32)) as there,
+    ):
+        there.serve(ECHO, echo)
+        await mine.dial(there.addresses[0], timeout=5.0)
+        async with (
+            open_gate(mine, signer, folder / "gate", {ECHO}, never),
+            open_gate_transport(folder / "gate") as program,
+        ):
+            stream = await program.open_stream(there.peer_id, ECHO, timeout=5.0)
+            await stream.aclose()
+            await stream.aclose()  # as often as one likes
+            assert program.is_connected(there.peer_id)
+            await there.disconnect(mine.peer_id)
+            await eventually(lambda: not program.is_connected(there.peer_id))
+
+
+async def test_while_no_program_serves_this_process_does(folder: Path) -> None:
+    network = MemoryNetwork()
+    signer = Ed25519Signer(b"\x07" * 32)
+
+    async def said_here(stream: Stream) -> None:
+        await send_message(stream, b"of this process")
+        await stream.aclose()
+
+    async def said_there(stream: Stream) -> None:
+        await send_message(stream, b"of the program")
+        await stream.aclose()
+
+    async with (
+        network.transport(signer) as mine,
+        network.transport(Ed25519Signer(b"\x08" * 32)) as there,
+        open_gate(mine, signer, folder / "gate", {ECHO}, never, otherwise={ECHO: said_here}) as gate,
+    ):
+
+        async def asked() -> bytes | None:
+            stream = await there.open_stream(mine.peer_id, ECHO, addresses=mine.addresses, timeout=5.0)
+            return await receive_message(stream)
+
+        assert await asked() == b"of this process"
+        async with open_gate_transport(folder / "gate") as program:
+            program.serve(ECHO, said_there)
+            with trio.fail_after(10.0):
+                while await asked() != b"of the program":
+                    pass
+        await eventually(lambda: not gate.attached)
+        assert await asked() == b"of this process"

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,7 +77,7 @@ async def _launch(words: list[str], folder: Path, count: int, elastic: bool) -> 
     return [ends[number] for number in range(count)]
 
 
-def _interrupt(process: trio.Process) -> bool:
+def _interrupt(process: subprocess.Popen[bytes]) -> bool:
     process.send_signal(signal.SIGINT)
     return True
 

@@ -51,7 +51,7 @@ class JobProgram:
         environment: Mapping[str, str],
         needs: Needs | None,
         scratch: Path,
-        ask_to_end: Callable[[trio.Process], bool],
+        ask_to_end: Callable[[subprocess.Popen[bytes]], bool],
         say: Callable[[str], None],
         *,
         restarts: bool = True,
@@ -97,7 +97,9 @@ class JobProgram:
         return self._end
 
     async def _run_once(self) -> int:
-        process = await trio.lowlevel.open_process(
+        # In this thread, which lives as long as this process. bubblewrap ends with the thread that has started it, and
+        # trio starts processes in threads that end when they were idle for some seconds.
+        process = subprocess.Popen(  # noqa: ASYNC220
             self._command,
             # The terminal is the user's: what is typed there is no word to the program.
             stdin=subprocess.DEVNULL,
@@ -107,14 +109,17 @@ class JobProgram:
             # A group of its own, which ends as a whole; and Ctrl-C reaches it in order, not by itself.
             start_new_session=True,
         )
+        assert process.stdout is not None
+        words = trio.lowlevel.FdStream(os.dup(process.stdout.fileno()))
+        process.stdout.close()
         try:
             async with trio.open_nursery() as nursery:
                 said = trio.Event()
-                nursery.start_soon(self._pass_words_on, process, said)
+                nursery.start_soon(self._pass_words_on, words, said)
                 if self._needs is not None:
                     nursery.start_soon(self._watch, process, self._needs)
                 nursery.start_soon(self._end_when_told, process)
-                code = await process.wait()
+                code = await _end_of(process)
                 _kill(process)
                 # What it said last is what a person looks for. A process that it has left behind holds the pipe open.
                 with trio.move_on_after(TAIL_SECONDS):
@@ -122,21 +127,21 @@ class JobProgram:
                 nursery.cancel_scope.cancel()
         finally:
             _kill(process)
+            await trio.aclose_forcefully(words)
             # Until all of it is gone: nothing of this start may meet the next one.
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_SECONDS):
-                await process.wait()
+                await _end_of(process)
                 while _is_alive(process):  # noqa: ASYNC110 - only the first process can be waited for
                     await trio.sleep(GLANCE_SECONDS)
         return code
 
-    async def _pass_words_on(self, process: trio.Process, said: trio.Event) -> None:
+    async def _pass_words_on(self, words: trio.lowlevel.FdStream, said: trio.Event) -> None:
         """Pass on what the program prints, without what a terminal would obey, and not faster than people read."""
-        assert process.stdout is not None
         left = b""
         shown = TokenBucket(MAX_LINES_A_SECOND, MAX_BURST_LINES)
         left_out, ended = 0, False
         while not ended:
-            data = await process.stdout.receive_some(_READ_BYTES)
+            data = await words.receive_some(_READ_BYTES)
             ended = not data
             *lines, left = (left + data).split(b"\n")
             # One without an end is shown in parts: its bytes must not gather here.
@@ -164,7 +169,7 @@ class JobProgram:
         for line in lines:
             self._say(line)
 
-    async def _watch(self, process: trio.Process, needs: Needs) -> None:
+    async def _watch(self, process: subprocess.Popen[bytes], needs: Needs) -> None:
         """End the program when it takes more than its manifest says."""
         while True:
             usage = await trio.to_thread.run_sync(measure, process.pid, self._scratch)
@@ -173,7 +178,7 @@ class JobProgram:
                 _kill(process)
             await trio.sleep(LOOK_SECONDS)
 
-    async def _end_when_told(self, process: trio.Process) -> None:
+    async def _end_when_told(self, process: subprocess.Popen[bytes]) -> None:
         await self._told.wait()
         # It gets time for the end of its round, and for a checkpoint.
         if self._ask_to_end(process):
@@ -189,7 +194,16 @@ def _shown(line: bytes) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
-def _is_alive(process: trio.Process) -> bool:
+async def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a process; return its exit code."""
+    return int(
+        await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+            process.wait, abandon_on_cancel=True
+        )
+    )
+
+
+def _is_alive(process: subprocess.Popen[bytes]) -> bool:
     """Return whether any process of a program's group is left."""
     try:
         os.killpg(process.pid, 0)
@@ -200,7 +214,7 @@ def _is_alive(process: trio.Process) -> bool:
     return True
 
 
-def _kill(process: trio.Process) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a program and all that it has started.
 
     In a fence, all of them end with bubblewrap's first process, which is in this group and cannot leave it.

@@ -149,6 +149,13 @@ async def test_a_program_that_kills_what_it_sees_ends_itself(tmp_path: Path) -> 
     assert end.is_error
 
 
+async def test_a_program_outlives_the_threads_of_this_process(tmp_path: Path) -> None:
+    """bubblewrap ends with the thread that has started it; trio's end when they were idle for ten seconds."""
+    end, said = await ends(tmp_path, "import time\ntime.sleep(13)\nprint('still here')")
+    assert not end.is_error
+    assert said == ["still here"]
+
+
 async def test_nothing_of_a_program_goes_on_after_its_end(tmp_path: Path) -> None:
     """A daemon of its own, in a session of its own, ends with the first process."""
     end, _ = await ends(

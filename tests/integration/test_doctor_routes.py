@@ -64,7 +64,7 @@ def daemon(name: str) -> Iterator[str]:
     """Run a peer in a namespace. Yield its address."""
     listen = f"/ip4/{PEER_HOST}/tcp/4001"
     process = subprocess.Popen(
-        within(name, *COMMAND, "peer", "--listen", listen, "--no-port-mapping"),
+        within(name, *COMMAND, "peer", "--open", "--listen", listen, "--no-port-mapping"),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

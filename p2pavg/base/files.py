@@ -64,6 +64,33 @@ def replace_file(file: Path, data: Buffer, *, mode: int) -> None:
         opened.write(data)
 
 
+def keep_file(file: Path, data: Buffer, *, mode: int) -> None:
+    """Write a file as :func:`replace_file` does, for a caller whose user has to mend what is in the way.
+
+    Raises:
+        ConfigError: the file cannot be written; the message names it, and says what to do.
+    """
+    try:
+        replace_file(file, data, mode=mode)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+
+
+def make_folder(folder: Path) -> Path:
+    """Make a folder for its owner only, unless it is there; return it.
+
+    Raises:
+        ConfigError: it cannot be made; the message names it, and says what to do.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder}: {error.strerror}", remedy=what_to_do(error, folder)
+        ) from None
+    return folder
+
+
 @contextmanager
 def creating(file: Path, *, mode: int) -> Iterator[BinaryIO]:
     """Open a new file. It gets its name at the end of the block, unless the block raises.

@@ -1,4 +1,4 @@
-"""What a job's program gets: the run's averager, and the places of its files. The same program runs on a desk.
+"""The part of a job's program in a run: the run's averager, and its folders. The same program runs on a desk.
 
 `p2pavg join LINK` and `p2pavg launch` name the places in environment variables. Without them, the program is on its
 author's desk: it is a peer of a run of its own on this machine.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2pavg.base.errors import ConfigError
+from p2pavg.base.errors import ConfigError, RunEndedError
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.peer_files import PeerFiles
@@ -40,9 +40,9 @@ class Job:
     averager: Averager
     """Averages with the other peers of the run; the program makes its optimizer with it."""
     strategy: Strategy | None
-    """How all peers of the run train, if the run file says so; see :mod:`p2pavg.strategies`."""
+    """The strategy of all peers of the run, if its run file has one; see :mod:`p2pavg.strategies`."""
     folder: Path
-    """The job's folder, with the program and its data. It cannot be written to."""
+    """The job's folder, with the program and its data. In a fence, it cannot be written to."""
     scratch: Path
     """A folder of this peer's own, for checkpoints and metrics, that stays from one start to the next."""
     min_peers: int
@@ -55,8 +55,8 @@ def job() -> Iterator[Job]:
 
     A program that ``p2pavg join LINK`` has started gets that run, through the process that has its network; one that
     ``p2pavg launch`` has started a run among processes of this machine; and one that was started by ``python train.py``
-    a run of its own. When the user stops the job, ``KeyboardInterrupt`` leaves the block, and the program ends with
-    exit code 0.
+    a run of its own. If the user stops the job, or the run has ended, an exception leaves the block, and the program
+    of a volunteer ends with exit code 0.
 
     Raises:
         ConfigError, ControlError, BusyError: the environment variables name what is not there.
@@ -73,6 +73,12 @@ def job() -> Iterator[Job]:
         with open_averager(config, bootstrap=bootstrap) as averager:
             alone = not gate and not run_id
             yield Job(averager, strategy, folder, scratch, 1 if alone else config.min_group_size)
+    except RunEndedError as error:
+        if not gate:
+            raise
+        # A volunteer that comes too late has nothing to do. Another start would hear the same.
+        print(error, flush=True)
+        raise SystemExit(0) from None
     except KeyboardInterrupt:
         if not gate:
             raise
@@ -86,6 +92,7 @@ def _config_behind(gate: Path) -> AveragingConfig:
         run_file, certificate = Path(os.environ[RUN_FILE]), Path(os.environ[CERTIFICATE])
     except KeyError as error:
         raise ConfigError(f"{GATE} is set, and {error.args[0]} is not: `p2pavg join` sets both") from None
+    # The key is with the process behind the gate: there is no such file here.
     files = PeerFiles(run_file.parent, run_file, certificate, run_file.parent / "no.key", gate)
     return AveragingConfig.from_run(run_file, certificate=certificate, files=files)
 

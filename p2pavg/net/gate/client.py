@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,25 +112,20 @@ class GateTransport(Transport):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         return self._news.addresses
 
     @property
     def reachability(self) -> Reachability:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         return self._news.reachability
 
     async def settle(self) -> None:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         await self._ask(Settle())
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         self._handlers[protocol] = handler
         self._say.send_nowait(ServeProtocol(protocol))
 
     async def dial(self, address: str, *, timeout: float) -> PeerId:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         peer_id = (await self._ask(DialAddress(address, timeout))).text
         self._note(peer_id, True)
         return peer_id
@@ -144,7 +139,6 @@ class GateTransport(Transport):
         timeout: float,
         wait_inbound: bool = False,
     ) -> Stream:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         asked = AskStream(peer_id, protocol, tuple(addresses), timeout, wait_inbound)
         stream = await self._stream(asked)
         # The gate says so too, later: until then, a caller would not find the connection that it has.
@@ -152,19 +146,15 @@ class GateTransport(Transport):
         return stream
 
     def is_connected(self, peer_id: PeerId) -> bool:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         return peer_id in self._connected
 
     def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         self._watchers.append(connected)
 
     def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         self._watchers.remove(connected)
 
     async def disconnect(self, peer_id: PeerId) -> None:
-        """See :class:`~p2pavg.net.transport.Transport`."""
         try:
             await self._ask(DropConnections(peer_id))
         except P2PAvgError as error:
@@ -172,8 +162,9 @@ class GateTransport(Transport):
         self._note(peer_id, False)
 
     def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:
-        """See :class:`~p2pavg.net.transport.Transport`."""
-        self._say.send_nowait(RememberPeer(peer_id, companion))
+        # A wish: while the gate's process stands still, as after Ctrl-Z, some may be lost.
+        with suppress(trio.WouldBlock):
+            self._say.send_nowait(RememberPeer(peer_id, companion))
 
     # ------------------------------------------------------------------ the gate's socket
 

@@ -103,7 +103,7 @@ ProgramNews = ServeProtocol | RememberPeer
 
 
 class PeerNews(Message, frozen=True, tag=0):
-    """How others reach this peer."""
+    """The ways in which others reach this peer."""
 
     peer_id: GateId
     addresses: GateTexts
@@ -153,7 +153,7 @@ class StreamOpened(Message, frozen=True, tag=3):
 
 
 class GateDone(Message, frozen=True, tag=4):
-    """What was asked for is done."""
+    """The request was carried out."""
 
     text: GateText = ""
     """The id of the peer that was dialled."""
@@ -166,7 +166,7 @@ class Signature(Message, frozen=True, tag=5):
 
 
 class GateError(Message, frozen=True, tag=6):
-    """What was asked for was not done."""
+    """The request was not carried out."""
 
     name: Annotated[str, Meta(max_length=32)]
     """Of the error's class."""

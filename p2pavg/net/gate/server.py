@@ -7,7 +7,6 @@ socket of the network, and no key. What it asks for is bounded by the number of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -59,8 +58,6 @@ from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
 from p2pavg.net.unix import UnixStream, open_unix_listener, serve_unix
 from p2pavg_dht import Signer
 
-logger = logging.getLogger(__name__)
-
 MAX_GATE_CONNECTIONS = 512
 """Of the program: one for each of its streams. A peer of a group of 64 has some streams with each member."""
 MAX_WAITING = 64
@@ -103,7 +100,7 @@ class Gate:
         self._otherwise = otherwise
         self._remembered: set[PeerId] = set()
         self._connected: set[PeerId] = set()
-        """Peers with whose connections the program reckons: it hears when they end."""
+        """Peers that the program takes for connected: it hears when they are not any more."""
         self._attached = trio.CancelScope()
         self._news: trio.MemorySendChannel[Message] | None = None
         """To the program that is attached."""
@@ -252,7 +249,7 @@ class Gate:
 
     async def inbound(self, protocol: str, stream: Stream) -> None:
         """Offer a stream of another peer to the program; it ends with this call."""
-        # The transport resets a stream whose handler returns, as it does for a protocol that nobody serves.
+        # The transport resets a stream whose handler returns, as it does for a protocol that is not served.
         if protocol not in self._served and protocol in self._otherwise:
             await self._otherwise[protocol](stream)
             return
@@ -349,7 +346,6 @@ async def open_gate(
         BusyError, ControlError: see :func:`~p2pavg.net.unix.open_unix_listener`.
     """
     gate = Gate(transport, signer, protocols, may_sign, named, upload, download, otherwise)
-
     for protocol in protocols:
         transport.serve(protocol, partial(gate.inbound, protocol))
     async with (

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
-from p2pavg.base.files import PUBLIC, replace_file, what_to_do
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.files import PUBLIC, keep_file, make_folder
 from p2pavg.base.limits import LOOK_SECONDS, START_SECONDS
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.net.transport import Buffer
@@ -27,8 +27,6 @@ from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.sink import FileSink
 from p2pavg.state.manifest import BlobManifest
 from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digests, root_of
-
-logger = logging.getLogger(__name__)
 
 MAX_DONORS = 16
 """Peers that are asked for a job at once."""
@@ -66,7 +64,9 @@ def kept_job(file: Path, release: JobRelease) -> bytes | None:
 async def carrying_job(host: Host, home: Home, run: RunFile, access: RunAccess) -> AsyncIterator[None]:
     """Give the job of a run to other members until the end of the block; do nothing if it is not here."""
     release = run.release
-    data = None if release is None else kept_job(home.job(release.root), release)
+    data = None
+    if release is not None:
+        data = await host.context.run_in_thread(kept_job, home.job(release.root), release)
     if release is None or data is None:
         yield
         return
@@ -96,16 +96,11 @@ async def fetch_job(
         StateError: no member with the job answered for three minutes.
         ConfigError: the folder cannot be written.
     """
-    file = home.job(release.root)
-    if (kept := kept_job(file, release)) is not None:
+    file, in_thread = home.job(release.root), host.context.run_in_thread
+    if (kept := await in_thread(kept_job, file, release)) is not None:
         return kept
     draft = file.with_suffix(".part")
-    try:
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {file.parent}: {error.strerror}", remedy=what_to_do(error, file)
-        ) from None
+    make_folder(file.parent)
     count = chunk_count(release.size)
 
     def read(data: bytes) -> BlobManifest:
@@ -135,19 +130,13 @@ async def fetch_job(
             sink = await download.run()
             nursery.cancel_scope.cancel()
     try:
+        # Its pieces were verified when they came, and those of an earlier fetch when this one began.
         data = bytes(sink.take())
-        try:
-            replace_file(file, data, mode=PUBLIC)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)
-            ) from None
+        await in_thread(partial(keep_file, file, data, mode=PUBLIC))
     finally:
         sink.close()
     assert isinstance(sink, FileSink)
     sink.remove()
-    if root_of(chunk_digests(data), len(data)) != release.root:
-        raise StateError(f"{file} was changed on this machine while it was fetched")
     return data
 
 

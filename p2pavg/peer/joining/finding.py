@@ -11,7 +11,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file, what_to_do
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, read_text, what_to_do
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.trio_thread import TrioThread
 from p2pavg.net.nat.reach.options import ONLY_ASKS
@@ -145,10 +145,10 @@ def _join_by_link(
     run_file = place.run_file(run.run_id)
     # The run file may name no address. The peer that made the link is one by which others join.
     addresses = tuple(dict.fromkeys((link.address, *run.bootstrap)))[:MAX_BOOTSTRAP]
-    _write(run_file, replace(run, bootstrap=addresses).text, PRIVATE)
+    keep_file(run_file, replace(run, bootstrap=addresses).text.encode(), mode=PRIVATE)
     _keep(place, run, signed)
     # The note comes last, so that it never names files that are not there.
-    _write(place.folder / _LINK_FILE, f"{digest} {run_file.name}\n", PRIVATE)
+    keep_file(place.folder / _LINK_FILE, f"{digest} {run_file.name}\n".encode(), mode=PRIVATE)
     if home is None:
         # Only now is the run's name known. All files are there already: the link is used up, and a start that is cut
         # off here finds them at the next one.
@@ -244,12 +244,5 @@ def _no_certificate(run: RunFile, run_file: Path, peer_id: str, place: Home) -> 
 
 def _keep(place: Home, run: RunFile, signed: Certificate) -> Path:
     file = place.certificate(run.run_id)
-    _write(file, certificate_text(signed), PUBLIC)
+    keep_file(file, certificate_text(signed).encode(), mode=PUBLIC)
     return file
-
-
-def _write(file: Path, text: str, mode: int) -> None:
-    try:
-        replace_file(file, text.encode(), mode=mode)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None

@@ -1,4 +1,4 @@
-"""What a run trains: the root of its job, signed by the run's authority. No I/O, no clock, no random source."""
+"""Releases of a run's job: its root, signed by the run's authority. No I/O, no clock, no random source."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class RunFile:
 
     @property
     def release(self) -> JobRelease | None:
-        """What the run trains, if its run file says so."""
+        """The job that the run trains, if it has one."""
         return read_release(self.job, self.authority) if self.job else None
 
     @property

@@ -218,7 +218,7 @@ class DaemonOptions:
 
     @property
     def training(self) -> TrainingOptions | None:
-        """How this peer trains with the job of its run; ``None``: it does not."""
+        """This peer's part in the training with the run's job; ``None``: it does not train."""
         release = None if self.member is None else self.member.run.release
         if release is None or self.only_help:
             return None
@@ -302,12 +302,12 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             end = await train(
                 peer, home, options.member.run, options.member.access, training, life.told_to_leave
             )
-            print(end.why, flush=True)
-            nursery.cancel_scope.cancel()
             if end.is_error:
                 raise ConfigError(
                     end.why, remedy="tell the run's operator; `job.log` has the program's words"
                 )
+            print(end.why, flush=True)
+            nursery.cancel_scope.cancel()
             return
         await _help(options, peer, life)
         # A peer that helps no run still keeps records for others, and relays.

@@ -42,18 +42,14 @@ def pack(
     ] = None,
 ) -> None:
     """Make the one file of a job, which its members pass on. The same folder gives the same bytes and the same root."""
-    from p2pavg.base.errors import ConfigError
-    from p2pavg.base.files import PUBLIC, replace_file, what_to_do
+    from p2pavg.base.files import PUBLIC, keep_file
     from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
     from p2pavg.tools.jobs.folder import read_folder
 
     data = pack_job(read_folder(folder))
     manifest, _ = unpack_job(data)
     file = output if output is not None else Path(f"{manifest.name}.job")
-    try:
-        replace_file(file, data, mode=PUBLIC)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+    keep_file(file, data, mode=PUBLIC)
     typer.echo(f"{file}: {len(data)} bytes, root {job_root(data).hex()}")
 
 

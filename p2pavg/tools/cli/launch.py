@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-MAX_PEERS = 64
-
 
 def launch(
     program: Annotated[
@@ -17,9 +15,7 @@ def launch(
             metavar="[PROGRAM] [ARGS]...", help="The program, such as train.py, and its arguments."
         ),
     ] = None,
-    count: Annotated[
-        int, typer.Option("-n", "--peers", metavar="N", min=1, max=MAX_PEERS, help="Number of peers.")
-    ] = 2,
+    count: Annotated[int, typer.Option("-n", "--peers", metavar="N", min=1, help="Number of peers.")] = 2,
     job: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Start the program of this job's folder.")
     ] = None,

@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -66,7 +67,7 @@ async def _launch(words: list[str], folder: Path, count: int, elastic: bool) -> 
                     None,
                     scratch,
                     _interrupt,
-                    _Prefixed(number).show,
+                    partial(_show, number),
                     restarts=elastic,
                 )
             )
@@ -82,12 +83,5 @@ def _interrupt(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-class _Prefixed:
-    """Prints lines with the number of a peer before them."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def show(self, line: str) -> None:
-        """Print a line."""
-        print(f"[{self._number}] {line}", flush=True)
+def _show(number: int, line: str) -> None:
+    print(f"[{number}] {line}", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pavg.base.errors import AddressError, ConfigError
-from p2pavg.base.files import PUBLIC, replace_file, what_to_do
+from p2pavg.base.files import PUBLIC, keep_file, make_folder
 from p2pavg.base.hostnames import is_loopback
 from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.net.addresses import parse_peer_address
@@ -85,14 +85,8 @@ def create_run(
         create(name, folder, bootstrap, settings, released)
         if released is not None:
             # The members that join by a link get it from this one.
-            file = home.job(released[0])
-            try:
-                file.parent.mkdir(mode=0o700, exist_ok=True)
-                replace_file(file, job_data, mode=PUBLIC)
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)
-                ) from None
+            make_folder(home.job(released[0]).parent)
+            keep_file(home.job(released[0]), job_data, mode=PUBLIC)
         invite(
             open_authority(run_file, None),
             peer_id,

@@ -13,7 +13,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import PRIVATE, PUBLIC, read_text, replace_file, what_to_do
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text
 from p2pavg.base.formats import in_bytes
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.gate.server import Gate, open_gate
@@ -52,15 +52,15 @@ from p2pavg.tools.jobs.running import JobProgram
 logger = logging.getLogger(__name__)
 
 SIGNED = tuple(f"p2pavg-{name}/".encode() for name in ("record", "input", "output", "own", "held", "ticket"))
-"""What a peer signs in the rounds and records of its runs. A certificate for others is no such thing, nor is the proof
-by which libp2p knows a peer."""
+"""Beginnings of the messages that a peer signs in the rounds and records of its runs. A certificate for others begins
+with another word, and so does the proof by which libp2p knows a peer."""
 STOPPED = "stopped by its user"
 MAX_LOG_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """How a volunteer takes part in a run that has a job."""
+    """A volunteer's part in a run that has a job."""
 
     release: JobRelease
     hash: str | None
@@ -97,84 +97,83 @@ async def train(
         ConfigError: the user does not agree, or something of this machine is in the way.
         StateError: no member has the job.
     """
-    training = _Training()
+    program: JobProgram | None = None
     with bare_exceptions():
         async with trio.open_nursery() as nursery:
 
             async def stop_when_told() -> None:
                 await told_to_leave()
-                if training.program is not None:
-                    training.program.stop(STOPPED)
-                else:  # whatever is asked, fetched or made
+                if program is not None:
+                    program.stop(STOPPED)
+                else:  # whatever is fetched, asked or made
                     nursery.cancel_scope.cancel()
 
             nursery.start_soon(stop_when_told)
-            end = await training.run(peer, home, run, access, options)
+            began = trio.current_time()
+            data = await fetch_job(peer, home, run, access, options.release, _Fetched())
+            _tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
+            transport = peer.context.transport
+            # While no program serves this peer's protocols, others get the job from this process.
+            transport.serve(STATE_PROTOCOL, peer.state.serve)
+            async with carrying_job(peer, home, run, access):
+                manifest, python, places, no_fence = await _prepared(home, run, access, options, data)
+                # From here on, other peers reach the program's peer, and this process passes their streams on.
+                async with open_gate(
+                    transport,
+                    peer.context.signer,
+                    places.handed / "gate",
+                    PEER_PROTOCOLS,
+                    lambda message: message.startswith(SIGNED),
+                    named=run.bootstrap,
+                    upload=RateLimit(options.max_upload_mbps),
+                    download=RateLimit(options.max_download_mbps),
+                    otherwise={STATE_PROTOCOL: peer.state.serve},
+                ) as gate:
+                    log = home.folder / "job.log"
+                    program = _started(python, manifest, places, gate, run, fence=not no_fence, log=log)
+                    end = await program.run()
             nursery.cancel_scope.cancel()
             return end
     return JobEnd(STOPPED, is_error=False)
 
 
-class _Training:
-    """One start of `train`."""
+async def _prepared(
+    home: Home, run: RunFile, access: RunAccess, options: TrainingOptions, data: bytes
+) -> tuple[JobManifest, Path, FencedPlaces, str]:
+    """Ask the user about a job, and make all that its program needs.
 
-    program: JobProgram | None = None
-    """Set when the job's program is about to start."""
-
-    async def run(
-        self, peer: Peer, home: Home, run: RunFile, access: RunAccess, options: TrainingOptions
-    ) -> JobEnd:
-        began = trio.current_time()
-        release = options.release
-        data = await fetch_job(peer, home, run, access, release, _Fetched())
-        _tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
-        transport = peer.context.transport
-        # While no program serves this peer's protocols, others get the job from this process.
-        transport.serve(STATE_PROTOCOL, peer.state.serve)
-        async with carrying_job(peer, home, run, access):
-            manifest, files = unpack_job(data)
-            packages = read_packages(files[manifest.packages]) if manifest.packages else None
-            no_fence = await trio.to_thread.run_sync(missing_fence)
-            scratch = home.folder / "scratch"
-            page = JobPage(
-                run_id=run.run_id,
-                release=release,
-                manifest=manifest,
-                files=len(files),
-                packages=len(packages or ()),
-                no_fence=no_fence,
-                scratch=str(scratch),
-                max_upload_mbps=options.max_upload_mbps,
-            )
-            await _agree(page, home, options)
-
-            asked = trio.current_time()
-            # Ctrl-C ends the wait; an install that goes on is finished or begun anew by the next start.
-            python = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-                make_environment, packages, abandon_on_cancel=True
-            )
-            _tell(f"the environment is ready, after {trio.current_time() - asked:.1f} s")
-            places = FencedPlaces(
-                job=_unpacked(home, release, files),
-                scratch=_made(scratch),
-                handed=_handed(home, run, access, options, data),
-                python=python_places(python),
-            )
-            # From here on, other peers reach the program's peer, and this process passes their streams on.
-            async with open_gate(
-                transport,
-                peer.context.signer,
-                places.handed / "gate",
-                PEER_PROTOCOLS,
-                lambda message: message.startswith(SIGNED),
-                named=run.bootstrap,
-                upload=RateLimit(options.max_upload_mbps),
-                download=RateLimit(options.max_download_mbps),
-                otherwise={STATE_PROTOCOL: peer.state.serve},
-            ) as gate:
-                log = home.folder / "job.log"
-                self.program = _started(python, manifest, places, gate, run, fence=not no_fence, log=log)
-                return await self.program.run()
+    Returns:
+        The manifest, the Python interpreter of its packages, the folders that it sees, and why there is no fence.
+    """
+    # A job may have 64 MiB: all that reads or writes it runs in threads.
+    manifest, files = await trio.to_thread.run_sync(unpack_job, data)
+    packages = read_packages(files[manifest.packages]) if manifest.packages else None
+    no_fence = await trio.to_thread.run_sync(missing_fence)
+    scratch = home.folder / "scratch"
+    page = JobPage(
+        run_id=run.run_id,
+        release=options.release,
+        manifest=manifest,
+        files=len(files),
+        packages=len(packages or ()),
+        no_fence=no_fence,
+        scratch=str(scratch),
+        max_upload_mbps=options.max_upload_mbps,
+    )
+    await _agree(page, home, options)
+    began = trio.current_time()
+    # Ctrl-C ends the wait; an install that goes on is finished, or begun anew by the next start.
+    python = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+        make_environment, packages, abandon_on_cancel=True
+    )
+    _tell(f"the environment is ready, after {trio.current_time() - began:.1f} s")
+    places = FencedPlaces(
+        job=await trio.to_thread.run_sync(_unpacked, home, options.release, files),
+        scratch=make_folder(scratch),
+        handed=await trio.to_thread.run_sync(_handed, home, run, access, options, data),
+        python=python_places(python),
+    )
+    return manifest, python, places, no_fence
 
 
 def _started(
@@ -266,7 +265,7 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
                 "you did not agree to the job, so nothing of it ran",
                 remedy="p2pavg join with --only-help averages and relays for the run, and runs nothing",
             )
-    _write(kept, f"{mark}\n".encode(), PRIVATE)
+    keep_file(kept, f"{mark}\n".encode(), mode=PRIVATE)
 
 
 def _answer_to(question: str) -> str:
@@ -287,35 +286,20 @@ def _unpacked(home: Home, release: JobRelease, files: dict[str, bytes]) -> Path:
 
 def _handed(home: Home, run: RunFile, access: RunAccess, options: TrainingOptions, data: bytes) -> Path:
     """Return the folder with what the program's own peer needs: the run file with this user's limits, no key."""
-    folder = _made(home.folder / "handed")
+    folder = make_folder(home.folder / "handed")
     own = {
         name: getattr(options, name)
         for name in ("max_upload_mbps", "max_download_mbps", "bandwidth")
         if getattr(options, name) is not None
     }
-    _write(folder / "job.run", replace(run, **own).text.encode(), PRIVATE)
-    _write(folder / "job.cert", certificate_text(read_certificate(access.certificate)).encode(), PRIVATE)
+    keep_file(folder / "job.run", replace(run, **own).text.encode(), mode=PRIVATE)
+    keep_file(
+        folder / "job.cert", certificate_text(read_certificate(access.certificate)).encode(), mode=PRIVATE
+    )
     job = Home(folder).job(options.release.root)
-    _made(job.parent)
-    _write(job, data, PUBLIC)
+    make_folder(job.parent)
+    keep_file(job, data, mode=PUBLIC)
     return folder
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {folder}: {error.strerror}", remedy=what_to_do(error, folder)
-        ) from None
-    return folder
-
-
-def _write(file: Path, data: bytes, mode: int) -> None:
-    try:
-        replace_file(file, data, mode=mode)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
 
 
 def _tell(line: str) -> None:

@@ -45,7 +45,7 @@ class Escape:
     what: str
     got_out: bool
     said: str
-    """What stopped it, or what it got."""
+    """The error that stopped it, or the thing that it got."""
 
     @property
     def line(self) -> str:
@@ -88,7 +88,7 @@ def signal_outside(places: dict[str, str]) -> str:
     return f"may signal the process {places['pid']} outside"
 
 
-def signal_parent(_places: dict[str, str]) -> str:
+def see_processes(_places: dict[str, str]) -> str:
     # Inside, the first process is bubblewrap's own. Its end is the end of the job, and of nothing else.
     found = [name for name in os.listdir("/proc") if name.isdigit()]
     if len(found) > 4:
@@ -164,7 +164,7 @@ ESCAPES: dict[str, Callable[[dict[str, str]], str]] = {
     "change the job's own program": write_job,
     "fill memory with files": fill_memory,
     "signal a process of yours": signal_outside,
-    "see other processes": signal_parent,
+    "see other processes": see_processes,
     "connect to another machine": connect_far,
     "connect to a program on this machine": connect_here,
     "connect to a socket of your session": connect_abstract,

@@ -8,6 +8,7 @@ way to more rights.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import site
 import subprocess
@@ -19,19 +20,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.tools.jobs.limited import seccomp_filter
 from p2pavg.tools.jobs.limits import MAX_TASKS
 
 BWRAP = "bwrap"
 OWN_PACKAGES = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
-_NETWORK = (
-    "/etc/resolv.conf",
-    "/etc/hosts",
-    "/etc/nsswitch.conf",
-    "/etc/ssl/certs",
-    "/usr/share/ca-certificates",
-)
+_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl/certs")
 JOB = "/job"
 SCRATCH = "/scratch"
 HANDED = "/p2pavg"
@@ -67,6 +63,8 @@ def missing_fence() -> str:
     """Return why this machine has no fence, as a sentence; empty if it has one."""
     if not sys.platform.startswith("linux"):
         return f"there is none for {sys.platform}"
+    if not seccomp_filter(platform.machine()):
+        return f"there is no filter of system calls for this processor, {platform.machine()}"
     if shutil.which(BWRAP) is None:
         return "the program bwrap is not installed (the package bubblewrap of your distribution)"
     try:
@@ -132,7 +130,8 @@ def fenced(
     words += ["--chdir", JOB, "--clearenv"]
     for name, value in environment.items():
         words += ["--setenv", name, value]
-    # Inside, where the limit counts the job's own tasks, and none of the user's. (Not for root: Linux has none there.)
+    # Inside, where the limit counts the job's own tasks, and none of the user's. (Linux has none
+    # for root; the watch counts tasks as well.)
     bounded = [PRLIMIT, f"--nproc={MAX_TASKS}:{MAX_TASKS}"] if os.path.exists(PRLIMIT) else []
     return [*words, "--", *bounded, *command]
 

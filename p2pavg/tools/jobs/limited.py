@@ -5,8 +5,10 @@ before the limits hold. The command and all that it starts
 
 * write no file larger than FILE_BYTES, and no core;
 * have a keyring of their own, not the one of the user's session, and reach no other one;
-* may not trace or read one another, which could unhook the fence's first process from its parent; hold no memory in
-  places that nobody counts; and get none of some calls that programs do not need and attackers like.
+* may not trace or read one another, which could unhook the fence's first process from its parent; hold no memory
+  outside of processes and files, where it is not measured; and make none of some calls that programs do not need.
+
+On a processor whose calls it does not know, it filters none, and :func:`.fence.missing_fence` says so.
 """
 
 from __future__ import annotations

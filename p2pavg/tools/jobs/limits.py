@@ -18,7 +18,7 @@ MAX_SCRATCH_FILES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class JobUsage:
-    """What a job takes now."""
+    """Resources that a job takes now."""
 
     memory: int
     """Bytes of all of its processes, and of its files in memory."""

@@ -37,7 +37,7 @@ Text = Annotated[str, Meta(min_length=1, max_length=2000)]
 
 
 class Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a job takes of a machine at most. Its limits are set to this."""
+    """Most that a job takes of a machine. Its limits are set to this."""
 
     memory_gb: Annotated[float, Meta(gt=0.0, le=4096.0)]
     disk_gb: Annotated[float, Meta(gt=0.0, le=65536.0)]
@@ -45,12 +45,12 @@ class Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What ``job.toml`` says."""
+    """Content of ``job.toml``."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     author: Annotated[str, Meta(min_length=1, max_length=200)]
     about: Text
-    """What the job does, in its author's words."""
+    """Its purpose, in its author's words."""
     program: FileName
     """The program in the job's folder that trains: ``python PROGRAM`` runs it."""
     needs: Needs

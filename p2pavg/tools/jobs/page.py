@@ -12,7 +12,7 @@ from p2pavg.tools.jobs.manifest import JobManifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPage:
-    """What a volunteer is told."""
+    """The facts on the page."""
 
     run_id: str
     release: JobRelease
@@ -22,7 +22,7 @@ class JobPage:
     packages: int
     """That are to be installed, 0 if none."""
     no_fence: str
-    """Why this machine has no fence; empty if it has one."""
+    """The reason for which this machine has no fence; empty if it has one."""
     scratch: str
     """The folder that the job writes to."""
     max_upload_mbps: float | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -23,8 +22,6 @@ from p2pavg.tools.jobs.limits import (
 )
 from p2pavg.tools.jobs.manifest import Needs
 from p2pavg.tools.jobs.measuring import measure
-
-logger = logging.getLogger(__name__)
 
 MAX_LINE_CHARS = 500  # of the program's words that are shown
 MAX_LINES_A_SECOND = 20.0
@@ -89,9 +86,7 @@ class JobProgram:
                     return JobEnd(f"the program ended with exit code {code}", is_error=True)
                 case Restart(pause, failures):
                     words = f"the program ended with exit code {code}; it starts again in {pause:.0f} s"
-                    await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-                        self._say, words, abandon_on_cancel=True
-                    )
+                    await self._say_all([words])
                     with trio.move_on_after(pause):
                         await self._told.wait()
         return self._end
@@ -158,16 +153,18 @@ class JobProgram:
                     texts.append(f"({count(left_out, 'line')} left out: it prints too much)")
                     left_out = 0
                 texts.append(_shown(line))
-            # In a thread: a terminal that was stopped with Ctrl-S must stop neither the limits nor the network.
-            await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-                self._say_all, texts, abandon_on_cancel=True
-            )
-
+            await self._say_all(texts)
         said.set()
 
-    def _say_all(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._say(line)
+    async def _say_all(self, lines: Sequence[str]) -> None:
+        def show_all() -> None:
+            for line in lines:
+                self._say(line)
+
+        # In a thread: a terminal that was stopped with Ctrl-S must stop neither the limits nor the network.
+        await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+            show_all, abandon_on_cancel=True
+        )
 
     async def _watch(self, process: subprocess.Popen[bytes], needs: Needs) -> None:
         """End the program when it takes more than its manifest says."""

@@ -1,4 +1,4 @@
-"""Whether this machine can fence jobs; tests that need it are skipped otherwise, and say why."""
+"""A mark for tests that need a fence: they are skipped where this machine has none, and say why."""
 
 from __future__ import annotations
 

@@ -3,141 +3,29 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.integration.jobs.fences import needs_fence
+from tests.integration.jobs.join_work import COMMAND, WATCHDOG_SECONDS, make_run, started
 
 pytestmark = pytest.mark.processes
 
-COMMAND = [sys.executable, "-m", "p2pavg"]
-WATCHDOG_SECONDS = 240.0
-UPDATES = 80
-"""Of the run with volunteers: it must not end before the last of them is there, on a busy machine either."""
 FEW_UPDATES = 12
-MANIFEST = """
-name = "line"
-author = "Ada"
-about = "Finds a straight line."
-program = "train.py"
-[needs]
-memory_gb = 2
-disk_gb = 0.1
-"""
-TRAIN = f"""
-import os, time, torch, p2pavg
-from p2pavg.optim import AveragedOptimizer
-
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
-torch.seed()
-with p2pavg.job() as job:
-    print("sees the home folder's files:", os.path.exists(os.path.join("{Path.home()}", ".bashrc")), flush=True)
-    print("sees the folder that it was started in:", os.path.exists("FOLDER/line.job"), flush=True)
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = AveragedOptimizer(
-        inner, job.averager, target_batch_size=64, state=model, min_peers=job.min_peers
-    )
-    while optimizer.epoch < int(os.environ.get("UPDATES", "{UPDATES}")):
-        inputs = torch.randn(16, 8)
-        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        report = optimizer.step(samples=len(inputs), metrics={{"loss": loss.item()}})
-        time.sleep(0.05)
-        if report.updated:
-            print(f"update {{report.epoch}} of {{len(report.result.peers)}} peers", flush=True)
-    job.averager.end()
-    digest = sum(p.double().abs().sum().item() for p in model.parameters())
-    print(f"ended with {{digest.hex()}}", flush=True)
-"""
-
-
-class Started:
-    """A process of the command, whose words go to a file."""
-
-    def __init__(self, folder: Path, name: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
-        self.words = folder / f"{name}.txt"
-        self._file = self.words.open("w")
-        self.process = subprocess.Popen(
-            [*before, *COMMAND, *arguments],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_DATA_HOME": str(folder / "data"), "PYTHONUNBUFFERED": "1"},
-        )
-
-    @property
-    def text(self) -> str:
-        return self.words.read_text()
-
-    def until(self, pattern: str) -> re.Match[str]:
-        """Wait until it has said something; fail if it ends before."""
-        end = time.monotonic() + WATCHDOG_SECONDS
-        while time.monotonic() < end:
-            ended = self.process.poll() is not None
-            if found := re.search(pattern, self.text):
-                return found
-            assert not ended, self.text
-            time.sleep(0.1)
-        raise AssertionError(f"no {pattern!r} in\n{self.text}")
-
-    def end(self) -> int:
-        return self.process.wait(WATCHDOG_SECONDS)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._file.close()
-
-
-@contextmanager
-def started(folder: Path, name: str, *arguments: str) -> Iterator[Started]:
-    found = Started(folder, name, *arguments)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-def call(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        env={**os.environ, "COLUMNS": "200"},
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, str, list[str]]:
     """A folder in which a run was made: the folder, the job's hash, the links."""
-    job = tmp_path / "job"
-    job.mkdir()
-    (job / "job.toml").write_text(MANIFEST)
-    (job / "train.py").write_text(TRAIN.replace("FOLDER", str(tmp_path)))
-    root = re.search(r"root ([0-9a-f]{64})", call(tmp_path, "job", "pack", "job", "-o", "line.job"))
-    assert root is not None
-    made = call(
-        tmp_path, "run", "create", "lab", "--job", "line.job", "--address", "127.0.0.1", "--count", "2"
-    )
-    return tmp_path, root.group(1), re.findall(r"join (p2pavg:\S+)", made)
+    return tmp_path, *make_run(tmp_path)
 
 
 @needs_fence
@@ -161,10 +49,17 @@ def test_two_volunteers_join_by_links_and_one_comes_back(run: tuple[Path, str, l
             started(folder, "again", "join", links[0], "--home", "first") as again,
             started(folder, "second", "join", links[1], "--home", "second", *agree) as second,
         ):
-            ends = [each.until("ended with (.*)").group(1) for each in (operator, again, second)]
-            assert [each.end() for each in (operator, again, second)] == [0, 0, 0]
+            three = (operator, again, second)
+            for each in three:
+                each.until("update [0-9]+ of 3 peers")
+            for each in three:
+                each.process.send_signal(signal.SIGINT)
+            assert [each.end() for each in three] == [0, 0, 0]
             assert "you have agreed to this job before" in again.text
-            assert len(set(ends)) == 1
+            common = set.intersection(*(set(each.updates) for each in three))
+            assert common
+            for number in common:
+                assert len({each.updates[number] for each in three}) == 1
     # The key is in the folder, and not in what was handed to the program.
     assert (folder / "first" / "identity.key").exists()
     assert not list((folder / "first" / "handed").rglob("*.key"))
@@ -193,6 +88,56 @@ def test_without_agreement_nothing_runs(run: tuple[Path, str, list[str]]) -> Non
         assert (folder / "h" / "jobs" / f"{root}.job").read_bytes() == (folder / "line.job").read_bytes()
 
 
+@needs_fence
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [
+        (b"n\n", 1, "you did not agree to the job, so nothing of it ran"),
+        (b"\x04", 1, "you did not agree to the job, so nothing of it ran"),  # Ctrl-D
+        (b"\x03", 0, "stopped by its user"),  # Ctrl-C
+        (b"\n", 0, "the environment is ready"),
+    ],
+    ids=["no", "end", "interrupt", "enter"],
+)
+def test_the_question_on_a_terminal(
+    run: tuple[Path, str, list[str]], answer: bytes, code: int, words: str
+) -> None:
+    folder, _, _ = run
+    ours, theirs = pty.openpty()
+    # A session of its own: the terminal is its controlling one, and turns keys into signals.
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *COMMAND, "join", "lab"],
+        cwd=folder,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "dumb"},
+    )
+    os.close(theirs)
+    watchdog = threading.Timer(WATCHDOG_SECONDS, process.kill)
+    watchdog.start()
+    text, told = b"", []
+    try:
+        while True:
+            try:
+                text += os.read(ours, 65536)
+            except OSError:  # the command has ended, and closed its side
+                break
+            for seen, typed in ((b"Train with it? [Y/n]", answer), (b"lab: sees the home", b"\x03")):
+                if seen in text and seen not in told:
+                    told.append(seen)
+                    os.write(ours, typed)
+        assert process.wait(WATCHDOG_SECONDS) == code, text.decode()
+    finally:
+        watchdog.cancel()
+        os.close(ours)
+        process.kill()
+        process.wait()
+    assert words in text.decode(), text.decode()
+    assert b"Traceback" not in text
+    assert (folder / "lab" / "scratch").exists() == (answer == b"\n")
+
+
 def test_a_machine_without_a_fence_runs_nothing_by_itself(
     run: tuple[Path, str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,12 +151,11 @@ def test_a_machine_without_a_fence_runs_nothing_by_itself(
         assert "--yes runs a job behind a fence only" in bare_start.text
     assert not (folder / "lab" / "scratch").exists()
     with started(folder, "forced", "join", "lab", "--yes", "--job", root, "--no-fence") as forced:
-        forced.until("sees the home folder")
+        forced.until("lab: sees the home folder")
         forced.process.send_signal(signal.SIGINT)
         assert forced.end() == 0
 
 
-@needs_fence
 def test_a_packed_job_trains_in_launch_as_on_the_desk(
     run: tuple[Path, str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+from p2pavg.tools.jobs.folder import read_folder
+from p2pavg.tools.jobs.manifest import problems
+from p2pavg.tools.jobs.packages import read_packages
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[3]
 WATCHDOG_SECONDS = 300.0
@@ -19,6 +23,16 @@ UPDATES = 4
 RANK, WIDTH, LAYERS = 4, 64, 2
 
 
+def test_the_example_is_a_job_with_its_packages() -> None:
+    files = read_folder(ROOT / "docs" / "examples" / "lora")
+    assert problems(files) == []
+    names = {package.name for package in read_packages(files["packages.lock"])}
+    assert {"peft", "transformers"} <= names
+    # Those are the volunteer's: a second torch would be gigabytes, and another one than p2pavg was installed with.
+    assert not names & {"torch", "numpy", "p2pavg"}
+
+
+@pytest.mark.long
 def test_only_adapters_travel_and_the_model_loads_without_p2pavg(tmp_path: Path) -> None:
     job = tmp_path / "lora"
     shutil.copytree(ROOT / "docs" / "examples" / "lora", job, ignore=shutil.ignore_patterns(".scratch"))

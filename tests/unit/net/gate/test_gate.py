@@ -20,9 +20,10 @@ from p2pavg.base.errors import (
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.gate.client import GateSigner, open_gate_transport
-from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature
+from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature, news_of
 from p2pavg.net.gate.server import Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.nat.reach.reachability import NOT_ASKED
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.net.unix import UnixStream, connect_unix, open_unix_listener, serve_unix
 from p2pavg.testing import MemoryNetwork
@@ -220,7 +221,7 @@ async def test_a_program_that_reads_no_news_is_detached(folder: Path) -> None:
         await send_message(socket, Attach().encode())
         assert await receive_message(socket) is not None
         while gate.attached:
-            gate.stop_program()  # news that nobody reads
+            gate.stop_program()  # news that the program does not read
             await trio.lowlevel.checkpoint()
         await trio.sleep(0.1)
         assert not gate.stop_program()
@@ -332,3 +333,21 @@ async def test_while_no_program_serves_this_process_does(folder: Path) -> None:
                     pass
         await eventually(lambda: not gate.attached)
         assert await asked() == b"of this process"
+
+
+async def test_a_gate_that_stands_still_costs_wishes_only(folder: Path) -> None:
+    """As after Ctrl-Z of the process that has the network, while the program goes on."""
+    signer = Ed25519Signer(b"\x07" * 32)
+
+    async def stand_still(socket: UnixStream) -> None:
+        assert await receive_message(socket) is not None
+        await send_message(socket, news_of(signer.peer_id, (), NOT_ASKED).encode())
+        await trio.sleep_forever()
+
+    async with open_unix_listener(folder / "gate") as listener, trio.open_nursery() as nursery:
+        nursery.start_soon(serve_unix, listener, stand_still)
+        async with open_gate_transport(folder / "gate") as program:
+            for _ in range(10_000):
+                program.remember_peer(signer.peer_id)
+            assert program.peer_id == signer.peer_id
+        nursery.cancel_scope.cancel()

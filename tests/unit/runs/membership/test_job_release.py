@@ -1,4 +1,4 @@
-"""Releases of jobs: signed by the authority, and by nobody else."""
+"""Releases of jobs: only those that the authority has signed are read."""
 
 from __future__ import annotations
 

@@ -62,13 +62,19 @@ def test_a_package_with_another_hash_is_not_installed(wheels: Path, tmp_path: Pa
 
 
 def test_no_package_runs_code_while_it_is_installed(wheels: Path, tmp_path: Path) -> None:
-    """A source package's setup.py would run outside of the fence."""
+    """A source package brings its own builder, which would run outside of the fence."""
     import tarfile
 
-    (tmp_path / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    source = tmp_path / "evil-1.0"
+    source.mkdir()
+    (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (source / "pyproject.toml").write_text(
+        "[build-system]\nrequires = []\nbuild-backend = 'builder'\nbackend-path = ['.']\n"
+    )
+    (source / "builder.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     file = wheels / "evil-1.0.tar.gz"
     with tarfile.open(file, "w:gz") as opened:
-        opened.add(tmp_path / "setup.py", "evil-1.0/setup.py")
+        opened.add(source, "evil-1.0")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     with pytest.raises(ConfigError, match="cannot be installed"):
         make_environment(read_packages(f"evil==1.0 --hash=sha256:{digest}".encode()), tmp_path / "kept")

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from p2pavg.tools.jobs.fence import missing_fence
 from p2pavg.tools.jobs.limited import DENIED, seccomp_filter
 
 ALLOW, DENY = 0x7FFF0000, 0x00050001
@@ -56,3 +57,8 @@ def test_programs_of_another_architecture_make_no_call() -> None:
 
 def test_an_unknown_machine_has_no_filter() -> None:
     assert seccomp_filter("riscv64") == b""
+
+
+def test_a_machine_without_a_filter_has_no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert missing_fence() == "there is no filter of system calls for this processor, riscv64"

@@ -15,6 +15,7 @@ MAX_CERTIFICATE_BYTES = 640  # of membership; one that a delegate has signed has
 MIN_BANDWIDTH = 0.1  # Mbit/s
 MAX_BANDWIDTH = 100_000.0  # Mbit/s
 MAX_MBPS = 1e6  # largest limit that a user can set, in Mbit/s
+MAX_VERSION = 2**53  # of a run's program
 MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
 MAX_NORM = 2.0**118  # of a contribution: 2**34 values of 2**100 each have a norm of 2**117
 MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate

@@ -10,7 +10,8 @@ from p2pavg.group.candidate import Candidate
 from p2pavg.peer.host import Host
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.membership import Membership
-from p2pavg.runs.records.revocations import Revocations
+from p2pavg.runs.membership.revocation import RevocationList
+from p2pavg.runs.records.notices import NoticeSpreading
 from p2pavg.runs.records.run_records import RunRecords
 
 
@@ -28,7 +29,7 @@ class JoinedRun:
     def __init__(
         self, host: Host, run_id: str, access: RunAccess | None, recheck: Callable[[], None]
     ) -> None:
-        self._revocations: Revocations | None = None
+        self._revocations: NoticeSpreading[RevocationList] | None = None
         self.membership: Membership | None = None
         if access is not None:
             self._revocations = host.registry.revocations(access)

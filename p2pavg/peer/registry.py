@@ -8,7 +8,8 @@ from p2pavg.base.errors import BusyError
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.peer.statuses import StatusOwners
 from p2pavg.runs.membership.access import RunAccess
-from p2pavg.runs.records.revocations import Revocations
+from p2pavg.runs.membership.revocation import RevocationList
+from p2pavg.runs.records.notices import NoticeSpreading, spreading_revocations
 
 
 class Registry:
@@ -17,7 +18,7 @@ class Registry:
     def __init__(self) -> None:
         self._matchmakers: dict[bytes, Matchmaker] = {}
         self._averagers: Counter[str] = Counter()  # in each run
-        self._revocations: dict[tuple[bytes, bytes], Revocations] = {}
+        self._revocations: dict[tuple[bytes, bytes], NoticeSpreading[RevocationList]] = {}
         self.statuses = StatusOwners()
         """The averagers that publish this peer's status."""
 
@@ -26,12 +27,12 @@ class Registry:
         """Number of runs in which this peer has an averager."""
         return len(self._averagers)
 
-    def revocations(self, access: RunAccess) -> Revocations:
+    def revocations(self, access: RunAccess) -> NoticeSpreading[RevocationList]:
         """Return the revocations of an authority. They are kept when its last user at this peer has ended."""
         # By the secret too: peers that have changed it do not meet those with the old one.
         pair = (access.authority, access.secret)
         if pair not in self._revocations:
-            self._revocations[pair] = Revocations(access.authority)
+            self._revocations[pair] = spreading_revocations(access.authority)
         return self._revocations[pair]
 
     def find(self, key: bytes) -> Matchmaker | None:

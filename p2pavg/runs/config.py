@@ -16,6 +16,7 @@ from p2pavg.base.limits import (
     MAX_RULE_CHARS,
     MAX_RUN_ID_CHARS,
     MAX_TIMEOUT_SECONDS,
+    MAX_VERSION,
     MAX_WEIGHT,
     MIN_BANDWIDTH,
     USUAL_GROUP_SIZE,
@@ -97,6 +98,8 @@ class AveragingConfig:
             configuration has the identity, the port and the bootstrap addresses of its folder. ``None``: none.
         strategy: text of the strategy with which the peers of the run train (:mod:`p2pavg.strategies`); empty: none.
             Peers with different strategies never meet, and hear why. ``Strategy.config`` sets it.
+        version: version of the program with which the peers of the run train, 0 to 2**53. Optimizers of different
+            versions neither average with each other nor follow each other. ``from_run`` takes it from the run's job.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -122,6 +125,7 @@ class AveragingConfig:
     topology: str | Topology = "butterfly"
     name: str = ""
     strategy: str = ""
+    version: int = 0
     files: PeerFiles | None = None
 
     def __post_init__(self) -> None:
@@ -157,6 +161,7 @@ class AveragingConfig:
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
         if self.strategy != "":
             check_text(self.strategy)
+        _check_size("version", self.version, 0, MAX_VERSION)
         if not is_rule(self.rule):
             raise ConfigError(
                 f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"

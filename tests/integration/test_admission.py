@@ -17,7 +17,7 @@ from p2pavg.runs.membership.certificate import Certificate, Role, issue, read_ce
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.records.identity import load_or_make_seed
-from p2pavg.runs.records.revocations import spread
+from p2pavg.runs.records.notices import revocations_of, spread
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import SwarmProcess
@@ -75,7 +75,8 @@ async def hand_over(revoked: bytes, bootstrap: list[str], folder: Path) -> int:
     async with open_peer(listen=["/ip4/127.0.0.1/tcp/0"], bootstrap=bootstrap, identity=identity) as peer:
         membership = Membership(access, peer.id)
         records = RunRecords(peer.records, membership, time.time)
-        return await spread(records, membership, newest, timeout=60.0)
+        membership.known.learn(newest)
+        return await spread(records, revocations_of(PUBLIC), newest, timeout=60.0)
 
 
 @pytest.mark.long

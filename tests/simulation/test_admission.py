@@ -21,7 +21,7 @@ from p2pavg.runs.membership.certificate import Role, read_certificate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import RevocationList, revoke
 from p2pavg.runs.membership.sealing import sealed_key
-from p2pavg.runs.records.revocations import revocations_key, spread
+from p2pavg.runs.records.notices import revocations_of, spread
 from p2pavg.runs.records.run_entry import run_key
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -225,7 +225,7 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
         tells = RunRecords(peers[3].records, Membership(access, peers[3].id), simulated_clock)
         membership = tells.membership
         assert membership is not None
-        assert await spread(tells, membership, newer, timeout=60.0) >= 1
+        assert await hand_over(tells, membership, newer, 60.0) >= 1
         told_at = trio.current_time()
         told.set()
         with trio.move_on_after(200.0):
@@ -259,7 +259,7 @@ async def test_a_follower_that_is_revoked_while_it_waits_is_dropped(autojump_clo
         newer = revoke(RUN.sign, authority=RUN.public, number=1, identifiers=[serial])
         membership = Membership(certified(2, roles=[Role.OBSERVER]), peers[2].id)
         tells = RunRecords(peers[2].records, membership, simulated_clock)
-        assert await spread(tells, membership, newer, timeout=60.0) >= 1
+        assert await hand_over(tells, membership, newer, 60.0) >= 1
         await trio.sleep(SPREAD_LOOK_SECONDS)
         assert leader._rounds.matchmaker._attempt is attempt, "the same attempt"
         assert attempt.rules.group.followers == {}
@@ -274,6 +274,13 @@ def telling(peer: Peer) -> Iterator[tuple[RunRecords, Membership]]:
         yield records, membership
 
 
+async def hand_over(
+    records: RunRecords, membership: Membership, revocations: RevocationList, timeout: float
+) -> int:
+    membership.known.learn(revocations)
+    return await spread(records, revocations_of(RUN.public), revocations, timeout=timeout)
+
+
 def list_of(number: int) -> RevocationList:
     return revoke(RUN.sign, authority=RUN.public, number=number, identifiers=[bytes([number]) * 16])
 
@@ -286,7 +293,7 @@ async def test_a_revocation_reaches_every_run_of_the_authority(autojump_clock: M
         peers[1].averager(of_run(1, run_id="sim/shard 1 of 2")) as other,
     ):
         with telling(peers[2]) as (records, membership):
-            assert await spread(records, membership, list_of(1), timeout=60.0) >= 1
+            assert await hand_over(records, membership, list_of(1), 60.0) >= 1
         await trio.sleep(SPREAD_LOOK_SECONDS)
         for averager in (one, other):
             assert averager._run.membership is not None
@@ -308,13 +315,13 @@ async def test_a_list_stays_published_while_the_peer_has_a_user_of_it(
             nursery.start_soon(use, event)
             await trio.sleep(1.0)
         with telling(peers[2]) as (records, membership):
-            assert await spread(records, membership, list_of(1), timeout=60.0) == 1
+            assert await hand_over(records, membership, list_of(1), 60.0) == 1
             ended[ends].set()
             await trio.sleep(SPREAD_LOOK_SECONDS / 2)
-            found = await records.find(revocations_key(RUN.public))
+            found = await records.find(revocations_of(RUN.public).key)
             assert peers[0].id in {each.publisher for each in found}
             within = SPREAD_LOOK_SECONDS / 2  # it watches the key again
-            assert await spread(records, membership, list_of(2), timeout=within) == 1
+            assert await hand_over(records, membership, list_of(2), within) == 1
         nursery.cancel_scope.cancel()
 
 
@@ -337,7 +344,7 @@ class TestKeepers:
                 for known in (b"sim", b"fp32", b"/memory", RUN.public):
                     assert known not in record.value
             assert averager._rounds is not None
-            open_keys = {averager._rounds.matchmaker.key, run_key("sim"), revocations_key(RUN.public)}
+            open_keys = {averager._rounds.matchmaker.key, run_key("sim"), revocations_of(RUN.public).key}
             assert not open_keys & {record.key for record in kept}
 
     async def test_a_member_stores_no_strangers_records_under_the_runs_keys(

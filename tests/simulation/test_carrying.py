@@ -34,6 +34,7 @@ AUTHORITY = Authority()
 RELEASE = sign_release(
     AUTHORITY.sign,
     authority=AUTHORITY.public,
+    run_id="lab",
     number=1,
     root=root_of(chunk_digests(JOB), len(JOB)),
     size=len(JOB),
@@ -42,6 +43,10 @@ RELEASE = sign_release(
 
 class Liar(JobHoldings):
     """Sends a wrong third piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put({RELEASE.root: JOB})
 
     def piece(self, kind: int, blob_id: bytes, index: int) -> Buffer | None:
         piece = super().piece(kind, blob_id, index)
@@ -112,7 +117,7 @@ async def test_a_member_that_sends_a_wrong_piece_is_asked_no_more(
         liars, honest, joiner = found[:2], found[2], found[3]
         for liar in liars:
             membership = Membership(liar.access, liar.peer.id)
-            liar.peer.state.join("lab", membership, Liar(RELEASE.root, JOB))
+            liar.peer.state.join("lab", membership, Liar())
         keep(honest)
         await stack.enter_async_context(carrying_job(honest.peer, honest.home, honest.run, honest.access))
         assert await joiner.fetch() == JOB
@@ -156,3 +161,25 @@ async def test_a_file_that_was_changed_is_not_carried(tmp_path: Path, autojump_c
         async with carrying_job(first.peer, first.home, first.run, first.access):
             with pytest.raises(StateError):
                 await second.fetch()
+
+
+async def test_a_version_that_comes_later_is_given_too(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with (
+        members(tmp_path, 2) as (first, second),
+        carrying_job(first.peer, first.home, first.run, first.access),
+    ):
+        later = random.Random(8).randbytes(CHUNK_BYTES + 1)
+        release = sign_release(
+            AUTHORITY.sign,
+            authority=AUTHORITY.public,
+            run_id="lab",
+            number=2,
+            root=root_of(chunk_digests(later), len(later)),
+            size=len(later),
+            since=7,
+        )
+        first.home.job(release.root).write_bytes(later)
+        found = await fetch_job(second.peer, second.home, second.run, second.access, release)
+        assert found == later
+        # The present version goes on being given.
+        assert await second.fetch() == JOB

@@ -14,7 +14,7 @@ from p2pavg.runs.membership.certificate import Certificate
 from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key
-from p2pavg.runs.records.revocations import revocations_key
+from p2pavg.runs.records.notices import revocations_of
 from p2pavg.runs.records.run_entry import RunEntry, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
@@ -57,8 +57,8 @@ async def test_only_members_count(autojump_clock: MockClock) -> None:
             secret = bytes(32) if peer.id == blind else SECRET
             await publish(peer, certificates[peer.id], run_key("lab"), ENTRY.encode(), secret)
         first, _, second, *_ = others  # the second one's own certificate is on the list
-        await publish(first, certificates[good], revocations_key(AUTHORITY.public), lists[1].encode())
-        await publish(second, certificates[revoked], revocations_key(AUTHORITY.public), lists[0].encode())
+        await publish(first, certificates[good], revocations_of(AUTHORITY.public).key, lists[1].encode())
+        await publish(second, certificates[revoked], revocations_of(AUTHORITY.public).key, lists[0].encode())
         reader = RunReader(doctor, "lab", FILE, simulated_clock)
         found = await reader.read()
     assert found.entries == {good: ENTRY}

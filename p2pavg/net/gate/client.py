@@ -49,6 +49,7 @@ from p2pavg.net.gate.messages import (
     StopProgram,
     StreamOpened,
     TakeStream,
+    TellNotice,
 )
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
@@ -165,6 +166,11 @@ class GateTransport(Transport):
         # A wish: while the gate's process stands still, as after Ctrl-Z, some may be lost.
         with suppress(trio.WouldBlock):
             self._say.send_nowait(RememberPeer(peer_id, companion))
+
+    def tell_notice(self, notice: bytes) -> None:
+        """Tell the process that has the network of a notice of the run's authority, which checks it itself."""
+        with suppress(trio.WouldBlock):
+            self._say.send_nowait(TellNotice(notice))
 
     # ------------------------------------------------------------------ the gate's socket
 

@@ -3,8 +3,9 @@
 Each connection to the socket begins with one :data:`GateRequest` of the program and its answer, each preceded by its
 length. What follows depends on the request:
 
-* After :class:`Attach`, the program sends :class:`ServeProtocol` and :class:`RememberPeer`, and the gate what is new:
-  :class:`PeerNews`, :class:`ConnectionNews`, :class:`InboundStream`. The program is attached until it closes this one.
+* After :class:`Attach`, the program sends :class:`ServeProtocol`, :class:`RememberPeer` and :class:`TellNotice`, and
+  the gate what is new: :class:`PeerNews`, :class:`ConnectionNews`, :class:`InboundStream`. The program is attached
+  until it closes this one.
 * After :class:`AskStream` and :class:`TakeStream`, both sides send chunks of the stream: four bytes of length, and as
   many bytes. Length 0 closes that half. A connection that ends without it was reset.
 * After all others, the program may ask again.
@@ -24,6 +25,7 @@ from p2pavg.net.nat.reach.reachability import Kind, Reachability
 MAX_GATE_BYTES = 256 * 1024
 """Of one message. A record that is signed has a few kilobytes, and the bytes that the members of a group sign up to
 32 for each part of a share."""
+MAX_NOTICE_BYTES = 1024
 CHUNK_LENGTH_BYTES = 4
 MAX_CHUNK_BYTES = 256 * 1024
 MAX_LIST = 64
@@ -94,9 +96,15 @@ class AskSignature(Message, frozen=True, tag=8):
     message: Annotated[bytes, Meta(max_length=MAX_GATE_BYTES)]
 
 
+class TellNotice(Message, frozen=True, tag=9):
+    """The program's peer has read a notice that the run's authority is said to have signed."""
+
+    notice: Annotated[bytes, Meta(max_length=MAX_NOTICE_BYTES)]
+
+
 GateRequest = Attach | AskStream | TakeStream | DialAddress | DropConnections | Settle | AskSignature
 """The first message of a connection."""
-ProgramNews = ServeProtocol | RememberPeer
+ProgramNews = ServeProtocol | RememberPeer | TellNotice
 
 
 # ---------------------------------------------------------------------- of the gate

@@ -8,7 +8,7 @@ socket of the network, and no key. What it asks for is bounded by the number of 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -51,6 +51,7 @@ from p2pavg.net.gate.messages import (
     StopProgram,
     StreamOpened,
     TakeStream,
+    TellNotice,
     news_of,
 )
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
@@ -64,6 +65,8 @@ MAX_WAITING = 64
 """Inbound streams that the program has not taken yet."""
 MAX_REMEMBERED = 1024
 """Peers for which the program keeps places."""
+MAX_NOTICES = 8
+"""Notices that were not read yet; with more, the next ones are left out."""
 MAX_NEWS = 1024
 """News that the program has not read yet. One that reads none is detached."""
 
@@ -107,6 +110,8 @@ class Gate:
         self._served: set[str] = set()
         self._numbers = count(1)
         self._waiting: dict[int, _Inbound] = {}
+        self._notice, self.notices = trio.open_memory_channel[bytes](MAX_NOTICES)
+        """Notices that the program says the run's authority has signed. Whoever reads them checks that."""
 
     @property
     def attached(self) -> bool:
@@ -225,6 +230,9 @@ class Gate:
                 case RememberPeer(peer_id, companion) if len(self._remembered | {peer_id}) <= MAX_REMEMBERED:
                     self._remembered.add(peer_id)
                     self._transport.remember_peer(peer_id, companion=companion)
+                case TellNotice(notice):
+                    with suppress(trio.WouldBlock):
+                        self._notice.send_nowait(notice)
 
     def _check_protocol(self, protocol: str) -> None:
         if protocol not in self._protocols:

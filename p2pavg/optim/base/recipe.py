@@ -27,6 +27,8 @@ MAX_FIELD_CHARS = 64
 MAX_SHOWN_GROUPS = 3  # parameter groups with numbers that peers show each other; the digest covers all groups
 _MAX_DEPTH = 8
 
+VERSION = "version"
+"""Name of the setting with the version of the program; see :attr:`p2pavg.AveragingConfig.version`."""
 _RECIPE = "p2pavg/recipe/1"
 _HYPERPARAMETERS = "p2pavg/hyperparameters/1"
 

@@ -32,7 +32,7 @@ from p2pavg.optim.base.joined import joined, kind_of
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
 from p2pavg.optim.base.owners import modules_around, saved_buffers
-from p2pavg.optim.base.recipe import Recipe, Settings, hyperparameters, named
+from p2pavg.optim.base.recipe import VERSION, Recipe, Settings, hyperparameters, named
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import checked_period
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
@@ -286,6 +286,9 @@ class PeerOptimizer(TorchOptimizer):
             ("layout", layout),
             *self._parts.rules(frozen),
         )
+        # Peers of two versions may train with the same settings, and must not share a group.
+        if version := self._averager.config.version:
+            rules = (*rules, (VERSION, version))
         return Recipe(rules=rules, numbers=self._numbers)
 
     def _locals(self) -> list[torch.Tensor]:
@@ -313,6 +316,7 @@ class PeerOptimizer(TorchOptimizer):
             # An update shows that the run goes on.
             if not report.updated:
                 self._check_run_goes_on()
+            self._check_job_goes_on()
         return report
 
     def _step_batch(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
@@ -364,6 +368,19 @@ class PeerOptimizer(TorchOptimizer):
             self._together.turn.end()
             self._together.run.leave()  # no other peer should wait for one that cannot go on
             raise RunEndedError(end.reason, epoch=end.epoch)
+
+    def _check_job_goes_on(self) -> None:
+        """Raise RunEndedError, on all ranks, if another version of the job takes over now.
+
+        That is after an update, which all members of the run take: the other version begins with the same parameters.
+        """
+        run = self._together.run
+        if run.change is None:
+            return
+        if why := self._ranks.as_the_first(lambda: run.other_job):
+            if self._states is not None:
+                self._states.save()
+            raise RunEndedError(why, epoch=run.lineage.epoch)
 
     @abstractmethod
     def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:

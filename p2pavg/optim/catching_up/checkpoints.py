@@ -62,6 +62,8 @@ class Checkpoints:
             None if settings.directory is None else CheckpointFolder(settings.directory, settings.keep)
         )
         self._is_due = False
+        self._saved: int | None = None
+        """Update of the last checkpoint that was begun."""
         if settings.every is not None:
             self._own_content()  # what cannot be saved is refused now, not after the first updates
 
@@ -75,12 +77,13 @@ class Checkpoints:
             self._is_due = True
         if self._is_due and not self._sharing.is_working:
             self._is_due = False
-            self._save(epoch)
+            self.save(epoch)
 
-    def _save(self, epoch: int) -> None:
-        """Write a checkpoint in the background."""
-        assert self._folder is not None
-        folder = self._folder
+    def save(self, epoch: int) -> None:
+        """Write the checkpoint of an update in the background, unless there is no folder, or it is written already."""
+        if self._folder is None or self._saved == epoch:
+            return
+        folder, self._saved = self._folder, epoch
         try:
             common, own = _copy_of(self._common.content(named=True)), _copy_of(self._own_content())
         except StateError as error:  # the update was taken: its report must not be lost

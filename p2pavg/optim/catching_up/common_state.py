@@ -172,7 +172,7 @@ class CommonState:
         """Check another state in whole; return the function that takes it, which does not fail.
 
         Args:
-            expected: the lineage that the state must have; ``None`` for any.
+            expected: the lineage that the state must have; ``None`` for any, as of this peer's own checkpoint.
 
         Raises:
             StateError: the state does not fit this peer's model, optimizer or settings; the message says why.
@@ -195,7 +195,7 @@ class CommonState:
         )
         try:
             lineage = lineage_of(values)
-            refusal = self._training.refusal(values)
+            refusal = self._training.refusal(values, is_own=expected is None)
         except ValueError as error:
             raise StateError(str(error)) from None
         # The voters have decided for the lineage in the donors' records.

@@ -246,6 +246,10 @@ class States:
             if self._settings.log_bytes is None:
                 self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
 
+    def save(self) -> None:
+        """Write a checkpoint of the present update, if there is a folder for checkpoints."""
+        self._checkpoints.save(self._common.lineage.epoch)
+
     # ------------------------------------------------------------------ following
 
     @property

@@ -12,7 +12,7 @@ import torch
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.optim.base.digest import digest_of
 from p2pavg.optim.base.lineage import Lineage, lineage_from
-from p2pavg.optim.base.recipe import Recipe, Settings
+from p2pavg.optim.base.recipe import VERSION, Recipe, Settings
 from p2pavg.optim.base.state import Origin, digest_in, origin_of, pack_lineage, pack_origin
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.word import RecipeRecord
@@ -115,8 +115,11 @@ class Beginning:
         self._together.is_at(lineage)
         self._loaded, self.has_begun = state, False
 
-    def refusal(self, state: Mapping[str, Any]) -> str | None:
-        """Return the reason for which this peer cannot continue from another peer's state: other settings; or ``None``.
+    def refusal(self, state: Mapping[str, Any], *, is_own: bool) -> str | None:
+        """Return the reason for which this peer cannot continue from a state: other settings; or ``None``.
+
+        Args:
+            is_own: true for this peer's own checkpoint, false for a state of another peer.
 
         Raises:
             ValueError: ``state`` is malformed.
@@ -126,7 +129,9 @@ class Beginning:
             self._word_of(saved).normalised()  # this peer would publish it, and shows its texts
         except (RemoteProtocolError, ValueError) as error:
             raise ValueError(f"state: its origin is {error}") from None
-        if saved.rules == recipe.rules_digest:
+        # The next version of a program begins where the one before has ended, and may have other settings.
+        is_next = is_own and dict(saved.fields).get(VERSION) != dict(recipe.fields).get(VERSION)
+        if is_next or saved.rules == recipe.rules_digest:
             return None
         return f"the run trains with {_told_differences(saved, recipe, recipe.rules)}"
 

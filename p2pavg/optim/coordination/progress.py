@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 from msgspec.structs import replace
 
+from p2pavg.base.limits import MAX_VERSION
 from p2pavg.base.messages import Hash, Message
 
 MAX_SAMPLES = 1e15
@@ -29,7 +30,7 @@ _Samples = Annotated[float, Meta(ge=0.0, le=MAX_SAMPLES)]
 # The bounds keep the sums and medians that are made of words finite.
 
 
-class PeerProgress(Message, frozen=True, kw_only=True, tag=5):
+class PeerProgress(Message, frozen=True, kw_only=True, tag=6):
     """The progress that one peer publishes, its *word*."""
 
     epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
@@ -48,6 +49,8 @@ class PeerProgress(Message, frozen=True, kw_only=True, tag=5):
     """True if it replays the run's last updates, and will observe the next round as soon as it has caught up."""
     left: bool = False
     """True if it takes no further update: it has finished, and stays only to hand over what other peers lack."""
+    version: Annotated[int, Meta(ge=0, le=MAX_VERSION)] = 0
+    """Of the program that it trains with; see :attr:`p2pavg.AveragingConfig.version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,13 +87,16 @@ class TrainingRun:
         """Return the lineage and the origin as plain values, for a saved state."""
         return self._beginning.saved()
 
-    def refusal(self, state: Mapping[str, Any]) -> str | None:
-        """Return the reason for which this peer cannot continue from another peer's state, or ``None``.
+    def refusal(self, state: Mapping[str, Any], *, is_own: bool) -> str | None:
+        """Return the reason for which this peer cannot continue from a state, or ``None``.
+
+        Args:
+            is_own: true for this peer's own checkpoint, false for a state of another peer.
 
         Raises:
             ValueError: ``state`` is malformed.
         """
-        return self._beginning.refusal(state)
+        return self._beginning.refusal(state, is_own=is_own)
 
     def with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the caller's metrics and this peer's speed; raise ValueError if the caller's include a speed."""

@@ -22,6 +22,7 @@ from p2pavg.optim.coordination.attendance import (
     PeerTrust,
     VainClaims,
 )
+from p2pavg.optim.coordination.job_change import JobChange
 from p2pavg.optim.coordination.news import tell_progress
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
@@ -115,6 +116,9 @@ class RunView:
         """True if this peer can fetch the run's state when it is behind; an optimizer that shares states sets it."""
         self.differs: Callable[[], tuple[str, ...]] = lambda: ()
         """Returns the known differences in training between this peer and others; an optimizer replaces it."""
+        self._version = averager.config.version
+        self.change = JobChange.of(averager.config)
+        """Tells when another version of the job takes over; ``None`` if this program never hears of one."""
         self._board = averager.board(TOPIC)
         self._tell = partial(tell_progress, averager)
         now = time.monotonic()
@@ -208,6 +212,7 @@ class RunView:
             started=self._attendance.started,
             follows=self._follows,
             left=self._left,
+            version=self._version,
         ).normalised()
 
     # ------------------------------------------------------------------ the other peers
@@ -309,8 +314,20 @@ class RunView:
         return self._words()
 
     def _words(self) -> dict[str, PeerProgress]:
+        """Return the words of the peers with this version of the program: a run goes on with no other's parameters."""
+        return {peer_id: word for peer_id, word in self._all_words().items() if word.version == self._version}
+
+    def _all_words(self) -> dict[str, PeerProgress]:
         said = {peer_id: word.value for peer_id, word in self._board.entries.items()}
         return self._read.of(said)
+
+    @property
+    def other_job(self) -> str:
+        """The reason why another version of the job takes over from this program now; empty if none does."""
+        if self.change is None:
+            return ""
+        newer = [word.epoch for word in self._all_words().values() if word.version > self._version]
+        return self.change.reason(max([self.lineage.epoch, *newer]))
 
     @property
     def is_called(self) -> bool:

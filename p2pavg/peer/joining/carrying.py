@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from p2pavg.net.transport import Buffer
 from p2pavg.peer.host import Host
 from p2pavg.peer.joining.home import Home
 from p2pavg.runs.membership.access import RunAccess
-from p2pavg.runs.membership.job_release import JobRelease
+from p2pavg.runs.membership.job_release import MAX_RELEASE_BYTES, JobRelease
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.blobs import BlobKind
@@ -28,27 +29,39 @@ from p2pavg.state.joiner.sink import FileSink
 from p2pavg.state.manifest import BlobManifest
 from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digests, root_of
 
+logger = logging.getLogger(__name__)
+
 MAX_DONORS = 16
 """Peers that are asked for a job at once."""
+MAX_CARRIED = 2
+"""Jobs that are given to others: the present version, and the next one."""
 
 
 class JobHoldings:
-    """The file of one job, for other peers."""
+    """The files of a run's jobs, for other peers."""
 
-    def __init__(self, root: bytes, data: bytes) -> None:
-        self._root = root
-        self._data = memoryview(data)
-        self._digests = chunk_digests(data)
+    def __init__(self) -> None:
+        self._jobs: dict[bytes, tuple[memoryview, list[bytes]]] = {}
+        """Bytes and digests, by root."""
+
+    def put(self, jobs: Mapping[bytes, bytes]) -> None:
+        """Offer the files of these jobs, by root, in place of those before."""
+        self._jobs = {root: (memoryview(data), chunk_digests(data)) for root, data in jobs.items()}
 
     def manifest(self, kind: int, blob_id: bytes) -> bytes | None:
-        """Return the manifest of the job; ``None`` for any other blob."""
-        return b"".join(self._digests) if (kind, blob_id) == (BlobKind.JOB, self._root) else None
+        """Return the manifest of a job; ``None`` for any other blob."""
+        if kind != BlobKind.JOB or blob_id not in self._jobs:
+            return None
+        return b"".join(self._jobs[blob_id][1])
 
     def piece(self, kind: int, blob_id: bytes, index: int) -> Buffer | None:
-        """Return a piece of the job; ``None`` for any other blob."""
-        if (kind, blob_id) != (BlobKind.JOB, self._root) or not 0 <= index < len(self._digests):
+        """Return a piece of a job; ``None`` for any other blob."""
+        if kind != BlobKind.JOB or blob_id not in self._jobs:
             return None
-        return self._data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        data, digests = self._jobs[blob_id]
+        if not 0 <= index < len(digests):
+            return None
+        return data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
 
 def kept_job(file: Path, release: JobRelease) -> bytes | None:
@@ -62,22 +75,59 @@ def kept_job(file: Path, release: JobRelease) -> bytes | None:
 
 @asynccontextmanager
 async def carrying_job(host: Host, home: Home, run: RunFile, access: RunAccess) -> AsyncIterator[None]:
-    """Give the job of a run to other members until the end of the block; do nothing if it is not here."""
-    release = run.release
-    data = None
-    if release is not None:
-        data = await host.context.run_in_thread(kept_job, home.job(release.root), release)
-    if release is None or data is None:
+    """Give the jobs of a run that its folder has to other members until the end of the block.
+
+    A version that comes into the folder later is given, too. Without a job in the run file, nothing happens.
+    """
+    if run.release is None:
         yield
         return
     # As states are: to members only, by their certificates.
     membership = Membership(access, host.id)
-    holdings = JobHoldings(release.root, data)
+    holdings, seen = JobHoldings(), await host.context.run_in_thread(_files_in, home)
+
+    async def look() -> None:
+        nonlocal seen
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            if (now := _files_in(home)) != seen:
+                seen = now
+                await host.context.run_in_thread(_offer, holdings, seen)
+
+    await host.context.run_in_thread(_offer, holdings, seen)
     host.state.join(run.run_id, membership, holdings)
     try:
-        yield
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            yield
+            nursery.cancel_scope.cancel()
     finally:
         host.state.leave(run.run_id, membership, holdings)
+
+
+def _files_in(home: Home) -> list[tuple[Path, int]]:
+    """Return the files of the last jobs in a folder, each with its time of change: a new version replaces no file."""
+    found = []
+    for file in home.jobs.glob("*.job"):
+        # One that is removed meanwhile, as an old version is, counts no more.
+        with suppress(OSError):
+            found.append((file, file.stat().st_mtime_ns))
+    return sorted(found, key=lambda each: each[1])[-MAX_CARRIED:]
+
+
+def _offer(holdings: JobHoldings, files: Sequence[tuple[Path, int]]) -> None:
+    jobs = {}
+    for file, _ in files:
+        try:
+            data = file.read_bytes() if file.stat().st_size <= MAX_RELEASE_BYTES else b""
+        except OSError as error:
+            logger.warning("cannot give the job %s to other members: %s", file, error)
+            continue
+        root = root_of(chunk_digests(data), len(data))
+        # Named by its root: what was changed on the disk is no job of the run.
+        if root.hex() == file.stem:
+            jobs[root] = data
+    holdings.put(jobs)
 
 
 async def fetch_job(

@@ -82,7 +82,12 @@ class Home:
 
     def job(self, root: bytes) -> Path:
         """Return the place of the file of a job, by its root."""
-        return self.folder / "jobs" / f"{root.hex()}.job"
+        return self.jobs / f"{root.hex()}.job"
+
+    @property
+    def jobs(self) -> Path:
+        """The folder with the files of jobs."""
+        return self.folder / "jobs"
 
     def make(self) -> None:
         """Make the folder, for its owner only.

@@ -13,7 +13,7 @@ import trio
 from p2pavg.base.errors import BusyError, ConfigError
 from p2pavg.base.files import locked
 from p2pavg.net.addresses import is_circuit, parse_peer_address
-from p2pavg.net.gate.client import GateSigner, open_gate_transport
+from p2pavg.net.gate.client import GateSigner, GateTransport, open_gate_transport
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
@@ -24,10 +24,16 @@ from p2pavg.peer.joining.links import open_delegate, serving_links
 from p2pavg.peer.joining.remembering import join_again, remembering
 from p2pavg.peer.peer import Peer, check_openness, open_peer, peer_over
 from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.notice import NewestNotice
 from p2pavg.runs.membership.peer_files import PeerFiles
+from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.tokens import SCHEME
+from p2pavg.runs.records.notices import NoticeSpreading, releases_of
+from p2pavg.runs.records.run_records import RunRecords
 
 
 def join_run(
@@ -123,8 +129,27 @@ async def _open_peer_behind(gate: Path, files: PeerFiles, config: AveragingConfi
             async with (
                 peer_over(transport, signer, bootstrap=others) as peer,
                 carrying_job(peer, home, run, config.access),
+                _telling_of_releases(peer, transport, run, config.access),
             ):
                 yield peer
+
+
+@asynccontextmanager
+async def _telling_of_releases(
+    peer: Peer, transport: GateTransport, run: RunFile, access: RunAccess
+) -> AsyncIterator[None]:
+    """Spread the newest release of a run's job, and tell the process behind the gate of it, which fetches the job."""
+    if run.release is None:
+        yield
+        return
+    known = NewestNotice(run.release)
+    known.changed.append(lambda: transport.tell_notice(known.newest.encode()))
+    membership = Membership(access, peer.id, peer.registry.revocations(access).known)
+    with closing(RunRecords(peer.records, membership, peer.context.wall_clock)) as records:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(NoticeSpreading(releases_of(run), known).run, records)
+            yield
+            nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager

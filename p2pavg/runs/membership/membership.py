@@ -6,7 +6,8 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role, read_certificate, refusal
-from p2pavg.runs.membership.revocation import KnownRevocations
+from p2pavg.runs.membership.notice import NewestNotice
+from p2pavg.runs.membership.revocation import RevocationList, known_revocations
 
 
 class Membership:
@@ -21,14 +22,16 @@ class Membership:
         ConfigError: the certificate is for another peer.
     """
 
-    def __init__(self, access: RunAccess, peer_id: str, known: KnownRevocations | None = None) -> None:
+    def __init__(
+        self, access: RunAccess, peer_id: str, known: NewestNotice[RevocationList] | None = None
+    ) -> None:
         if access.peer_id != peer_id:
             raise ConfigError(
                 f"certificate: it is for {access.peer_id}, and this peer is {peer_id}; "
                 "open the peer with the identity file for which the certificate was made"
             )
         self.access = access
-        self.known = known or KnownRevocations(access.authority)
+        self.known = known or known_revocations(access.authority)
 
     def own_refusal(self, now: float) -> str | None:
         """Return the reason for which other members refuse this peer, or ``None``."""

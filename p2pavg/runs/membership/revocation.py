@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Hash, Message
 from p2pavg.runs.membership.certificate import IDENTIFIER_BYTES, SIGNATURE_BYTES
+from p2pavg.runs.membership.notice import NewestNotice
 
 DOMAIN = b"p2pavg-revoked/3\0"
 MAX_REVOKED = 200
@@ -66,22 +67,9 @@ def no_revocations(authority: bytes) -> RevocationList:
     return RevocationList(authority=authority, number=0)
 
 
-class KnownRevocations:
-    """The newest list of one authority that this peer has seen. All users of its runs at this peer share one object."""
-
-    def __init__(self, authority: bytes) -> None:
-        self.newest = no_revocations(authority)
-        self.changed: list[Callable[[], None]] = []
-        """Called after a newer list was learned."""
-
-    def learn(self, revocations: RevocationList) -> bool:
-        """Take a list, which was checked; return whether it is newer than all others."""
-        if revocations.number <= self.newest.number:
-            return False
-        self.newest = revocations
-        for changed in tuple(self.changed):
-            changed()
-        return True
+def known_revocations(authority: bytes) -> NewestNotice[RevocationList]:
+    """Return the newest list that a peer knows when it begins: the one that revokes nothing."""
+    return NewestNotice(no_revocations(authority))
 
 
 def revoke(

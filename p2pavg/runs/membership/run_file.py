@@ -129,7 +129,7 @@ class RunFile:
         _check_bootstrap(self.bootstrap)
         if self.job != "":
             _check_text("job", self.job, MAX_RELEASE_CHARS)
-            read_release(self.job, self.authority)
+            read_release(self.job, self.authority, self.run_id)
         if self.strategy != "":
             check_text(self.strategy)
 
@@ -149,13 +149,14 @@ class RunFile:
     @property
     def release(self) -> JobRelease | None:
         """The job that the run trains, if it has one."""
-        return read_release(self.job, self.authority) if self.job else None
+        return read_release(self.job, self.authority, self.run_id) if self.job else None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that :class:`~p2pavg.AveragingConfig` has as well, by name."""
         own = ("authority", "secret", "relay_mbps", "bootstrap", "job")
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
+        return {**found, "version": 0 if self.release is None else self.release.number}
 
 
 _KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)

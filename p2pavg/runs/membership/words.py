@@ -70,7 +70,8 @@ def of_run_file(run: RunFile, *, show_secret: bool = False) -> list[str]:
 
 
 def _of_job(release: JobRelease) -> str:
-    return f"version {release.number}, {in_bytes(release.size)}, root {release.root.hex()}"
+    since = f", since update {release.since}" if release.since else ""
+    return f"version {release.number}{since}, {in_bytes(release.size)}, root {release.root.hex()}"
 
 
 def of_certificate(certificate: Certificate, *, now: float) -> list[str]:

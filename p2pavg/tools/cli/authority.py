@@ -122,7 +122,9 @@ def create(
     public = key.public_key().public_bytes_raw()
     signed = ""
     if job is not None:
-        signed = sign_release(key.sign, authority=public, number=1, root=job[0], size=job[1]).text
+        signed = sign_release(
+            key.sign, authority=public, run_id=name, number=1, root=job[0], size=job[1]
+        ).text
     try:
         write_new(run_file, replace(draft, authority=public, job=signed).text, mode=PRIVATE)
     except ConfigError:

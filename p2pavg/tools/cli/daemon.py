@@ -34,8 +34,9 @@ from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.invitations import Delegate
 from p2pavg.tools.cli.metrics import serving_metrics
 from p2pavg.tools.cli.monitor import check_monitor, serving_monitor
-from p2pavg.tools.cli.training import TrainingOptions, train
+from p2pavg.tools.cli.training import train
 from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
+from p2pavg.tools.jobs.versions import TrainingOptions
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,8 @@ class DaemonOptions:
     """Show what this machine gives on the terminal, in place of the log."""
     only_help: bool = True
     """Do not run the job of the run, if it has one."""
-    agreed_job: str | None = None
-    """Root of the only job that runs without a question."""
+    agreed_jobs: tuple[str, ...] = ()
+    """Roots of the jobs that run without a question, and no others run; empty: the user is asked."""
     without_fence: bool = False
     """Run it also where this machine has no fence."""
 
@@ -160,9 +161,7 @@ class DaemonOptions:
                 machine.
         """
         check_monitor(self.monitor, self.part.run_id or None)
-        if self.training is not None:
-            self.training.check()
-        elif self.agreed_job is not None:
+        if self.training is None and self.agreed_jobs:
             raise ConfigError(
                 "--job names a job, and this run has none, or --only-help is given: leave out --yes --job"
             )
@@ -224,7 +223,7 @@ class DaemonOptions:
             return None
         return TrainingOptions(
             release=release,
-            hash=self.agreed_job,
+            hashes=self.agreed_jobs,
             without_fence=self.without_fence,
             bandwidth=self.bandwidth,
             max_upload_mbps=self.max_upload_mbps,

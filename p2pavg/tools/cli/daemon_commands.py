@@ -80,11 +80,13 @@ def join(
         typer.Option("--yes", help="Run the job of --job without a question, on machines without a person."),
     ] = False,
     job: Annotated[
-        str | None,
+        list[str],
         typer.Option(
-            metavar="HASH", help="The only job that --yes agrees to: its root, of `p2pavg job show`."
+            metavar="HASH",
+            help="A job that --yes agrees to, and no other: its root, of `p2pavg job show`. Repeatable, for the next"
+            " version.",
         ),
-    ] = None,
+    ] = [],  # noqa: B006
     no_fence: Annotated[
         bool,
         typer.Option("--no-fence", help="With --yes: run the job also if this machine cannot fence it."),
@@ -117,9 +119,9 @@ def join(
     log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
     with naming(context):
         _check_names(run, link)
-        if yes != (job is not None):
+        if yes != bool(job):
             raise ConfigError(
-                "--yes and --job HASH need each other: without a person, one job is agreed to, by name"
+                "--yes and --job HASH need each other: without a person, a job is agreed to by name"
             )
 
         # Imported after the check: torch takes seconds, and a mistake in a name is told at once.
@@ -148,7 +150,7 @@ def join(
                 member=member,
                 home=Home(files.folder),
                 only_help=only_help,
-                agreed_job=job,
+                agreed_jobs=tuple(each.lower() for each in job),
                 without_fence=no_fence,
                 metrics=metrics,
                 monitor=monitor,

@@ -9,7 +9,7 @@ import typer
 
 app = typer.Typer(
     name="job",
-    help="Jobs, which are what runs train: check a folder, make one file of it, and look into one.",
+    help="Jobs, which are what runs train: check a folder, make one file of it, release it, look into one.",
     no_args_is_help=True,
 )
 
@@ -75,6 +75,36 @@ def unpack(
     _, files = unpack_job(read_job(file)[0])
     write_folder(folder, files)
     typer.echo(f"{folder}: {len(files)} files")
+
+
+@app.command()
+def publish(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run's folder, which `p2pavg run create` has made.")
+    ],
+    file: FileArgument,
+    since: Annotated[
+        int | None,
+        typer.Option(
+            "--since",
+            metavar="UPDATE",
+            min=0,
+            help="Update. Default: three minutes from now, at the run's pace.",
+        ),
+    ] = None,
+    bootstrap: Annotated[
+        list[str],
+        typer.Option("--bootstrap", metavar="ADDR", help="Address of a peer of the run. Repeatable."),
+    ] = [],  # noqa: B006
+) -> None:
+    """Release a new version of a run's job. All members change to it after the same update.
+
+    Those that train ask their users first. A program continues from the checkpoints in its scratch folder.
+    """
+    from p2pavg.tools.cli.publishing import publish_job
+
+    for line in publish_job(folder, file, bootstrap, since):
+        typer.echo(line)
 
 
 @app.command()

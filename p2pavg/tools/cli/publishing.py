@@ -1,25 +1,37 @@
-"""The handing over of an authority's list of revoked certificates to the members of its run."""
+"""The handing over of what an authority has signed to the members of its run: revocations, and versions of a job."""
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import trio
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder
+from p2pavg.base.formats import count
+from p2pavg.base.limits import SPREAD_LOOK_SECONDS
 from p2pavg.net.nat.reach.options import ONLY_ASKS
+from p2pavg.peer.joining.finding import files_in
+from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import peer_over
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Role, issue
 from p2pavg.runs.membership.files import read_revocations_file
+from p2pavg.runs.membership.job_release import JobRelease, sign_release
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.records.identity import SEED_BYTES
-from p2pavg.runs.records.revocations import spread
+from p2pavg.runs.records.notices import releases_of, revocations_of, spread
 from p2pavg.runs.records.run_records import RunRecords
-from p2pavg.tools.cli.authority import Authority
+from p2pavg.tools.cli.authority import Authority, open_authority
+from p2pavg.tools.jobs.progress import read_progress
+from p2pavg.tools.jobs.words import read_job
 from p2pavg_dht import Ed25519Signer
 
 PUBLISH_LIST_SECONDS = 60.0
@@ -38,25 +50,108 @@ def publish(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
     """
     if not authority.revoked_file.exists():
         raise ConfigError(f"{authority.revoked_file} does not exist: no certificate was revoked yet")
-    addresses = [*bootstrap, *authority.run.bootstrap]
-    if not addresses:
-        raise ConfigError(
-            "the run file has no bootstrap address; name a peer of the run with --bootstrap ADDR"
-        )
     newest = read_revocations_file(authority.revoked_file, authority.run.authority)
-    told = trio.run(_publish, authority, newest, addresses)
+    told = trio.run(_publish_list, authority, newest, _addresses(authority, bootstrap))
     if not told:
         return [
             f"no member took list {newest.number} within {PUBLISH_LIST_SECONDS:.0f} s. When the run is up again:",
             "  p2pavg run publish NAME.run",
         ]
     return [
-        f"list {newest.number} is published by {told} member{'s' if told > 1 else ''}; "
-        "the others get it within a minute"
+        f"list {newest.number} is published by {count(told, 'member')}; the others get it within a minute"
     ]
 
 
-async def _publish(authority: Authority, newest: RevocationList, addresses: Sequence[str]) -> int:
+def publish_job(folder: Path, file: Path, bootstrap: Sequence[str], since: int | None) -> list[str]:
+    """Sign a version of a run's job, and hand it to the members, who change to it after one of the next updates.
+
+    The file of the version that is published already is handed over again.
+
+    Args:
+        folder: of the run, as ``p2pavg run create`` has made it; its member gives the job to others.
+        bootstrap: addresses of peers, besides those of the folder.
+        since: the update; ``None``: about three minutes from now, at the run's pace.
+
+    Raises:
+        ConfigError: the run has no job, or a file cannot be read or written.
+        BootstrapError: no peer could be reached.
+    """
+    run_file = files_in(folder).run_file
+    authority, home = open_authority(run_file, None), Home(folder)
+    before = authority.run.release
+    if before is None:
+        raise ConfigError(
+            f"the run {authority.run.run_id!r} has no job: p2pavg run create NAME --job FILE makes one"
+        )
+    data, root = read_job(file)
+    if root != before.root:
+        # First: once the members have heard of the version, they ask for its bytes.
+        make_folder(home.jobs)
+        keep_file(home.job(root), data, mode=PUBLIC)
+    addresses = _addresses(authority, [*bootstrap, *home.addresses])
+
+    async def release() -> tuple[JobRelease, int]:
+        async with _records_of(authority, addresses) as records:
+            newest = before
+            if root != before.root:
+                newest = sign_release(
+                    authority.key.sign,
+                    authority=authority.run.authority,
+                    run_id=authority.run.run_id,
+                    number=before.number + 1,
+                    root=root,
+                    size=len(data),
+                    since=await _next_change(records, authority.run.run_id) if since is None else since,
+                )
+                # On the disk before any member hears of it: another file would get the same number.
+                keep_file(run_file, replace(authority.run, job=newest.text).text.encode(), mode=PRIVATE)
+            return newest, await spread(
+                records, releases_of(authority.run), newest, timeout=PUBLISH_LIST_SECONDS
+            )
+
+    newest, told = trio.run(release)
+    lines = [
+        f"version {newest.number} of the job takes over after update {newest.since}: {newest.root.hex()}"
+    ]
+    if not told:
+        return [*lines, "no member took it. When the run is up again, the same command hands it over"]
+    return [*lines, f"it is published by {count(told, 'member')}; the others get it within a minute"]
+
+
+def _addresses(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
+    addresses = list(dict.fromkeys([*bootstrap, *authority.run.bootstrap]))
+    if not addresses:
+        raise ConfigError(
+            "the run file has no bootstrap address; name a peer of the run with --bootstrap ADDR"
+        )
+    return addresses
+
+
+async def _next_change(records: RunRecords, run_id: str) -> int:
+    """Return the update that the run will have taken when all members know of a release."""
+    before, began = await read_progress(records, run_id), trio.current_time()
+    if not before.version:
+        return 0  # no one trains: all begin with the newest version
+    await trio.sleep(SPREAD_LOOK_SECONDS)
+    now = await read_progress(records, run_id)
+    pace = max(now.epoch - before.epoch, 0) / (trio.current_time() - began)
+    # All members hear of a release within a minute, and fetch the job then. Where an update takes hours, it is not the
+    # one that is being made, which some may have begun.
+    return now.epoch + max(2, math.ceil(3.0 * PUBLISH_LIST_SECONDS * pace))
+
+
+async def _publish_list(authority: Authority, newest: RevocationList, addresses: Sequence[str]) -> int:
+    async with _records_of(authority, addresses) as records:
+        # A certificate that is on the list counts no more, also here.
+        assert records.membership is not None
+        records.membership.known.learn(newest)
+        kind = revocations_of(authority.run.authority)
+        return await spread(records, kind, newest, timeout=PUBLISH_LIST_SECONDS)
+
+
+@asynccontextmanager
+async def _records_of(authority: Authority, addresses: Sequence[str]) -> AsyncIterator[RunRecords]:
+    """Join a run for some minutes, as a peer that the authority admits."""
     # libp2p takes 0.4 s to import.
     from p2pavg.net.libp2p.transport import open_libp2p_transport
 
@@ -79,6 +174,4 @@ async def _publish(authority: Authority, newest: RevocationList, addresses: Sequ
         open_libp2p_transport(seed=seed, listen=["/ip4/0.0.0.0/tcp/0"], options=ONLY_ASKS) as transport,
         peer_over(transport, signer, bootstrap=addresses) as peer,
     ):
-        membership = Membership(access, peer.id)
-        records = RunRecords(peer.records, membership, time.time)
-        return await spread(records, membership, newest, timeout=PUBLISH_LIST_SECONDS)
+        yield RunRecords(peer.records, Membership(access, peer.id), time.time)

@@ -24,7 +24,7 @@ disk_gb = 0.1
 """
 TRAIN = f"""
 import os, time, torch, p2pavg
-from p2pavg.optim import AveragedOptimizer
+from p2pavg.optim import AveragedOptimizer, RunState
 
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
@@ -34,7 +34,11 @@ with p2pavg.job() as job:
     print("sees the folder that it was started in:", os.path.exists("FOLDER/line.job"), flush=True)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = AveragedOptimizer(
-        inner, job.averager, target_batch_size=64, state=model, min_peers=job.min_peers
+        inner,
+        job.averager,
+        target_batch_size=64,
+        state=RunState(model, job.scratch / "checkpoints", every=10),
+        min_peers=job.min_peers,
     )
     # Without end, unless a test says so: a volunteer that a busy machine starts late still finds the others.
     while optimizer.epoch < int(os.environ.get("UPDATES", "1000000")):
@@ -126,13 +130,15 @@ def call(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def make_run(tmp_path: Path, *, address: str = "127.0.0.1") -> tuple[str, list[str]]:
-    """Make a run with a job in a folder; return the job's hash, and two links."""
+def make_run(tmp_path: Path, *, address: str = "127.0.0.1", count: int = 2) -> tuple[str, list[str]]:
+    """Make a run with a job in a folder; return the job's hash, and links."""
     job = tmp_path / "job"
     job.mkdir()
     (job / "job.toml").write_text(MANIFEST)
     (job / "train.py").write_text(TRAIN.replace("FOLDER", str(tmp_path)))
     root = re.search(r"root ([0-9a-f]{64})", call(tmp_path, "job", "pack", "job", "-o", "line.job"))
     assert root is not None
-    made = call(tmp_path, "run", "create", "lab", "--job", "line.job", "--address", address, "--count", "2")
+    made = call(
+        tmp_path, "run", "create", "lab", "--job", "line.job", "--address", address, "--count", str(count)
+    )
     return root.group(1), re.findall(r"join (p2pavg:\S+)", made)

@@ -23,7 +23,7 @@ from p2pavg.runs.membership.revocation import RevocationList, no_revocations, re
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.sealing import MemberRecord, sealed_key, unseal
 from p2pavg.runs.records.board import board_key
-from p2pavg.runs.records.revocations import revocations_key
+from p2pavg.runs.records.notices import revocations_of
 from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.runs.records.spread_records import find_sample
 from p2pavg.tools.doctor.rules.run import FoundRun
@@ -120,7 +120,7 @@ class RunReader:
 
     async def _newest_revocations(self, file: RunFile) -> RevocationList:
         newest = no_revocations(file.authority)
-        for record in await self._find(revocations_key(file.authority)):
+        for record in await self._find(revocations_of(file.authority).key):
             try:
                 found = read_revocations(record.value, file.authority)
             except (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import MAX_VERSION
 from p2pavg.base.messages import decoded_all, pack
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
@@ -40,10 +41,11 @@ PROGRESS = PeerProgress(
     batch_seconds=2.5,
     started=True,
     follows=True,
+    version=2,
 )
 ENCODED = bytes.fromhex(
-    "9a05cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
-    "cb4058000000000000cb4029000000000000c3cb4004000000000000c3c3c2"
+    "9b06cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    "cb4058000000000000cb4029000000000000c3cb4004000000000000c3c3c202"
 )
 
 amounts = st.floats(0.0, MAX_SAMPLES)
@@ -58,6 +60,7 @@ anything = st.builds(
     started=st.booleans(),
     follows=st.booleans(),
     left=st.booleans(),
+    version=st.integers(0, MAX_VERSION),
 )
 # Few states and few numbers, so that peers meet.
 peers = st.builds(
@@ -101,7 +104,7 @@ class TestWords:
     @pytest.mark.parametrize(
         ("position", "value"),
         [
-            *[(0, version) for version in (3, 4, 6)],
+            *[(0, version) for version in (4, 5, 7)],
             *[(1, epoch) for epoch in (-1, MAX_EPOCH + 1, 2**64 - 1)],
             *[(2, state) for state in (b"", bytes(31), bytes(33))],
             *[
@@ -110,17 +113,18 @@ class TestWords:
                 for amount in (-1.0, -5e-324, 1.1e15, math.nan, math.inf, -math.inf, 1)
             ],
             (6, MAX_BATCH_SECONDS + 1.0),
+            *[(10, version) for version in (-1, MAX_VERSION + 1)],
         ],
     )
     def test_a_field_out_of_range_is_refused(self, position: int, value: object) -> None:
-        fields: list[Any] = [5, 300, bytes(range(32)), 96.0, 12.5, True, 2.5, True, True, False]
+        fields: list[Any] = [6, 300, bytes(range(32)), 96.0, 12.5, True, 2.5, True, True, False, 2]
         PeerProgress.decode(pack(*fields))
         fields[position] = value
         with pytest.raises(RemoteProtocolError):
             PeerProgress.decode(pack(*fields))
 
     def test_malformed_words_are_left_out(self) -> None:
-        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x9a\x04" + ENCODED[2:]}
+        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x9b\x05" + ENCODED[2:]}
         assert decoded_all(said, PeerProgress) == {"a": PROGRESS}
         assert decoded_all({}, PeerProgress) == {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +13,14 @@ from msgspec import structs
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.coordination import view
 from p2pavg.optim.coordination.attendance import WOKEN_SECONDS
+from p2pavg.optim.coordination.job_change import NOTE
 from p2pavg.optim.coordination.progress import LeftBehind, PeerProgress
 from p2pavg.optim.coordination.view import RunView
+from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.membership.peer_files import PeerFiles
 from p2pavg.runs.records.board import Entry
+from p2pavg.testing.simulation import simulated_signer
+from tests.unit.runs.membership.runs import Authority
 
 STEP = 0.25
 """Seconds between two looks."""
@@ -56,7 +62,15 @@ def word(epoch: int, age: float, every: float) -> PeerProgress:
 class Run:
     """Peers that take an update every few seconds, a liar, and the view of one more peer."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, every: float, honest: int, member: bool) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        every: float,
+        honest: int,
+        member: bool,
+        config: AveragingConfig | None = None,
+    ) -> None:
         self.now = 1000.0
         monkeypatch.setattr(view, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.every = every
@@ -66,7 +80,7 @@ class Run:
         averager = SimpleNamespace(
             board=lambda *_: self.board,
             events=SimpleNamespace(emit=lambda _event: None),
-            config=SimpleNamespace(run_id="run"),
+            config=config or AveragingConfig(run_id="run"),
             peer_id="me",
         )
         lineage = Lineage(5, state_of(5))
@@ -137,3 +151,51 @@ def test_a_round_with_a_peer_gives_its_claims_their_time_again(monkeypatch: pyte
     while run.now < run.began + 200.0:
         run.look(LIE)
     assert run.held > held + WOKEN_SECONDS / 2
+
+
+def test_peers_with_another_version_of_the_program_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(
+        monkeypatch, every=10.0, honest=3, member=False, config=AveragingConfig(run_id="run", version=2)
+    )
+    # Three peers at the same update, which would all be ahead, and one that is far ahead.
+    run.board.words = {f"old {index}": word(6, 1.0, 10.0) for index in range(3)}
+    run.board.words["older"] = structs.replace(word(90, 1.0, 10.0), version=1)
+    seen = run.view.survey()
+    assert (seen.peers, seen.others, seen.ahead) == (1, 0, None)
+    run.board.words["same"] = structs.replace(word(5, 1.0, 10.0), version=2)
+    assert run.view.survey().peers == 2
+
+
+@pytest.mark.parametrize(
+    ("note", "epoch", "newer", "changes"),
+    [
+        (None, 9, 0, False),
+        ("7", 6, 0, False),
+        ("7", 7, 0, True),
+        ("7", 9, 0, True),
+        ("7", 3, 6, False),
+        ("7", 3, 7, True),  # the others have changed already
+        ("", 9, 0, False),
+        ("-7", 9, 0, False),
+        ("seven", 9, 0, False),
+    ],
+)
+def test_a_program_makes_room_for_the_next_version_after_its_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str | None, epoch: int, newer: int, changes: bool
+) -> None:
+    files = PeerFiles(tmp_path, tmp_path / "run", tmp_path / "cert", tmp_path / "key", tmp_path / "gate")
+    config = AveragingConfig(
+        run_id="run", version=1, access=Authority().access(simulated_signer(0)), files=files
+    )
+    run = Run(monkeypatch, every=10.0, honest=0, member=False, config=config)
+    if note is not None:
+        (tmp_path / NOTE).write_text(note)
+    run.view.is_at(Lineage(epoch, state_of(epoch)))
+    if newer:
+        run.board.words["newer"] = structs.replace(word(newer, 1.0, 10.0), version=2)
+    assert bool(run.view.other_job) == changes
+
+
+def test_a_program_of_no_job_hears_of_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, every=10.0, honest=0, member=False)
+    assert (run.view.change, run.view.other_job) == (None, "")

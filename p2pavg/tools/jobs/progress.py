@@ -1,0 +1,27 @@
+"""The progress of a run, read from its members' words by a peer that does not train."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+
+from p2pavg.base.messages import decoded_all
+from p2pavg.optim.coordination.progress import PeerProgress
+from p2pavg.optim.coordination.view import TOPIC
+from p2pavg.runs.membership.job_release import SeenProgress
+from p2pavg.runs.records.board import board_key
+from p2pavg.runs.records.run_records import RunRecords
+
+
+async def read_progress(records: RunRecords, run_id: str) -> SeenProgress:
+    """Return the version with which most peers train, and the median of their updates: a few may lie."""
+    found = await records.find(board_key(run_id, TOPIC))
+    said = {record.publisher: record.value for record in found if not record.withdrawn}
+    words = decoded_all(said, PeerProgress).values()
+    if not words:
+        return SeenProgress(version=0, epoch=0)
+    # Of two that are equal, the later one: the others are about to change.
+    version, _ = max(Counter(word.version for word in words).items(), key=lambda each: each[::-1])
+    return SeenProgress(
+        version, statistics.median_low(word.epoch for word in words if word.version == version)
+    )

@@ -1,0 +1,60 @@
+"""A second version of a job: all that train change to it after the same update, and one that refuses stays out."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs.fences import needs_fence
+from tests.integration.jobs.join_work import call, make_run, started
+
+pytestmark = pytest.mark.processes
+
+
+@needs_fence
+def test_all_change_to_the_next_version_after_the_same_update(tmp_path: Path) -> None:
+    first, links = make_run(tmp_path, count=3)
+    program = tmp_path / "job" / "train.py"
+    program.write_text(program.read_text().replace('f"update', 'f"second version: update'))
+    packed = call(tmp_path, "job", "pack", "job", "-o", "second.job")
+    found = re.search("root ([0-9a-f]{64})", packed)
+    assert found is not None
+    both = ("--yes", "--job", first, "--job", found.group(1))
+    with (
+        started(tmp_path, "operator", "join", "lab", *both) as operator,
+        started(tmp_path, "one", "join", links[0], "--home", "one", *both) as one,
+        started(tmp_path, "two", "join", links[1], "--home", "two", *both) as two,
+        # On a machine without a person, and of the first version alone.
+        started(tmp_path, "stays", "join", links[2], "--home", "stays", "--yes", "--job", first) as stays,
+    ):
+        change = (operator, one, two)
+        for each in (*change, stays):
+            each.until("update [0-9]+ of 4 peers")
+        # Far enough away for all to hear of it. The command's own choice is three minutes away.
+        soon = max(operator.updates) + 100
+        told = call(tmp_path, "job", "publish", "lab", "second.job", "--since", str(soon))
+        since = re.search("version 2 of the job takes over after update ([0-9]+)", told)
+        assert since is not None, told
+        assert "it is published by" in told
+        for each in change:
+            each.until("second version: update [0-9]+ of 3 peers")
+        assert stays.end() == 1
+        assert "this machine will not go on with version 2" in stays.text
+        assert f"and --job allows {first} only" in stays.text
+        for each in change:
+            each.until(f"second version: update {int(since.group(1)) + 3} ")
+            each.process.send_signal(signal.SIGINT)
+        assert [each.end() for each in change] == [0, 0, 0]
+    last = int(since.group(1))
+    for each in (*change, stays):
+        olds = [int(number) for number in re.findall("lab: update ([0-9]+) of", each.text)]
+        # The step of the last one has not returned: the next version goes on from there.
+        assert max(olds) == last - 1, each.text
+        assert "Traceback" not in each.text
+    for each in change:
+        assert min(int(n) for n in re.findall("second version: update ([0-9]+) of", each.text)) == last + 1
+    for number in (last - 2, last - 1, last + 1, last + 2):
+        assert len({each.updates[number] for each in change}) == 1

@@ -6,16 +6,18 @@ author's desk: it is a peer of a run of its own on this machine.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError, RunEndedError
 from p2pavg.blocking import Averager, open_averager
+from p2pavg.data import SharedSampler
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.peer_files import PeerFiles
 from p2pavg.strategies.base import Strategy
@@ -47,6 +49,17 @@ class Job:
     """A folder of this peer's own, for checkpoints and metrics, that stays from one start to the next."""
     min_peers: int
     """For the optimizer: peers that an update needs. 1 on the author's desk, where no other peer will come."""
+
+    def samples(self, dataset_or_length: Sized | int) -> SharedSampler:
+        """Return this peer's samples of a data set that all peers have alike: together they take each sample once.
+
+        Give them to the optimizer, too: ``RunState(model, data=samples)``.
+
+        Raises:
+            ValueError: there is no sample.
+        """
+        seed = int.from_bytes(hashlib.sha256(self.averager.config.run_id.encode()).digest()[:7], "big")
+        return SharedSampler(dataset_or_length, peer_id=self.averager.peer_id, seed=seed)
 
 
 @contextmanager

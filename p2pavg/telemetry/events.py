@@ -105,6 +105,8 @@ class UpdateTaken(Event):
     """Of the parameter groups of the inner optimizer; the update was taken with them."""
     replayed: bool = False
     """True if this peer was not in the round, and took the average later, from the log of another peer."""
+    certificate: bytes = field(default=b"", repr=False)
+    """:attr:`p2pavg.Success.certificate`; empty for an update without a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import p2pavg
-from p2pavg.data import PeerSampler
-from p2pavg.optim import AveragedOptimizer
+from p2pavg.optim import AveragedOptimizer, RunState
 
 UPDATES = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 TEXT = (
@@ -31,30 +30,29 @@ letters = torch.tensor(list(TEXT))
 blocks = TensorDataset(letters.unfold(0, BLOCK, BLOCK // 2))
 
 with p2pavg.job() as job:
+    samples = job.samples(blocks)
     optimizer = AveragedOptimizer(
         torch.optim.AdamW(adapters, lr=1e-2),
         job.averager,
         target_batch_size=64,
-        state=model,
+        state=RunState(model, job.scratch / "checkpoints", every=10, data=samples),
         min_peers=job.min_peers,
     )
-    sampler = PeerSampler(blocks, peer_id=job.averager.peer_id)
-    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(blocks, batch_size=8, sampler=sampler)
-    while optimizer.epoch < UPDATES:
-        for (batch,) in loader:
-            loss = model(input_ids=batch, labels=batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            report = optimizer.step(samples=len(batch), metrics={"loss": loss.item()})
-            if isinstance(report.result, p2pavg.Success):
-                averaged = report.result.averaged
-                sent = sum(map(torch.numel, averaged.values() if isinstance(averaged, dict) else averaged))
-                print(
-                    f"update {report.epoch}: loss {report.metrics['loss']:.3f}, {sent} numbers averaged",
-                    flush=True,
-                )
-            if optimizer.epoch >= UPDATES:
-                break
+    loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(blocks, batch_size=8, sampler=samples)
+    for (batch,) in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        report = optimizer.step(samples=len(batch), metrics={"loss": loss.item()})
+        if isinstance(report.result, p2pavg.Success):
+            averaged = report.result.averaged
+            sent = sum(map(torch.numel, averaged.values() if isinstance(averaged, dict) else averaged))
+            print(
+                f"update {report.epoch}: loss {report.metrics['loss']:.3f}, {sent} numbers averaged",
+                flush=True,
+            )
+        if optimizer.epoch >= UPDATES:
+            break
     job.averager.end()
 
 # The adapters alone, and the whole model, for programs that know nothing of p2pavg or peft.

@@ -42,6 +42,7 @@ from p2pavg.net.gate.messages import (
     GateNews,
     InboundStream,
     PeerNews,
+    ProgramTold,
     RememberPeer,
     ServeProtocol,
     Settle,
@@ -49,7 +50,6 @@ from p2pavg.net.gate.messages import (
     StopProgram,
     StreamOpened,
     TakeStream,
-    TellNotice,
 )
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
@@ -167,10 +167,10 @@ class GateTransport(Transport):
         with suppress(trio.WouldBlock):
             self._say.send_nowait(RememberPeer(peer_id, companion))
 
-    def tell_notice(self, notice: bytes) -> None:
-        """Tell the process that has the network of a notice of the run's authority, which checks it itself."""
+    def tell(self, told: ProgramTold) -> None:
+        """Tell the process that has the network of something, which checks it itself. It may be lost."""
         with suppress(trio.WouldBlock):
-            self._say.send_nowait(TellNotice(notice))
+            self._say.send_nowait(told)
 
     # ------------------------------------------------------------------ the gate's socket
 

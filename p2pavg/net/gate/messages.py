@@ -3,9 +3,9 @@
 Each connection to the socket begins with one :data:`GateRequest` of the program and its answer, each preceded by its
 length. What follows depends on the request:
 
-* After :class:`Attach`, the program sends :class:`ServeProtocol`, :class:`RememberPeer` and :class:`TellNotice`, and
-  the gate what is new: :class:`PeerNews`, :class:`ConnectionNews`, :class:`InboundStream`. The program is attached
-  until it closes this one.
+* After :class:`Attach`, the program sends :class:`ServeProtocol`, :class:`RememberPeer`, :class:`TellNotice` and
+  :class:`TellUpdate`, and the gate what is new: :class:`PeerNews`, :class:`ConnectionNews`, :class:`InboundStream`. The
+  program is attached until it closes this one.
 * After :class:`AskStream` and :class:`TakeStream`, both sides send chunks of the stream: four bytes of length, and as
   many bytes. Length 0 closes that half. A connection that ends without it was reset.
 * After all others, the program may ask again.
@@ -102,9 +102,20 @@ class TellNotice(Message, frozen=True, tag=9):
     notice: Annotated[bytes, Meta(max_length=MAX_NOTICE_BYTES)]
 
 
+class TellUpdate(Message, frozen=True, tag=10):
+    """The program has taken an update of the run."""
+
+    epoch: Count
+    certificate: Annotated[bytes, Meta(max_length=MAX_GATE_BYTES - MAX_NOTICE_BYTES)]
+    metric: Annotated[str, Meta(max_length=64)]
+    """Name of what it measures; empty if it measures nothing."""
+    value: Annotated[float, Meta(ge=-1e300, le=1e300)]
+
+
 GateRequest = Attach | AskStream | TakeStream | DialAddress | DropConnections | Settle | AskSignature
 """The first message of a connection."""
-ProgramNews = ServeProtocol | RememberPeer | TellNotice
+ProgramTold = TellNotice | TellUpdate
+ProgramNews = ServeProtocol | RememberPeer | ProgramTold
 
 
 # ---------------------------------------------------------------------- of the gate

@@ -44,6 +44,7 @@ from p2pavg.net.gate.messages import (
     GateRequest,
     InboundStream,
     ProgramNews,
+    ProgramTold,
     RememberPeer,
     ServeProtocol,
     Settle,
@@ -52,6 +53,7 @@ from p2pavg.net.gate.messages import (
     StreamOpened,
     TakeStream,
     TellNotice,
+    TellUpdate,
     news_of,
 )
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
@@ -65,8 +67,8 @@ MAX_WAITING = 64
 """Inbound streams that the program has not taken yet."""
 MAX_REMEMBERED = 1024
 """Peers for which the program keeps places."""
-MAX_NOTICES = 8
-"""Notices that were not read yet; with more, the next ones are left out."""
+MAX_TOLD = 8
+"""Notices and updates that were not read yet; with more, the next ones are left out."""
 MAX_NEWS = 1024
 """News that the program has not read yet. One that reads none is detached."""
 
@@ -110,8 +112,8 @@ class Gate:
         self._served: set[str] = set()
         self._numbers = count(1)
         self._waiting: dict[int, _Inbound] = {}
-        self._notice, self.notices = trio.open_memory_channel[bytes](MAX_NOTICES)
-        """Notices that the program says the run's authority has signed. Whoever reads them checks that."""
+        self._tell_on, self.told = trio.open_memory_channel[ProgramTold](MAX_TOLD)
+        """What the program tells. Whoever reads it believes what is signed."""
 
     @property
     def attached(self) -> bool:
@@ -230,9 +232,9 @@ class Gate:
                 case RememberPeer(peer_id, companion) if len(self._remembered | {peer_id}) <= MAX_REMEMBERED:
                     self._remembered.add(peer_id)
                     self._transport.remember_peer(peer_id, companion=companion)
-                case TellNotice(notice):
+                case TellNotice() | TellUpdate():
                     with suppress(trio.WouldBlock):
-                        self._notice.send_nowait(notice)
+                        self._tell_on.send_nowait(said)
 
     def _check_protocol(self, protocol: str) -> None:
         if protocol not in self._protocols:

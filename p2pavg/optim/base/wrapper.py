@@ -139,6 +139,15 @@ class PeerOptimizer(TorchOptimizer):
         self._touched = TouchedCheck(())
         # The check hooks autograd's accumulation, which FSDP goes around.
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
+        if (
+            run_state is not None
+            and run_state.data is not None
+            and (self._is_mixed or self._ranks.are_several)
+        ):
+            raise ValueError(
+                "data cannot be used with a process_group, or with peers that mix: they have no common updates of whole"
+                " samples. Use p2pavg.data.PeerSampler"
+            )
         averager.clear()  # contributions of an earlier optimizer
 
     def _join(
@@ -176,6 +185,7 @@ class PeerOptimizer(TorchOptimizer):
             recipe=self._recipe,
             parameters=self._locals,
             check_every=self._check_every,
+            data=None if self._run_state is None else self._run_state.data,
         )
         self._parting = Parting(
             self._averager,
@@ -286,6 +296,9 @@ class PeerOptimizer(TorchOptimizer):
             ("layout", layout),
             *self._parts.rules(frozen),
         )
+        if self._run_state is not None and self._run_state.data is not None:
+            # All of them have to cover the same samples.
+            rules = (*rules, ("data", self._run_state.data.plan.identity))
         # Peers of two versions may train with the same settings, and must not share a group.
         if version := self._averager.config.version:
             rules = (*rules, (VERSION, version))

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
+DATA = "data"
 STATE_FACTOR = 8
 """Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave
 room for states of another dtype. 64 MiB are allowed in any case."""
@@ -159,6 +160,8 @@ class CommonState:
         if self._scheduler is not None:
             more, told[SCHEDULER] = flatten(self._scheduler.state_dict(), SCHEDULER)
             tensors = {**tensors, **more}
+        if self._training.data is not None:
+            told[DATA] = self._training.data.saved()
         local = {name: local_of(tensor) for name, tensor in tensors.items()}
         return Content(tensors={**self._tensors_as(names), **local}, values=told)
 
@@ -184,7 +187,7 @@ class CommonState:
             raise StateError("the state is that of another kind of optimizer")
         if (SCHEDULER in values) != (self._scheduler is not None):
             raise StateError("only one of the state and this optimizer has a scheduler")
-        if unknown := sorted(values.keys() - {"kind", OPTIMIZER, SCHEDULER, "lineage", "origin"}):
+        if unknown := sorted(values.keys() - {"kind", OPTIMIZER, SCHEDULER, DATA, "lineage", "origin"}):
             raise StateError(f"the state has the entry {unknown[0]!r}, which is unknown here")
         # Names, shapes and finite numbers come before the trial of the optimizer, which takes much longer.
         check(
@@ -207,6 +210,13 @@ class CommonState:
         if lineage.epoch > MAX_UPDATES:
             raise StateError(f"the state is of update {lineage.epoch}, which no run reaches")
         optimizer = checked_optimizer(self._optimizer, _state_dict(content, OPTIMIZER), self._settings)
+        plan, data = None, self._training.data
+        # The next version of a job may begin anew, with other data than its own checkpoint is of.
+        if data is not None and (expected is not None or data.plan.is_of(values.get(DATA))):
+            try:
+                plan = data.plan.loaded(values.get(DATA))
+            except ValueError as error:
+                raise StateError(str(error)) from None
         schedule = None
         if self._scheduler is not None:
             saved = _state_dict(content, SCHEDULER)
@@ -217,6 +227,8 @@ class CommonState:
         def take() -> None:
             self._take(named, content, optimizer, schedule)
             self._training.load(run, lineage)
+            if data is not None and plan is not None:
+                data.load(plan)
             self._training.begin()
 
         return take

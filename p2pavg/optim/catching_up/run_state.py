@@ -13,6 +13,7 @@ from torch import nn
 
 from p2pavg.base.limits import MAX_MBPS
 from p2pavg.base.numbers import check_number
+from p2pavg.data import SharedSampler
 from p2pavg.state.progress import StateProgress
 
 OnProgress = Callable[[StateProgress], None]
@@ -37,6 +38,8 @@ class RunState:
         upload_mbps: Mbit/s that this peer sends of states; ``None`` is without limit. Rounds have priority anyway.
         download_mbps: Mbit/s that this peer receives of states; ``None`` is without limit.
         scaler: the loop's ``GradScaler``, to be saved in checkpoints.
+        data: the sampler by which the peers of the run take each sample once. Each update tells it what the members
+            have contributed, and it is a part of the state.
         on_progress: called about once a second while this peer fetches a state, in the thread of the training loop.
 
     Raises:
@@ -54,6 +57,7 @@ class RunState:
         upload_mbps: float | None = None,
         download_mbps: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        data: SharedSampler | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -75,6 +79,8 @@ class RunState:
                 check_number(name, mbps, MAX_MBPS)
         if scaler is not None and not hasattr(scaler, "state_dict"):
             raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        if data is not None and not isinstance(data, SharedSampler):
+            raise TypeError(f"data must be a p2pavg.data.SharedSampler, got {type(data).__name__}")
         if on_progress is not None and not callable(on_progress):
             raise TypeError(
                 f"on_progress must be a function of one progress, got {type(on_progress).__name__}"
@@ -89,6 +95,7 @@ class RunState:
         self.upload_mbps = upload_mbps
         self.download_mbps = download_mbps
         self.scaler = scaler
+        self.data = data
         self.on_progress = on_progress
         self.continues = True
         """False: the optimizer does not continue from a checkpoint that is in the directory, and writes them only."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from p2pavg.base.result import RoundResult, Success
+from p2pavg.data import SharedSampler
 from p2pavg.optim.base.digest import tensor_digest
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
@@ -30,6 +31,7 @@ class TrainingRun:
         recipe: returns the recipe with the present settings.
         parameters: returns the present parameters, or this process's part of them.
         check_every: number of updates between two digests of the parameters; 0 for none.
+        data: the sampler that is told of each update, if the peers share one.
     """
 
     def __init__(
@@ -41,10 +43,13 @@ class TrainingRun:
         recipe: Callable[[], Recipe],
         parameters: Callable[[], Sequence[torch.Tensor]],
         check_every: int,
+        data: SharedSampler | None = None,
     ) -> None:
         self._together = together
         self._ranks = ranks
         self._parts = parts
+        self.data = data
+        """The sampler of the run's data, which is a part of the common state."""
         self._beginning = Beginning(together, ranks, recipe=recipe, parameters=parameters)
         self.watch = DriftMonitor(
             together.averager,
@@ -117,6 +122,8 @@ class TrainingRun:
         group_id = self._ranks.as_one(success.group_id)
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
         self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
+        if self.data is not None:
+            self.data.took(success.weights)
         self._tell(numbers, parameters)
 
     def replayed(
@@ -127,6 +134,8 @@ class TrainingRun:
         after = self.lineage.after(self._ranks.as_one(success.group_id), joint, numbers_digest(numbers))
         self._together.is_at(after)
         self._together.run.was_in({*success.peers, *success.observers} - {self._together.averager.peer_id})
+        if self.data is not None:
+            self.data.took(success.weights)
         self._tell(numbers, parameters)
 
     def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:

@@ -29,5 +29,6 @@ def tell_update(averager: Averager, lineage: Lineage, report: StepReport) -> Non
             update_norm=report.update_norm,
             learning_rates=report.learning_rates,
             replayed=result is not None and averager.peer_id not in members,
+            certificate=b"" if result is None else result.certificate,
         )
     )

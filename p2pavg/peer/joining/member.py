@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from p2pavg.base.errors import BusyError, ConfigError
 from p2pavg.base.files import locked
 from p2pavg.net.addresses import is_circuit, parse_peer_address
 from p2pavg.net.gate.client import GateSigner, GateTransport, open_gate_transport
+from p2pavg.net.gate.messages import MAX_GATE_BYTES, TellNotice, TellUpdate
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
@@ -34,6 +35,7 @@ from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.membership.tokens import SCHEME
 from p2pavg.runs.records.notices import NoticeSpreading, releases_of
 from p2pavg.runs.records.run_records import RunRecords
+from p2pavg.telemetry.events import AnyEvent, UpdateTaken
 
 
 def join_run(
@@ -131,7 +133,23 @@ async def _open_peer_behind(gate: Path, files: PeerFiles, config: AveragingConfi
                 carrying_job(peer, home, run, config.access),
                 _telling_of_releases(peer, transport, run, config.access),
             ):
-                yield peer
+                token = trio.lowlevel.current_trio_token()
+
+                def tell(event: AnyEvent) -> None:
+                    # In the thread of the training loop; the peer may have ended since.
+                    if isinstance(event, UpdateTaken) and len(event.certificate) <= MAX_GATE_BYTES // 2:
+                        metric, value = next(iter(sorted(event.metrics.items(), key=_loss_first)), ("", 0.0))
+                        told = TellUpdate(event.epoch, event.certificate, metric[:64], value)
+                        with suppress(trio.RunFinishedError):
+                            token.run_sync_soon(transport.tell, told)
+
+                with peer.events.subscribe(tell):
+                    yield peer
+
+
+def _loss_first(metric: tuple[str, float]) -> tuple[bool, str]:
+    """Return the order in which a person cares for metrics."""
+    return "loss" not in metric[0], metric[0]
 
 
 @asynccontextmanager
@@ -143,7 +161,7 @@ async def _telling_of_releases(
         yield
         return
     known = NewestNotice(run.release)
-    known.changed.append(lambda: transport.tell_notice(known.newest.encode()))
+    known.changed.append(lambda: transport.tell(TellNotice(known.newest.encode())))
     membership = Membership(access, peer.id, peer.registry.revocations(access).known)
     with closing(RunRecords(peer.records, membership, peer.context.wall_clock)) as records:
         async with trio.open_nursery() as nursery:

@@ -36,7 +36,9 @@ def verify(file: FileArgument) -> None:
 @app.command()
 def export(
     file: FileArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The file to write; with --like, the folder to make.")
+    ],
     form: Annotated[
         str | None,
         typer.Option(
@@ -46,8 +48,27 @@ def export(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A folder of the same model as save_pretrained of transformers or peft writes it. OUT becomes such a"
+            " folder, with its settings and its tokenizer.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="Of all floating point tensors: float32, bfloat16 or float16."),
+    ] = None,
 ) -> None:
     """Write the trained parameters and averaged buffers of a checkpoint under the model's own names."""
+    from p2pavg.base.errors import ConfigError
     from p2pavg.tools.cli.checkpoint_files import export as write
+    from p2pavg.tools.cli.checkpoint_files import export_like
 
-    typer.echo(write(file, output, form=form, force=force))
+    if like is None:
+        typer.echo(write(file, output, form=form, force=force, dtype=dtype))
+        return
+    if form is not None or force:
+        raise ConfigError("--like makes a new folder with safetensors: leave out --format and --force")
+    typer.echo(export_like(file, output, like, dtype=dtype))

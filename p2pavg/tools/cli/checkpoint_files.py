@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +18,8 @@ from p2pavg.state.snapshot import Content, specs_of
 
 TORCH, SAFETENSORS = "torch", "safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack")  # of a model, in files of any library
 _LINEAGE = "lineage"
 _EXTRAS = "extras"
 # Of an AveragedOptimizer, of LocalUpdates, and of both.
@@ -60,12 +63,13 @@ def verify(file: Path) -> str:
     return f"{file}: update {checkpoint.epoch}, {checkpoint.size:,} bytes, no damage"
 
 
-def export(file: Path, output: Path, *, form: str | None, force: bool) -> str:
+def export(file: Path, output: Path, *, form: str | None, force: bool, dtype: str | None = None) -> str:
     """Write the model of a checkpoint, and return one line about it.
 
     Args:
         form: ``torch``, ``safetensors``, or None for what the output's suffix says.
         force: true if an existing output is overwritten.
+        dtype: of all floating point tensors, by its name in torch; ``None``: as they are.
 
     Raises:
         StateError: the checkpoint is damaged.
@@ -79,9 +83,7 @@ def export(file: Path, output: Path, *, form: str | None, force: bool) -> str:
         raise ConfigError(f"{output} is the checkpoint itself; choose another name")
     if output.exists() and not force:
         raise _exists(output)
-    tensors = model_of(read(file))
-    if not tensors:
-        raise ConfigError(f"{file} has no parameters and no buffers of a model")
+    tensors = _tensors_in(file, dtype)
     try:
         with (replacing if force else creating)(output, mode=PUBLIC) as opened:
             (_write_torch if form == TORCH else _write_safetensors)(opened, tensors)
@@ -92,6 +94,58 @@ def export(file: Path, output: Path, *, form: str | None, force: bool) -> str:
             f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
         ) from None
     return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
+
+
+def export_like(file: Path, output: Path, like: Path, *, dtype: str | None = None) -> str:
+    """Make a folder of Hugging Face's kind with the model of a checkpoint, and return one line about it.
+
+    Args:
+        like: a folder of the same model, or of the same adapters, as ``save_pretrained`` writes it. All of it but its
+            weights is copied.
+        dtype: see :func:`export`.
+
+    Raises:
+        StateError: the checkpoint is damaged.
+        ConfigError: ``like`` is no such folder, or the output exists or cannot be written.
+    """
+    if (like / "adapter_config.json").is_file():
+        name = "adapter_model.safetensors"
+    elif (like / "config.json").is_file():
+        name = "model.safetensors"
+    else:
+        raise ConfigError(
+            f"--like {like} has no config.json and no adapter_config.json: save_pretrained writes them"
+        )
+    # Within a model, adapters have a name, by which several can be told apart. In their own file they have none.
+    tensors = {each.replace(".default.", "."): t for each, t in _tensors_in(file, dtype).items()}
+    try:
+        output.mkdir(parents=True)
+        for each in sorted(like.iterdir()):
+            if each.is_file() and each.suffix not in _WEIGHTS and not each.name.endswith(".index.json"):
+                shutil.copyfile(each, output / each.name)
+        with creating(output / name, mode=PUBLIC) as opened:
+            _write_safetensors(opened, tensors)
+    except FileExistsError:
+        raise ConfigError(f"{output} exists; name a folder that does not") from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
+        ) from None
+    return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
+
+
+def _tensors_in(file: Path, dtype: str | None) -> dict[str, torch.Tensor]:
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    tensors = model_of(read(file))
+    if not tensors:
+        raise ConfigError(f"{file} has no parameters and no buffers of a model")
+    if dtype is None:
+        return tensors
+    return {
+        name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def model_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

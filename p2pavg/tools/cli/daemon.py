@@ -298,9 +298,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
         if training is not None:
             assert options.member is not None
             assert home is not None  # `p2pavg join` always has one
-            end = await train(
-                peer, home, options.member.run, options.member.access, training, life.told_to_leave
-            )
+            end = await train(peer, home, options.member.run, options.member.access, training, life)
             if end.is_error:
                 raise ConfigError(
                     end.why, remedy="tell the run's operator; `job.log` has the program's words"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
@@ -19,6 +18,7 @@ from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.strategies import job as program
+from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.jobs.fence import (
     HANDED,
     JOB,
@@ -47,12 +47,9 @@ async def train(
     run: RunFile,
     access: RunAccess,
     options: TrainingOptions,
-    told_to_leave: Callable[[], Awaitable[None]],
+    life: DaemonProcess,
 ) -> JobEnd:
     """Fetch the job, ask the user, and train until the program has ended or this process is told to leave.
-
-    Args:
-        told_to_leave: waits until this process is told to leave.
 
     Raises:
         ConfigError: the user does not agree, or something of this machine is in the way.
@@ -65,7 +62,7 @@ async def train(
 
             async def stop_when_told() -> None:
                 nonlocal is_told
-                await told_to_leave()
+                await life.told_to_leave()
                 is_told = True
                 if program is not None:
                     program.stop(STOPPED)
@@ -74,6 +71,7 @@ async def train(
 
             nursery.start_soon(stop_when_told)
             versions = JobVersions(peer, home, run, access, options)
+            life.given = versions.given
             job = await versions.ready(await versions.to_start())
             transport = peer.context.transport
             # While no program serves this peer's protocols, others get the job from this process.
@@ -94,6 +92,7 @@ async def train(
                 ) as gate,
             ):
                 nursery.start_soon(versions.hear, gate)
+                nursery.start_soon(versions.say_given)
                 while True:
                     places = await versions.lay_out(job)
                     program = _started(job, places, gate, run, home.folder / "job.log")

@@ -30,6 +30,7 @@ from p2pavg.tools.control.service import control_handler
 from p2pavg.tools.daemon.notify import READY, STOPPING, notify, reloading
 from p2pavg.tools.daemon.progress import in_words, progress_of
 from p2pavg.tools.daemon.words import helped
+from p2pavg.tools.jobs.given import GivenWork
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class DaemonProcess:
         self.restarts = False
         """True if the daemon was told to start again when it has ended."""
         self.helping: HelpedRounds | None = None
+        self.given: GivenWork | None = None
+        """Set where this machine trains with the run's job."""
         self._peer: Peer | None = None
         self._began = trio.current_time()
         self._scope = trio.CancelScope()
@@ -183,6 +186,7 @@ class DaemonProcess:
             bytes_sent=0 if helping is None else helping.bytes_sent,
             bytes_received=0 if helping is None else helping.bytes_received,
             certificate_expires=expires,
+            training="" if self.given is None else _printable(self.given.sentence),
             refusal="" if peer is None else _printable(self._refusal(peer) or ""),
         )
 

@@ -61,7 +61,8 @@ def as_lines(home: str, status: DaemonStatus) -> list[str]:
         *(("address" if not i else "", address) for i, address in enumerate(status.addresses)),
         ("reachability", status.reachability),
         ("peers", f"{count(status.peers, 'other peer')} of the network, {status.run_peers} of the run"),
-        ("rounds", f"{helped(status.rounds, status.failed_rounds)}; reduced {status.elements:,} elements"),
+        ("training", status.training),
+        ("rounds", "" if status.training else _rounds(status)),
         (
             "traffic",
             f"{in_bytes(status.bytes_sent)} sent, {in_bytes(status.bytes_received)} received in rounds",
@@ -72,6 +73,10 @@ def as_lines(home: str, status: DaemonStatus) -> list[str]:
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {text}" for name, text in rows if text]
+
+
+def _rounds(status: DaemonStatus) -> str:
+    return f"{helped(status.rounds, status.failed_rounds)}; reduced {status.elements:,} elements"
 
 
 def helped(rounds: int, failed: int) -> str:

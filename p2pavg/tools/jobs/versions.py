@@ -10,10 +10,13 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import ConfigError, P2PAvgError, RemoteProtocolError, StateError
+from p2pavg import verify_certificate
+from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, RemoteProtocolError, StateError
 from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text
 from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.peer_text import PeerText
+from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
 from p2pavg.optim.coordination.job_change import NOTE
 from p2pavg.peer.joining.carrying import fetch_job
@@ -35,6 +38,7 @@ from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.records.notices import look, releases_of
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.state.joiner.fetching import DownloadProgress
+from p2pavg.tools.daemon.life import TOTALS_SECONDS
 from p2pavg.tools.jobs.archive import unpack_job
 from p2pavg.tools.jobs.environment import make_environment
 from p2pavg.tools.jobs.fence import (
@@ -43,6 +47,7 @@ from p2pavg.tools.jobs.fence import (
     python_places,
 )
 from p2pavg.tools.jobs.folder import write_folder
+from p2pavg.tools.jobs.given import GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest
 from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
@@ -111,18 +116,48 @@ class JobVersions:
         self._next: ReadyJob | P2PAvgError | None = None
         self._is_prepared = trio.Event()
         self.handed = make_folder(home.folder / "handed")
+        self._given_file = home.folder / "given"
+        self.given = GivenWork()
+        """The work of all starts."""
+        if self._given_file.exists():
+            self.given = read_given(read_text(self._given_file, "file of what was given", max_bytes=4096))
 
     def _note_newer(self) -> None:
         self._newer.set()
         self._newer = trio.Event()
 
     async def hear(self, gate: Gate) -> None:
-        """Take the releases that the program's peer has read, until cancelled. Only the signature counts."""
-        async for notice in gate.notices:
+        """Take what the program's peer tells, until cancelled. Only signatures count, and of the loss its own word."""
+        async for told in gate.told:
             try:
-                self._known.learn(decode_release(notice, self._run.authority, self._run.run_id))
-            except RemoteProtocolError as error:
-                logger.warning("the program tells of a release that counts for nothing: %s", error)
+                match told:
+                    case TellNotice(notice):
+                        self._known.learn(decode_release(notice, self._run.authority, self._run.run_id))
+                    case TellUpdate(epoch, certificate, metric, value):
+                        if certificate:
+                            shown = verify_certificate(certificate)
+                            self.given.took(self._peer.id, shown.group_id, shown.weights)
+                        self.given.measured(epoch, PeerText(metric), value)
+            except (RemoteProtocolError, CertificateError) as error:
+                logger.warning("the program tells of something that counts for nothing: %s", error)
+
+    async def say_given(self) -> None:
+        """Say and keep each minute what this machine has given, until cancelled; once more then."""
+        began, before = trio.current_time(), self.given.seconds
+        said = ""
+        try:
+            while True:
+                await trio.sleep(TOTALS_SECONDS)
+                self.given.seconds = before + trio.current_time() - began
+                if (sentence := self.given.sentence) != said:
+                    tell(sentence)
+                said = sentence
+                keep_file(self._given_file, self.given.text.encode(), mode=PRIVATE)
+        finally:
+            self.given.seconds = before + trio.current_time() - began
+            keep_file(self._given_file, self.given.text.encode(), mode=PRIVATE)
+            if self.given.updates:
+                tell(self.given.sentence)
 
     def has_newer(self, release: JobRelease) -> bool:
         """Return whether the authority has released a newer version."""

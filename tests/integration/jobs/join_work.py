@@ -130,13 +130,20 @@ def call(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def make_run(tmp_path: Path, *, address: str = "127.0.0.1", count: int = 2) -> tuple[str, list[str]]:
-    """Make a run with a job in a folder; return the job's hash, and links."""
-    job = tmp_path / "job"
-    job.mkdir()
-    (job / "job.toml").write_text(MANIFEST)
-    (job / "train.py").write_text(TRAIN.replace("FOLDER", str(tmp_path)))
-    root = re.search(r"root ([0-9a-f]{64})", call(tmp_path, "job", "pack", "job", "-o", "line.job"))
+def make_run(
+    tmp_path: Path, *, address: str = "127.0.0.1", count: int = 2, job: Path | None = None
+) -> tuple[str, list[str]]:
+    """Make a run with a job in a folder; return the job's hash, and links.
+
+    Args:
+        job: its folder; ``None``: a new one of a job that finds a straight line.
+    """
+    if job is None:
+        job = tmp_path / "job"
+        job.mkdir()
+        (job / "job.toml").write_text(MANIFEST)
+        (job / "train.py").write_text(TRAIN.replace("FOLDER", str(tmp_path)))
+    root = re.search(r"root ([0-9a-f]{64})", call(tmp_path, "job", "pack", str(job), "-o", "line.job"))
     assert root is not None
     made = call(
         tmp_path, "run", "create", "lab", "--job", "line.job", "--address", address, "--count", str(count)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs.fences import needs_fence
-from tests.integration.jobs.join_work import COMMAND, WATCHDOG_SECONDS, make_run, started
+from tests.integration.jobs.join_work import COMMAND, WATCHDOG_SECONDS, call, make_run, started
 
 pytestmark = pytest.mark.processes
 
@@ -39,10 +39,17 @@ def test_two_volunteers_join_by_links_and_one_comes_back(run: tuple[Path, str, l
             assert "the job is here" in first.text
             assert "lab: sees the home folder's files: False" in first.text
             assert "lab: sees the folder that it was started in: False" in first.text
+            shown = call(folder, "status", "--home", "first")
+            assert re.search("training +update [0-9]+, loss .* this machine gave [0-9]+ samples in", shown), (
+                shown
+            )
             # Ctrl-C: the program hears of it through the gate, and ends in order.
             first.process.send_signal(signal.SIGINT)
             assert first.end() == 0
             assert "stopped by its user" in first.text
+            assert re.search(
+                "this machine gave [0-9]+ samples in [0-9]+ updates?, [0-9]+% of theirs", first.text
+            )
             assert "Traceback" not in first.text
         # The same command again, with the link that was used: the agreement was kept, and needs no option.
         with (

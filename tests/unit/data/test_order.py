@@ -61,7 +61,7 @@ class TestCompleteness:
         def largest(key: np.uint64, counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
             return np.full_like(counters, WORD - 1)
 
-        monkeypatch.setattr("p2pavg.data._split_mix", largest)
+        monkeypatch.setattr("p2pavg.data.order._split_mix", largest)
         for length in (9, 1000):
             assert sorted(PeerSampler(length, peer_id="a")) == list(range(length))
 

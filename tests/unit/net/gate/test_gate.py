@@ -20,8 +20,8 @@ from p2pavg.base.errors import (
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.gate.client import GateSigner, open_gate_transport
-from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature, news_of
-from p2pavg.net.gate.server import MAX_NOTICES, Gate, open_gate
+from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature, TellNotice, news_of
+from p2pavg.net.gate.server import MAX_TOLD, Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.nat.reach.reachability import NOT_ASKED
 from p2pavg.net.transport import Stream, Transport
@@ -356,10 +356,10 @@ async def test_a_gate_that_stands_still_costs_wishes_only(folder: Path) -> None:
 async def test_a_program_tells_of_notices_and_one_that_floods_fills_nothing(folder: Path) -> None:
     async with open_gate_alone(folder) as (path, gate, _), open_gate_transport(path) as transport:
         for number in range(100):
-            transport.tell_notice(bytes([number]))
+            transport.tell(TellNotice(bytes([number])))
         with trio.fail_after(10):
-            assert await gate.notices.receive() == b"\0"
-        while gate.notices.statistics().current_buffer_used < MAX_NOTICES:
-            transport.tell_notice(b"more")
+            assert await gate.told.receive() == TellNotice(b"\0")
+        while gate.told.statistics().current_buffer_used < MAX_TOLD:
+            transport.tell(TellNotice(b"more"))
             await trio.sleep(0.01)
         assert gate.attached

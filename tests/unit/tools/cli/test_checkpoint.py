@@ -149,3 +149,54 @@ class TestExport:
         write_checkpoint(Path(FILE), 12, Content(), OWN)
         assert "has no parameters and no buffers" in lab.fails("checkpoint", "export", FILE, "model.pt")
         assert os.listdir() == [FILE]
+
+
+class TestExportLike:
+    """Folders of Hugging Face's kind. ``tests/integration/jobs/test_lora.py`` loads one with peft."""
+
+    def test_settings_go_along_and_weights_do_not(self, lab: Commands) -> None:
+        like = Path("base")
+        like.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "pytorch_model.bin"):
+            (like / name).write_text(name)
+        said = lab.succeeds("checkpoint", "export", FILE, "out", "--like", "base", "--dtype", "bfloat16")
+        assert said.startswith("made out: 6 tensors of update 12")
+        assert sorted(each.name for each in Path("out").iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ]
+        found = safetensors.torch.load_file("out/model.safetensors")
+        wanted = {name: t for name, t in model().state_dict().items() if t.is_floating_point()}
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, wanted[name].bfloat16())
+
+    def test_adapters_lose_the_name_that_they_have_in_their_model(self, lab: Commands) -> None:
+        adapters = Content({"parameter/base.q.lora_A.default.weight": torch.ones(2, 2)}, {})
+        write_checkpoint(Path(FILE), 12, adapters, OWN)
+        Path("like").mkdir()
+        Path("like/adapter_config.json").write_text("{}")
+        lab.succeeds("checkpoint", "export", FILE, "out", "--like", "like")
+        assert set(safetensors.torch.load_file("out/adapter_model.safetensors")) == {"base.q.lora_A.weight"}
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            (["--like", "nothing"], "--like nothing has no config.json"),
+            (["--like", "like", "--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16"),
+            (["--like", "like", "--force"], "leave out --format and --force"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, lab: Commands, options: list[str], named: str) -> None:
+        Path("like").mkdir()
+        Path("like/config.json").write_text("{}")
+        assert named in lab.fails("checkpoint", "export", FILE, "out", *options)
+        assert not Path("out").exists()
+
+    def test_a_folder_is_never_overwritten(self, lab: Commands) -> None:
+        for name in ("like", "out"):
+            Path(name).mkdir()
+        Path("like/config.json").write_text("{}")
+        assert "out exists" in lab.fails("checkpoint", "export", FILE, "out", "--like", "like")
+        assert not list(Path("out").iterdir())

@@ -28,6 +28,7 @@ STATUS = DaemonStatus(
     bytes_sent=123_456_789,
     bytes_received=987,
     certificate_expires=1_900_000_000.0,
+    training="",
     refusal="",
 )
 

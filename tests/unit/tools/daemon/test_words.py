@@ -97,3 +97,9 @@ def test_json_has_every_field() -> None:
     assert (found["code"], found["connected"]) == (0, True)
     assert found["rounds"] == 17
     assert found["addresses"] == list(STATUS.addresses)
+
+
+def test_a_machine_that_trains_shows_that_in_place_of_helped_rounds() -> None:
+    lines = as_lines("/home", status(training="update 5, loss 2.5; this machine gave 50 samples"))
+    assert "training      update 5, loss 2.5; this machine gave 50 samples" in lines
+    assert not any(line.startswith("rounds") for line in lines)

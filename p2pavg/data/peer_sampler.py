@@ -1,4 +1,4 @@
-"""Data without a coordinator: each peer draws its own samples, and a data set is cut into fixed shards.
+"""Samples that each peer draws by itself, and fixed shards of a data set.
 
 **The order.** In each epoch all peers of a run share one pseudo-random order of the samples, which follows from the
 seed, the epoch and the number of samples. Each peer begins at a place of its own in this order, which follows from its
@@ -6,15 +6,7 @@ id as well, goes on from there, and continues at the front when it reaches the e
 nothing, so they may come and go at any time. Sample number ``i`` of the order is computed, not looked up: no memory
 grows with the data.
 
-* The order is a generalised Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers with Arbitrary Finite
-  Domains"). It permutes the cells of a grid that is nearly a square and has at least as many cells as there are
-  samples. A place that leads to a cell without a sample goes through the network again.
-* It has 24 rounds, as many as the one with which Thrust shuffles (Mitchell et al. 2021, "Bandwidth-Optimal Random
-  Shuffling for GPUs"). With these, all orders of 8 samples are equally likely up to a total variation distance of
-  0.004; 10 rounds would leave 0.16. Round ``r`` adds output number ``x`` of SplitMix64 (Steele, Lea and Flood 2014),
-  seeded with key ``r``.
-* Keys and first places are bits of SHAKE-256. Nothing depends on a random generator of torch, numpy or Python, so the
-  order is the same on every machine and in every version.
+The order is that of :mod:`p2pavg.data.order`.
 
 **The expected overlap.** N peers have each taken k of n samples in an epoch. A first place is as good as uniform, and
 independent of the others, so a sample is with a given peer with probability k/n. The peers are then expected to have
@@ -35,24 +27,21 @@ No I/O, no clock.
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, TypeVar, overload
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset, Sampler, Subset
 
-__all__ = ["PeerSampler", "shard"]
+from p2pavg.data.order import (
+    MAX_NUMBER,
+    SCHEME,
+    SampleOrder,
+    check_number,
+    check_peer_id,
+    length_of,
+)
 
 _Item = TypeVar("_Item")
-_Words = npt.NDArray[np.uint64]
-
-_SCHEME = 1  # in every saved state: another order of the samples needs another number
-_MAX_LENGTH = 2**62  # cells of the grid are counted in 64 bits
-_MAX_NUMBER = 2**63
-_ROUNDS = 24
 _BLOCK = 1024  # samples that are computed together: few enough to wait for, enough for numpy to be fast
 
 
@@ -96,13 +85,13 @@ class PeerSampler(Sampler[int]):
     def __init__(
         self, dataset_or_length: Sized | int, *, peer_id: str, seed: int = 0, epoch: int = 0
     ) -> None:
-        self._length = _length_of(dataset_or_length)
+        self._length = length_of(dataset_or_length)
         if self._length < 1:
             raise ValueError("dataset_or_length must have at least one sample")
-        _check_number("seed", seed, 1 - _MAX_NUMBER, _MAX_NUMBER - 1)
-        _check_number("epoch", epoch, 0, _MAX_NUMBER - 1)
-        _check_peer_id(peer_id)
-        self._seed = seed
+        check_number("seed", seed, 1 - MAX_NUMBER, MAX_NUMBER - 1)
+        check_number("epoch", epoch, 0, MAX_NUMBER - 1)
+        check_peer_id(peer_id)
+        self._order = SampleOrder(self._length, seed)
         self._peer_id = peer_id
         self._position = epoch * self._length
         self._block: list[int] = []
@@ -141,9 +130,9 @@ class PeerSampler(Sampler[int]):
         Raises:
             ValueError: ``peer_id`` is no text, or empty.
         """
-        _check_peer_id(peer_id)
-        own = self._first_place(self.epoch, self._peer_id)
-        return (self._first_place(self.epoch, peer_id) - own) % self._length
+        check_peer_id(peer_id)
+        own = self._order.first_place(self.epoch, self._peer_id)
+        return (self._order.first_place(self.epoch, peer_id) - own) % self._length
 
     def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
         """Return the state after ``position`` samples, as plain numbers and text.
@@ -157,7 +146,7 @@ class PeerSampler(Sampler[int]):
         """
         if position is None:
             position = self._position
-        _check_number("position", position, 0, self._position)
+        check_number("position", position, 0, self._position)
         return {**self._identity(), "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,11 +162,11 @@ class PeerSampler(Sampler[int]):
         for name, own in identity.items():
             if state[name] != own:
                 raise ValueError(f"state has {name} {state[name]!r}, this sampler has {own!r}")
-        _check_number("position", state["position"], 0, _MAX_NUMBER * self._length)
+        check_number("position", state["position"], 0, MAX_NUMBER * self._length)
         self._position = state["position"]
 
     def _identity(self) -> dict[str, Any]:
-        return {"scheme": _SCHEME, "length": self._length, "seed": self._seed, "peer_id": self._peer_id}
+        return {"scheme": SCHEME, "length": self._length, "seed": self._order.seed, "peer_id": self._peer_id}
 
     def _take(self) -> int:
         epoch, place = divmod(self._position, self._length)
@@ -190,19 +179,8 @@ class PeerSampler(Sampler[int]):
 
     def _computed(self, epoch: int, start: int) -> list[int]:
         count = min(_BLOCK, self._length - start)
-        first = (self._first_place(epoch, self._peer_id) + start) % self._length
-        places = (np.arange(count, dtype=np.uint64) + np.uint64(first)) % np.uint64(self._length)
-        keys = np.frombuffer(self._bits("keys", epoch, "", 8 * _ROUNDS), dtype="<u8").astype(np.uint64)
-        samples: list[int] = _permuted(places, self._length, keys).tolist()
-        return samples
-
-    def _first_place(self, epoch: int, peer_id: str) -> int:
-        # 16 bytes, so that the remainder favours no place by more than 2^-66.
-        return int.from_bytes(self._bits("first place", epoch, peer_id, 16), "little") % self._length
-
-    def _bits(self, purpose: str, epoch: int, peer_id: str, size: int) -> bytes:
-        text = f"p2pavg/data/{_SCHEME}\n{purpose}\n{self._seed}\n{epoch}\n{self._length}\n{peer_id}"
-        return hashlib.shake_256(text.encode()).digest(size)
+        first = (self._order.first_place(epoch, self._peer_id) + start) % self._length
+        return self._order.samples(epoch, first, count)
 
 
 @overload
@@ -232,74 +210,8 @@ def shard(dataset_or_length: Dataset[_Item] | int, index: int, count: int) -> Su
     Raises:
         ValueError: an argument is out of range; the message names it.
     """
-    length = _length_of(dataset_or_length)
-    _check_number("count", count, 1, _MAX_NUMBER - 1)
-    _check_number("index", index, 0, count - 1)
+    length = length_of(dataset_or_length)
+    check_number("count", count, 1, MAX_NUMBER - 1)
+    check_number("index", index, 0, count - 1)
     indices = range(index, length, count)
     return indices if isinstance(dataset_or_length, int) else Subset(dataset_or_length, indices)
-
-
-def _length_of(dataset_or_length: object) -> int:
-    if isinstance(dataset_or_length, Sized):
-        length = len(dataset_or_length)
-    elif isinstance(dataset_or_length, int):
-        length = dataset_or_length
-    else:
-        raise ValueError(f"dataset_or_length must have a length, got {type(dataset_or_length).__name__}")  # noqa: TRY004
-    _check_number("dataset_or_length", length, 0, _MAX_LENGTH)
-    return length
-
-
-def _check_number(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
-
-
-def _check_peer_id(peer_id: object) -> None:
-    if not isinstance(peer_id, str) or not peer_id:
-        raise ValueError(f"peer_id must be a text that is not empty, got {peer_id!r}")
-    if not peer_id.isprintable():  # also not half a character, which has no bytes to hash
-        raise ValueError(f"peer_id must be printable, got {peer_id!r}")
-
-
-def _permuted(places: _Words, length: int, keys: _Words) -> _Words:
-    """Return the samples at these places of the order that the keys define.
-
-    Args:
-        places: shape (m,), each below ``length``.
-        length: number of samples, from 1 to 2^62.
-        keys: shape (rounds,).
-
-    Returns:
-        Shape (m,), each below ``length``. All places together give every sample once.
-    """
-    rows = math.isqrt(length - 1) + 1
-    rows += rows % 2  # if both sides were odd, every round would be an even permutation
-    columns = -(-length // rows)
-    cells = _feistel(places, rows, columns, keys)
-    # The cells that one place runs through form a cycle in which its own place lies, so the walk ends.
-    while (outside := cells >= np.uint64(length)).any():
-        cells[outside] = _feistel(cells[outside], rows, columns, keys)
-    return cells
-
-
-def _feistel(cells: _Words, rows: int, columns: int, keys: _Words) -> _Words:
-    """Permute the cells of the grid: each round changes their row as their column says, or the other way round."""
-    sizes = np.array([rows, columns], dtype=np.uint64)
-    halves = [cells // sizes[1], cells % sizes[1]]
-    for number, key in enumerate(keys):
-        changed = number % 2
-        # The remainder is taken before the sum, which would wrap at 2^64 and map two cells to one.
-        shift = _split_mix(key, halves[1 - changed]) % sizes[changed]
-        halves[changed] = (halves[changed] + shift) % sizes[changed]
-    result: _Words = halves[0] * sizes[1] + halves[1]
-    return result
-
-
-def _split_mix(key: np.uint64, counters: _Words) -> _Words:
-    """Return the outputs of SplitMix64 with seed ``key`` at these counters; its arithmetic is modulo 2^64."""
-    mixed = counters * np.uint64(0x9E3779B97F4A7C15) + key
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    result: _Words = mixed ^ (mixed >> np.uint64(31))
-    return result

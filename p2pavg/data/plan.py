@@ -1,0 +1,220 @@
+"""The plan by which the peers of a run take each sample of an epoch once. No I/O, no clock.
+
+All peers follow the same updates, and each update's certificate says how many samples each of its members contributed.
+From this alone they all make the same plan, and anyone can make it again from the certificates:
+
+* Each member has a *lane*: the places of the epoch's order (:mod:`p2pavg.data.order`) that it takes next. An update
+  covers as many places at the front of each member's lane as the member contributed samples.
+* A lane that has fewer places than two such updates need is filled up to four from the *rest* of the epoch. When the
+  rest is dealt out, the next epoch begins.
+* The lane of a member that was not in an update goes back to the front of the rest: what died with it is taken by
+  others.
+* A peer that has no lane yet, or has taken more than its lane held, takes places of the epoch that has not begun: from
+  a place on that follows from its id, without those that are covered already. When that epoch begins, they are not in
+  it.
+
+So an epoch's samples are all covered, and none twice, except where two such peers meet in the epoch to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeAlias
+
+from p2pavg.data.order import MAX_NUMBER, SCHEME, SampleOrder
+
+FEW_UPDATES = 2
+"""A lane with places for fewer updates than this is filled up: a peer may be faster in the next one."""
+MANY_UPDATES = 4
+MAX_LANES = 1024
+"""Of a plan that another peer sent. A group has at most 64 members."""
+MAX_PIECES = 100_000
+"""In all lanes and the rest of such a plan."""
+
+Piece: TypeAlias = tuple[int, int, int]
+"""Epoch, first place, and the place after the last one."""
+
+
+class EpochPlan:
+    """The lanes of a run's members.
+
+    Args:
+        order: of the samples.
+    """
+
+    def __init__(self, order: SampleOrder) -> None:
+        self.order = order
+        self.begun = 0
+        """Number of epochs that have begun."""
+        self._lanes: dict[str, list[Piece]] = {}
+        self._rest: list[Piece] = []
+        self._early: list[tuple[int, int]] = []
+        """Places of the epoch to come that are covered: disjoint, in ascending order, as first and end."""
+
+    def took(self, contributed: Mapping[str, float]) -> None:
+        """Note an update.
+
+        Args:
+            contributed: samples of each member that contributed any, by its id.
+        """
+        # What one member claims uses up no more than one epoch.
+        counts = {
+            peer: min(round(samples), self.order.length)
+            for peer, samples in sorted(contributed.items())
+            if round(samples) > 0
+        }
+        early = list(self._early)
+        for peer, count in counts.items():
+            beyond = count - _size(_cut(self._lanes.setdefault(peer, []), count))
+            # By what was covered before this update, which is all that each of them knew when it took them. Where two
+            # meet, samples are repeated.
+            early += [(first, end) for _, first, end in _cut(list(self._early_places(peer)), beyond)]
+        self._early = _joined(early)
+        gone = sorted(self._lanes.keys() - counts.keys())
+        self._rest = [*chain.from_iterable(self._lanes.pop(peer) for peer in gone), *self._rest]
+        for peer, count in counts.items():
+            lane = self._lanes.setdefault(peer, [])
+            missing = MANY_UPDATES * count - _size(lane)
+            if missing > (MANY_UPDATES - FEW_UPDATES) * count:
+                lane += self._deal(missing)
+
+    def _early_places(self, peer: str) -> Iterator[Piece]:
+        """Return the places that a peer takes from the epoch that has not begun."""
+        start = self.order.first_place(self.begun, peer)
+        free, before = [], 0
+        for first, end in (*self._early, (self.order.length, self.order.length)):
+            if before < first:
+                free.append((before, first))
+            before = end
+        for first, end in free:
+            if end > start:
+                yield self.begun, max(first, start), end
+        for first, end in free:
+            if first < start:
+                yield self.begun, first, min(end, start)
+
+    def _deal(self, count: int) -> list[Piece]:
+        found: list[Piece] = []
+        while (missing := count - _size(found)) > 0:
+            if not self._rest:
+                self._begin_epoch()
+            found += _cut(self._rest, missing)
+        return found
+
+    def _begin_epoch(self) -> None:
+        before = 0
+        for first, end in (*self._early, (self.order.length, self.order.length)):
+            if before < first:
+                self._rest.append((self.begun, before, first))
+            before = end
+        self._early = []
+        self.begun += 1
+
+    def places(self, peer: str) -> Iterator[Piece]:
+        """Return the places that a peer takes next, in order, until all of the epoch that has not begun are used up."""
+        yield from self._lanes.get(peer, ())
+        yield from self._early_places(peer)
+
+    # ------------------------------------------------------------------ states
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What all peers need alike."""
+        return {"scheme": SCHEME, "length": self.order.length, "seed": self.order.seed}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the plan as plain values."""
+        return {
+            **self.identity,
+            "begun": self.begun,
+            "lanes": {peer: [list(piece) for piece in lane] for peer, lane in self._lanes.items()},
+            "rest": [list(piece) for piece in self._rest],
+            "early": [list(each) for each in self._early],
+        }
+
+    def is_of(self, saved: object) -> bool:
+        """Return whether saved values are of the same data."""
+        return isinstance(saved, Mapping) and all(
+            saved.get(name) == own for name, own in self.identity.items()
+        )
+
+    def loaded(self, saved: object) -> EpochPlan:
+        """Return a plan from the values of :meth:`saved`, which may come from another peer.
+
+        Raises:
+            ValueError: they are malformed, or of other data.
+        """
+        names = {*self.identity, "begun", "lanes", "rest", "early"}
+        if not isinstance(saved, Mapping) or set(saved) != names:
+            raise ValueError("data: it is no plan of an epoch")
+        if not self.is_of(saved):
+            raise ValueError(f"data: it is of other data than {self.identity}")
+        found = EpochPlan(self.order)
+        if not _is_number(saved["begun"], MAX_NUMBER):
+            raise ValueError("data: it has no number of epochs")
+        found.begun = saved["begun"]
+        lanes = saved["lanes"]
+        if not isinstance(lanes, Mapping) or len(lanes) > MAX_LANES:
+            raise ValueError("data: its lanes are malformed")
+        pieces = [saved["rest"], *lanes.values()]
+        if not all(isinstance(each, list) for each in (*pieces, saved["early"])):
+            raise ValueError("data: its lanes are malformed")
+        if sum(map(len, pieces)) + len(saved["early"]) > MAX_PIECES:
+            raise ValueError(f"data: it has more than {MAX_PIECES} pieces")
+        found._rest, *own = [[self._piece(piece, found.begun) for piece in each] for each in pieces]
+        for peer, lane in zip(lanes, own, strict=True):
+            if not isinstance(peer, str):
+                raise ValueError("data: its lanes are malformed")  # noqa: TRY004 - what a peer sends is no type of ours
+            found._lanes[peer] = lane
+        early = [
+            self._piece([0, *each] if isinstance(each, list) else each, 1)[1:] for each in saved["early"]
+        ]
+        if _joined(early) != early:
+            raise ValueError("data: the places that are covered early are out of order")
+        found._early = early
+        return found
+
+    def _piece(self, saved: object, begun: int) -> Piece:
+        if not isinstance(saved, list) or len(saved) != 3:
+            raise ValueError("data: a piece of its plan is malformed")
+        epoch, first, end = saved
+        if not (
+            _is_number(epoch, begun - 1) and _is_number(end, self.order.length) and _is_number(first, end - 1)
+        ):
+            raise ValueError("data: a piece of its plan is out of range")
+        return epoch, first, end
+
+
+def _is_number(value: object, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _size(pieces: list[Piece]) -> int:
+    return sum(end - first for _, first, end in pieces)
+
+
+def _cut(pieces: list[Piece], count: int) -> list[Piece]:
+    """Remove ``count`` places from the front of some pieces, or all if there are fewer; return them."""
+    found: list[Piece] = []
+    while pieces and count > 0:
+        epoch, first, end = pieces[0]
+        middle = min(end, first + count)
+        found.append((epoch, first, middle))
+        count -= middle - first
+        if middle == end:
+            del pieces[0]
+        else:
+            pieces[0] = (epoch, middle, end)
+    return found
+
+
+def _joined(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same places in ascending order, in as few intervals as there can be."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(places):
+        if found and first <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((first, end))
+    return found

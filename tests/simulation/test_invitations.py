@@ -313,6 +313,16 @@ class TestHostileDelegates:
         with pytest.raises(InvitationError, match=f"a certificate that is not valid: {reason}"):
             await ask_liar(network, AdmissionAnswer(run_file=RUN_FILE.text, certificate=found.data).encode())
 
+    async def test_a_clock_that_is_slow_by_an_hour_is_named(
+        self, autojump_clock: MockClock, network: MemoryNetwork
+    ) -> None:
+        found = RUN.certify(
+            ALICE.peer_id, not_before=simulated_clock() + 3600.0, expires=simulated_clock() + 1e5
+        )
+        with pytest.raises(InvitationError, match=r"this machine.s clock, which says .* is wrong") as error:
+            await ask_liar(network, AdmissionAnswer(run_file=RUN_FILE.text, certificate=found.data).encode())
+        assert "set the clock" in error.value.remedy
+
     async def test_a_delegate_that_never_answers(
         self, autojump_clock: MockClock, network: MemoryNetwork
     ) -> None:

@@ -35,6 +35,7 @@ from p2pavg.runs.membership.certificate import (
     Certificate,
     MemberCertificateError,
     Role,
+    date_of,
     read_certificate,
     refusal,
 )
@@ -268,6 +269,12 @@ def _read_answer(answer: bytes, peer_id: PeerId, delegate: PeerId, now: float) -
     wrong = refusal(said.certificate, authority=run.authority, peer_id=peer_id, now=now)
     if wrong is None and (certificate.issuer is None or certificate.issuer.peer_id != delegate):
         wrong = "another peer has signed it"
+    if wrong is not None and now < certificate.not_before:
+        # Signed a moment ago, by the delegate's clock.
+        raise InvitationError(
+            f"this machine's clock, which says {date_of(now)}, or the delegate's is wrong: {wrong}",
+            remedy="set the clock, and start the command again: the link is still this peer's",
+        )
     if wrong is not None:
         raise InvitationError(f"the delegate sent a certificate that is not valid: {wrong}")
     return run, certificate

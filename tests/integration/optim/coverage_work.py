@@ -43,6 +43,8 @@ def train(member: Member) -> None:
             averager,
             target_batch_size=given["peers"] * given["batch"] * 2,
             peers_to_start=given["start"],
+            # Before the first update no peer knows what the others take: the less each takes, the less they repeat.
+            max_samples_per_peer=given["batch"] * 3,
             state=RunState(model, data=sampler),
             on_update=tell,
         )

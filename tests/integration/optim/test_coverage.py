@@ -67,7 +67,6 @@ def run(
     epochs: int,
     every: float,
     least: float,
-    batch: int = 8,
     batch_seconds: float = 0.05,
 ) -> list[str]:
     """Train for some epochs, with a kill and a join every few seconds; return a line for each epoch.
@@ -78,7 +77,7 @@ def run(
     arguments = {
         "length": length,
         "peers": peers,
-        "batch": batch,
+        "batch": 8,
         "batch_seconds": batch_seconds,
         # What is left of an epoch when the next one has begun is in the lanes of some.
         "epochs": epochs + 1,
@@ -146,6 +145,6 @@ def test_a_small_swarm_takes_each_sample_once(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.long
 def test_eight_peers_take_each_sample_of_ten_epochs_once(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = run(peers=8, length=4000, batch=16, epochs=10, every=5.0, least=MOST)
+    lines = run(peers=8, length=1500, epochs=10, every=5.0, least=MOST)
     with capsys.disabled():
         print("", *lines, sep="\n")

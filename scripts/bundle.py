@@ -54,7 +54,7 @@ def needed(name: str = "p2pavg") -> dict[str, str]:
 def main() -> int:
     """Make the bundle."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bundle", description=__doc__.partition("\\n")[0] if __doc__ else ""
+        prog="scripts/bundle", description=__doc__.partition("\n")[0] if __doc__ else ""
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder to make")
     folder = parser.parse_args().folder.resolve()
@@ -62,7 +62,7 @@ def main() -> int:
         sys.exit(f"p2pavg: {folder} exists; name another folder")
     wheels = folder / "wheels"
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    packages = [f"{name}=={number}" for name, number in sorted(needed().items())]
+    packages = [f"{name}=={number.partition('+')[0]}" for name, number in sorted(needed().items())]
     # One call with nothing to decide. Most are wheels already; the others are built here, from Python alone.
     subprocess.run([*pip, "--wheel-dir", str(wheels), str(ROOT), *packages], check=True)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -5,10 +5,10 @@ From this alone they all make the same plan, and anyone can make it again from t
 
 * Each member has a *lane*: the places of the epoch's order (:mod:`p2pavg.data.order`) that it takes next. An update
   covers as many places at the front of each member's lane as the member contributed samples.
-* A lane that has fewer places than two such updates need is filled up to four from the *rest* of the epoch. When the
+* A lane that has fewer places than three such updates need is filled up to six from the *rest* of the epoch. When the
   rest is dealt out, the next epoch begins.
-* The lane of a member that was not in an update goes back to the front of the rest: what died with it is taken by
-  others.
+* The lane of a member that was in none of four updates goes back to the front of the rest: what died with it is taken
+  by others.
 * A peer that has no lane yet, or has taken more than its lane held, takes places of the epoch that has not begun: from
   a place on that follows from its id, without those that are covered already. When that epoch begins, they are not in
   it.
@@ -22,15 +22,19 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeAlias
 
-from p2pavg.data.order import MAX_NUMBER, SCHEME, SampleOrder
+from p2pavg.data.order import SCHEME, SampleOrder
 
-FEW_UPDATES = 2
-"""A lane with places for fewer updates than this is filled up: a peer may be faster in the next one."""
-MANY_UPDATES = 4
+FEW_UPDATES = 3
+"""A lane with places for fewer updates than this is filled up: a peer may be faster in the next one, and a data loader
+holds some of its places already."""
+MANY_UPDATES = 6
+KEPT_UPDATES = 3
+"""For so many updates the lane of a member is kept that is in none of them: it may have missed one."""
 MAX_LANES = 1024
 """Of a plan that another peer sent. A group has at most 64 members."""
-MAX_PIECES = 100_000
-"""In all lanes and the rest of such a plan."""
+MAX_PIECES = 10_000
+"""In all lanes and the rest of such a plan: an honest one has some for each member."""
+MAX_EPOCHS = 2**40
 
 Piece: TypeAlias = tuple[int, int, int]
 """Epoch, first place, and the place after the last one."""
@@ -48,6 +52,8 @@ class EpochPlan:
         self.begun = 0
         """Number of epochs that have begun."""
         self._lanes: dict[str, list[Piece]] = {}
+        self._absent: dict[str, int] = {}
+        """Updates since those members with a lane were in one that have missed the last."""
         self._rest: list[Piece] = []
         self._early: list[tuple[int, int]] = []
         """Places of the epoch to come that are covered: disjoint, in ascending order, as first and end."""
@@ -69,15 +75,20 @@ class EpochPlan:
             beyond = count - _size(_cut(self._lanes.setdefault(peer, []), count))
             # By what was covered before this update, which is all that each of them knew when it took them. Where two
             # meet, samples are repeated.
-            early += [(first, end) for _, first, end in _cut(list(self._early_places(peer)), beyond)]
+            if beyond:
+                early += [(first, end) for _, first, end in _cut(list(self._early_places(peer)), beyond)]
         self._early = _joined(early)
-        gone = sorted(self._lanes.keys() - counts.keys())
+        self._absent = {
+            peer: self._absent.get(peer, 0) + 1 for peer in sorted(self._lanes.keys() - counts.keys())
+        }
+        gone = [peer for peer, updates in self._absent.items() if updates > KEPT_UPDATES]
+        self._absent = {peer: self._absent[peer] for peer in self._absent.keys() - set(gone)}
         self._rest = [*chain.from_iterable(self._lanes.pop(peer) for peer in gone), *self._rest]
         for peer, count in counts.items():
             lane = self._lanes.setdefault(peer, [])
-            missing = MANY_UPDATES * count - _size(lane)
-            if missing > (MANY_UPDATES - FEW_UPDATES) * count:
-                lane += self._deal(missing)
+            if _size(lane) < FEW_UPDATES * count:
+                # At most an epoch, so that no claim uses up more.
+                lane += self._deal(min(MANY_UPDATES * count, self.order.length) - _size(lane))
 
     def _early_places(self, peer: str) -> Iterator[Piece]:
         """Return the places that a peer takes from the epoch that has not begun."""
@@ -111,6 +122,10 @@ class EpochPlan:
         self._early = []
         self.begun += 1
 
+    def room(self, peer: str) -> int:
+        """Return the number of places in a peer's lane."""
+        return _size(self._lanes.get(peer, []))
+
     def places(self, peer: str) -> Iterator[Piece]:
         """Return the places that a peer takes next, in order, until all of the epoch that has not begun are used up."""
         yield from self._lanes.get(peer, ())
@@ -129,6 +144,7 @@ class EpochPlan:
             **self.identity,
             "begun": self.begun,
             "lanes": {peer: [list(piece) for piece in lane] for peer, lane in self._lanes.items()},
+            "absent": dict(sorted(self._absent.items())),
             "rest": [list(piece) for piece in self._rest],
             "early": [list(each) for each in self._early],
         }
@@ -145,13 +161,13 @@ class EpochPlan:
         Raises:
             ValueError: they are malformed, or of other data.
         """
-        names = {*self.identity, "begun", "lanes", "rest", "early"}
+        names = {*self.identity, "begun", "lanes", "absent", "rest", "early"}
         if not isinstance(saved, Mapping) or set(saved) != names:
             raise ValueError("data: it is no plan of an epoch")
         if not self.is_of(saved):
             raise ValueError(f"data: it is of other data than {self.identity}")
         found = EpochPlan(self.order)
-        if not _is_number(saved["begun"], MAX_NUMBER):
+        if not _is_number(saved["begun"], MAX_EPOCHS):
             raise ValueError("data: it has no number of epochs")
         found.begun = saved["begun"]
         lanes = saved["lanes"]
@@ -167,6 +183,12 @@ class EpochPlan:
             if not isinstance(peer, str):
                 raise ValueError("data: its lanes are malformed")  # noqa: TRY004 - what a peer sends is no type of ours
             found._lanes[peer] = lane
+        absent = saved["absent"]
+        if not isinstance(absent, Mapping) or not all(
+            peer in found._lanes and _is_number(updates, KEPT_UPDATES) for peer, updates in absent.items()
+        ):
+            raise ValueError("data: its absent members are malformed")
+        found._absent = dict(absent)
         early = [
             self._piece([0, *each] if isinstance(each, list) else each, 1)[1:] for each in saved["early"]
         ]

@@ -19,6 +19,7 @@ from p2pavg.allreduce.vector.accumulation import AVERAGED_DTYPES
 from p2pavg.base.errors import AccumulateError, RunEndedError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager, stay
+from p2pavg.data import SharedSampler
 from p2pavg.optim.base.arguments import (
     check_averager,
     check_dtypes,
@@ -82,6 +83,9 @@ class PeerOptimizer(TorchOptimizer):
     _is_mixed: ClassVar[bool] = False
     """True if the peers of a run hold different parameters."""
 
+    _counts_samples: ClassVar[bool] = False
+    """True if the weights of an update are the samples that its members have taken since the one before."""
+
     def __init__(
         self,
         inner: Optimizer | Sequence[Optimizer],
@@ -139,16 +143,21 @@ class PeerOptimizer(TorchOptimizer):
         self._touched = TouchedCheck(())
         # The check hooks autograd's accumulation, which FSDP goes around.
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
-        if (
-            run_state is not None
-            and run_state.data is not None
-            and (self._is_mixed or self._ranks.are_several)
-        ):
-            raise ValueError(
-                "data cannot be used with a process_group, or with peers that mix: they have no common updates of whole"
-                " samples. Use p2pavg.data.PeerSampler"
-            )
+        if run_state is not None and run_state.data is not None:
+            self._check_data(run_state.data, averager)
         averager.clear()  # contributions of an earlier optimizer
+
+    def _check_data(self, data: SharedSampler, averager: Averager) -> None:
+        """Raise ValueError if the updates do not tell which samples were taken, or the sampler is another peer's."""
+        if not self._counts_samples or self._ranks.are_several or averager.config.participation is not None:
+            raise ValueError(
+                "data can be used with an AveragedOptimizer only, without a process_group and without participation:"
+                " other updates do not tell which samples were taken. Use p2pavg.data.PeerSampler"
+            )
+        if data.peer_id != averager.peer_id:
+            raise ValueError(
+                f"data is a sampler of the peer {data.peer_id!r}: make it with peer_id=averager.peer_id"
+            )
 
     def _join(
         self,
@@ -237,6 +246,11 @@ class PeerOptimizer(TorchOptimizer):
         return self._batches.is_pending
 
     @property
+    def shares_data(self) -> bool:
+        """True if a :class:`~p2pavg.data.SharedSampler` is told of each update."""
+        return self._run_state is not None and self._run_state.data is not None
+
+    @property
     def are_several(self) -> bool:
         """True if this peer's ranks each have an optimizer, for their own parts of the parameters."""
         return self._ranks.are_several
@@ -298,7 +312,7 @@ class PeerOptimizer(TorchOptimizer):
         )
         if self._run_state is not None and self._run_state.data is not None:
             # All of them have to cover the same samples.
-            rules = (*rules, ("data", self._run_state.data.plan.identity))
+            rules = (*rules, *named("data", tuple(self._run_state.data.plan.identity.items())))
         # Peers of two versions may train with the same settings, and must not share a group.
         if version := self._averager.config.version:
             rules = (*rules, (VERSION, version))
@@ -346,6 +360,8 @@ class PeerOptimizer(TorchOptimizer):
                 )
             # The round may run on one rank only. Ranks whose reports differ in this take part in other collectives.
             return self._training.report(goes_on=self._any_running())
+        if self._run_state is not None and self._run_state.data is not None:
+            self._run_state.data.stepped(batch.samples)
         # All ranks leave the batch out if one has to: else their shards would count different batches. An overflow is
         # told before a bad metric: the loss of the same batch often is infinite as well.
         if scaled and not self._ranks.all_agree(not self._overflows()):

@@ -22,7 +22,7 @@ from p2pavg.optim.catching_up.state_check import (
     saved_by,
     settings_of,
 )
-from p2pavg.optim.coordination.training_run import TrainingRun
+from p2pavg.optim.coordination.training_run import DATA, TrainingRun
 from p2pavg.optim.ranks.shards import local_of, spread_like
 from p2pavg.state.checking import check
 from p2pavg.state.layout import MAX_TENSORS, Spec, write_header
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
-DATA = "data"
 STATE_FACTOR = 8
 """Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave
 room for states of another dtype. 64 MiB are allowed in any case."""
@@ -160,8 +159,6 @@ class CommonState:
         if self._scheduler is not None:
             more, told[SCHEDULER] = flatten(self._scheduler.state_dict(), SCHEDULER)
             tensors = {**tensors, **more}
-        if self._training.data is not None:
-            told[DATA] = self._training.data.saved()
         local = {name: local_of(tensor) for name, tensor in tensors.items()}
         return Content(tensors={**self._tensors_as(names), **local}, values=told)
 
@@ -210,25 +207,23 @@ class CommonState:
         if lineage.epoch > MAX_UPDATES:
             raise StateError(f"the state is of update {lineage.epoch}, which no run reaches")
         optimizer = checked_optimizer(self._optimizer, _state_dict(content, OPTIMIZER), self._settings)
-        plan, data = None, self._training.data
-        # The next version of a job may begin anew, with other data than its own checkpoint is of.
+        # A checkpoint of other data can only be that of an earlier version of the program: see `TrainingRun.load`.
+        data = self._training.data
         if data is not None and (expected is not None or data.plan.is_of(values.get(DATA))):
             try:
-                plan = data.plan.loaded(values.get(DATA))
+                data.plan.loaded(values.get(DATA))
             except ValueError as error:
                 raise StateError(str(error)) from None
         schedule = None
         if self._scheduler is not None:
             saved = _state_dict(content, SCHEDULER)
             schedule = checked_schedule(self._scheduler, self._optimizer, optimizer["param_groups"], saved)
-        run = {name: values[name] for name in ("lineage", "origin")}
+        run = {name: values[name] for name in ("lineage", "origin", DATA) if name in values}
 
         # Everything was checked above, so that this cannot fail in the middle and leave half of a state.
         def take() -> None:
             self._take(named, content, optimizer, schedule)
             self._training.load(run, lineage)
-            if data is not None and plan is not None:
-                data.load(plan)
             self._training.begin()
 
         return take

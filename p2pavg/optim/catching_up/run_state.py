@@ -38,8 +38,8 @@ class RunState:
         upload_mbps: Mbit/s that this peer sends of states; ``None`` is without limit. Rounds have priority anyway.
         download_mbps: Mbit/s that this peer receives of states; ``None`` is without limit.
         scaler: the loop's ``GradScaler``, to be saved in checkpoints.
-        data: the sampler by which the peers of the run take each sample once. Each update tells it what the members
-            have contributed, and it is a part of the state.
+        data: for :class:`~p2pavg.optim.AveragedOptimizer`, the sampler by which the peers of the run take each sample
+            once. Each update tells it what the members have contributed, and it is a part of the state.
         on_progress: called about once a second while this peer fetches a state, in the thread of the training loop.
 
     Raises:

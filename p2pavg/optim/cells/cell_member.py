@@ -35,6 +35,9 @@ class CellMember(AveragedOptimizer):
         target_batch_size, options: for :class:`AveragedOptimizer`.
     """
 
+    # Each cell has updates of its own, and a mix counts members.
+    _counts_samples = False
+
     def __init__(
         self,
         inner: Optimizer | Sequence[Optimizer],

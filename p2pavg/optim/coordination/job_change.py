@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import re
+import statistics
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.runs.config import AveragingConfig
 
 NOTE = "next"
-"""Name of the file, in the folder that is handed to a job's program, with the update after which the next version takes
-over. The process that has the network writes it when it has verified the authority's signature."""
-_MAX_DIGITS = 20
+"""Name of the file, in the folder that is handed to a job's program, with the next version and the update after which
+it takes over. The process that has the network writes it when it has verified the authority's signature."""
+_MAX_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class JobNote:
+    """The content of the file."""
+
+    version: int
+    since: int
+
+    @property
+    def text(self) -> str:
+        """The file's text."""
+        return f"{self.version} {self.since}\n"
 
 
 class JobChange:
@@ -29,17 +46,26 @@ class JobChange:
         behind_gate = config.files is not None and config.files.gate is not None
         return cls(config.files.folder / NOTE) if behind_gate and config.files is not None else None
 
-    def reason(self, epoch: int) -> str:
+    def reason(self, mine: PeerProgress, others: Collection[PeerProgress]) -> str:
         """Return the reason why the next version takes over now; empty if it does not, or not yet.
 
         Args:
-            epoch: the latest update that is known of the run.
+            others: the words of the other peers, of all versions.
         """
         try:
             with self._note.open() as opened:
-                text = opened.read(_MAX_DIGITS).strip()
+                text = opened.read(_MAX_CHARS).strip()
         except FileNotFoundError:
             return ""
-        if not re.fullmatch("[0-9]+", text, re.ASCII) or epoch < int(text):
+        if not re.fullmatch("[0-9]+ [0-9]+", text, re.ASCII):
             return ""
-        return f"the next version of the job takes over after update {text}"
+        note = JobNote(*map(int, text.split()))
+        epoch = mine.epoch
+        # A peer that missed the update sees that the others have changed. One peer alone, which may lie, or has begun
+        # too early, does not decide.
+        changed = [word.epoch for word in others if word.version == note.version]
+        if len(changed) > sum(word.version == mine.version for word in others):
+            epoch = max(epoch, statistics.median_low(changed))
+        return (
+            f"the next version of the job takes over after update {note.since}" if epoch >= note.since else ""
+        )

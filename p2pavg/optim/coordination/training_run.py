@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from p2pavg.base.result import RoundResult, Success
-from p2pavg.data import SharedSampler
+from p2pavg.data import EpochPlan, SharedSampler
 from p2pavg.optim.base.digest import tensor_digest
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
@@ -19,6 +19,9 @@ from p2pavg.optim.coordination.beginning import Beginning
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.optim.ranks.shards import Ranks, local_of
+
+DATA = "data"
+"""Of a saved state: the plan of the data."""
 
 
 class TrainingRun:
@@ -85,12 +88,18 @@ class TrainingRun:
 
         The parameters are compared with it at the next step, since they may be loaded later.
         """
+        if self.data is not None:
+            if DATA not in state:
+                raise ValueError("the state has no plan of the data: it was saved without data=")
+            # The next version of a job begins anew, with other data than its own checkpoint is of.
+            is_of = self.data.plan.is_of(state[DATA])
+            self.data.load(self.data.plan.loaded(state[DATA]) if is_of else EpochPlan(self.data.plan.order))
         self._together.averager.clear()
         self._beginning.load(state, lineage)
 
     def saved(self) -> dict[str, Any]:
-        """Return the lineage and the origin as plain values, for a saved state."""
-        return self._beginning.saved()
+        """Return the lineage, the origin, and the data's plan if there is one, as plain values for a saved state."""
+        return self._beginning.saved() | ({} if self.data is None else {DATA: self.data.saved()})
 
     def refusal(self, state: Mapping[str, Any], *, is_own: bool) -> str | None:
         """Return the reason for which this peer cannot continue from a state, or ``None``.
@@ -123,7 +132,7 @@ class TrainingRun:
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
         self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
         if self.data is not None:
-            self.data.took(success.weights)
+            self.data.took(success.weights, self._together.averager.weight)
         self._tell(numbers, parameters)
 
     def replayed(
@@ -135,7 +144,7 @@ class TrainingRun:
         self._together.is_at(after)
         self._together.run.was_in({*success.peers, *success.observers} - {self._together.averager.peer_id})
         if self.data is not None:
-            self.data.took(success.weights)
+            self.data.took(success.weights, self._together.averager.weight)
         self._tell(numbers, parameters)
 
     def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:

@@ -326,8 +326,7 @@ class RunView:
         """The reason why another version of the job takes over from this program now; empty if none does."""
         if self.change is None:
             return ""
-        newer = [word.epoch for word in self._all_words().values() if word.version > self._version]
-        return self.change.reason(max([self.lineage.epoch, *newer]))
+        return self.change.reason(self._mine, self._all_words().values())
 
     @property
     def is_called(self) -> bool:

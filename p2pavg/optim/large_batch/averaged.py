@@ -104,6 +104,7 @@ class AveragedOptimizer(PeerOptimizer):
     """
 
     _dtypes = AVERAGED_DTYPES
+    _counts_samples = True
 
     def __init__(
         self,

@@ -135,6 +135,11 @@ class ReplicatedOptimizer(TorchOptimizer):
     ) -> None:
         import torch.distributed as dist  # needs a torch that was built with it
 
+        if optimizer is not None and optimizer.shares_data:
+            raise ValueError(
+                "data cannot be used by a peer of several ranks: each has a loader of its own. Use"
+                " p2pavg.data.PeerSampler with shard()"
+            )
         self._group = process_group or _all_processes()
         self._ranks = Ranks(self._group)
         self._network = network

@@ -165,7 +165,7 @@ async def _telling_of_releases(
     membership = Membership(access, peer.id, peer.registry.revocations(access).known)
     with closing(RunRecords(peer.records, membership, peer.context.wall_clock)) as records:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(NoticeSpreading(releases_of(run), known).run, records)
+            nursery.start_soon(NoticeSpreading(releases_of(run), known, first=1).run, records)
             yield
             nursery.cancel_scope.cancel()
 

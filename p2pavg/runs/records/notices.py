@@ -103,12 +103,13 @@ class NoticeSpreading(Generic[N]):
 
     Args:
         known: the newest one that this peer has seen.
+        first: number of the one that all members know from the beginning, as from the run file: it needs no record.
     """
 
-    def __init__(self, kind: NoticeKind[N], known: NewestNotice[N]) -> None:
+    def __init__(self, kind: NoticeKind[N], known: NewestNotice[N], *, first: int) -> None:
         self.known = known
         self._kind = kind
-        self._first = known.newest.number
+        self._first = first
         self._newer = trio.Event()
         self._turn = trio.Lock()
         self.known.changed.append(self._tell)
@@ -139,7 +140,6 @@ class NoticeSpreading(Generic[N]):
             await trio.sleep(SPREAD_LOOK_SECONDS)
 
     async def _publish(self, records: RunRecords) -> None:
-        # What all members know from the beginning, such as the job in the run file, needs no record.
         published = self._first
         while True:
             newest, newer = self.known.newest, self._newer
@@ -155,4 +155,4 @@ class NoticeSpreading(Generic[N]):
 
 def spreading_revocations(authority: bytes) -> NoticeSpreading[RevocationList]:
     """Return one peer's part in spreading the list of revoked certificates."""
-    return NoticeSpreading(revocations_of(authority), known_revocations(authority))
+    return NoticeSpreading(revocations_of(authority), known_revocations(authority), first=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import BinaryIO
 
 import torch
 
-from p2pavg.base.errors import ConfigError
+from p2pavg.base.errors import ConfigError, StateError
 from p2pavg.base.files import PUBLIC, creating, replacing, what_to_do
 from p2pavg.runs.membership.certificate import date_of
 from p2pavg.state.checkpoint import COMMON, OWN, Checkpoint, pieces_of, read
-from p2pavg.state.layout import write_header
-from p2pavg.state.snapshot import Content, specs_of
+from p2pavg.state.layout import read_header, write_header
+from p2pavg.state.snapshot import Content, specs_of, tensors_in
 
 TORCH, SAFETENSORS = "torch", "safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth")
@@ -100,38 +101,73 @@ def export_like(file: Path, output: Path, like: Path, *, dtype: str | None = Non
     """Make a folder of Hugging Face's kind with the model of a checkpoint, and return one line about it.
 
     Args:
-        like: a folder of the same model, or of the same adapters, as ``save_pretrained`` writes it. All of it but its
-            weights is copied.
+        like: a folder of the same model, or of the same adapters, as ``save_pretrained`` writes it. All of it is
+            copied, with the checkpoint's tensors in place of its own: what was not trained comes from there.
         dtype: see :func:`export`.
 
     Raises:
         StateError: the checkpoint is damaged.
-        ConfigError: ``like`` is no such folder, or the output exists or cannot be written.
+        ConfigError: ``like`` is no such folder or of another model, or the output exists or cannot be written.
     """
-    if (like / "adapter_config.json").is_file():
-        name = "adapter_model.safetensors"
-    elif (like / "config.json").is_file():
-        name = "model.safetensors"
-    else:
+    is_adapter = (like / "adapter_config.json").is_file()
+    if not is_adapter and not (like / "config.json").is_file():
         raise ConfigError(
             f"--like {like} has no config.json and no adapter_config.json: save_pretrained writes them"
         )
-    # Within a model, adapters have a name, by which several can be told apart. In their own file they have none.
-    tensors = {each.replace(".default.", "."): t for each, t in _tensors_in(file, dtype).items()}
+    found = _weights_in(like)
+    for name, tensor in _tensors_in(file, dtype).items():
+        place = next((each for each in _names_in_file(name, is_adapter=is_adapter) if each in found), None)
+        if place is None or found[place].shape != tensor.shape:
+            why = "no such tensor" if place is None else f"one of shape {tuple(found[place].shape)}"
+            raise ConfigError(
+                f"{file} has the tensor {name} of shape {tuple(tensor.shape)}, and {like} {why}"
+            )
+        found[place] = tensor
     try:
         output.mkdir(parents=True)
         for each in sorted(like.iterdir()):
             if each.is_file() and each.suffix not in _WEIGHTS and not each.name.endswith(".index.json"):
                 shutil.copyfile(each, output / each.name)
+        name = "adapter_model.safetensors" if is_adapter else "model.safetensors"
         with creating(output / name, mode=PUBLIC) as opened:
-            _write_safetensors(opened, tensors)
+            _write_safetensors(opened, _as_dtype(found, dtype))
     except FileExistsError:
         raise ConfigError(f"{output} exists; name a folder that does not") from None
     except OSError as error:
         raise ConfigError(
             f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
         ) from None
-    return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
+    return f"made {output}: {len(found)} tensors, of update {read(file, verified=True).epoch}"
+
+
+def _weights_in(like: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for weights in sorted(like.glob("*.safetensors")):
+        try:
+            data = weights.read_bytes()
+            found |= tensors_in(memoryview(data), read_header(memoryview(data)))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {weights}: {error.strerror}", remedy=what_to_do(error, weights)
+            ) from None
+        except StateError as error:
+            raise ConfigError(f"{weights} is no file of safetensors: {error}") from None
+    if not found:
+        raise ConfigError(
+            f"--like {like} has no weights in safetensors, with whose names the checkpoint is compared"
+        )
+    return found
+
+
+def _names_in_file(name: str, *, is_adapter: bool) -> Iterator[str]:
+    """Return the names that a tensor of a model may have in a file of ``save_pretrained``, the likeliest first."""
+    yield name
+    if is_adapter:
+        # Within a model, adapters have a name, by which several can be told apart. In their own file they have none.
+        plain = re.sub(r"\.default(?=\.|$)", "", name)
+        yield plain
+        yield plain.removesuffix(".weight")  # of DoRA's magnitudes
+        yield plain.replace(".modules_to_save.", ".")
 
 
 def _tensors_in(file: Path, dtype: str | None) -> dict[str, torch.Tensor]:
@@ -140,8 +176,12 @@ def _tensors_in(file: Path, dtype: str | None) -> dict[str, torch.Tensor]:
     tensors = model_of(read(file))
     if not tensors:
         raise ConfigError(f"{file} has no parameters and no buffers of a model")
+    return _as_dtype(tensors, dtype)
+
+
+def _as_dtype(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, torch.Tensor]:
     if dtype is None:
-        return tensors
+        return dict(tensors)
     return {
         name: tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()

@@ -7,13 +7,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder
+from p2pavg.base.errors import BusyError, ConfigError
+from p2pavg.base.files import PUBLIC, keep_file, locked, make_folder
 from p2pavg.base.formats import count
 from p2pavg.base.limits import SPREAD_LOOK_SECONDS
 from p2pavg.net.nat.reach.options import ONLY_ASKS
@@ -23,7 +22,7 @@ from p2pavg.peer.peer import peer_over
 from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Role, issue
 from p2pavg.runs.membership.files import read_revocations_file
-from p2pavg.runs.membership.job_release import JobRelease, sign_release
+from p2pavg.runs.membership.job_release import JobRelease, SeenProgress, sign_release
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.records.identity import SEED_BYTES
@@ -31,6 +30,7 @@ from p2pavg.runs.records.notices import releases_of, revocations_of, spread
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.tools.cli.authority import Authority, open_authority
 from p2pavg.tools.jobs.progress import read_progress
+from p2pavg.tools.jobs.releases import keep_releases, kept_releases
 from p2pavg.tools.jobs.words import read_job
 from p2pavg_dht import Ed25519Signer
 
@@ -78,44 +78,67 @@ def publish_job(folder: Path, file: Path, bootstrap: Sequence[str], since: int |
     """
     run_file = files_in(folder).run_file
     authority, home = open_authority(run_file, None), Home(folder)
-    before = authority.run.release
-    if before is None:
-        raise ConfigError(
-            f"the run {authority.run.run_id!r} has no job: p2pavg run create NAME --job FILE makes one"
-        )
-    data, root = read_job(file)
-    if root != before.root:
-        # First: once the members have heard of the version, they ask for its bytes.
-        make_folder(home.jobs)
-        keep_file(home.job(root), data, mode=PUBLIC)
-    addresses = _addresses(authority, [*bootstrap, *home.addresses])
-
-    async def release() -> tuple[JobRelease, int]:
-        async with _records_of(authority, addresses) as records:
-            newest = before
-            if root != before.root:
-                newest = sign_release(
-                    authority.key.sign,
-                    authority=authority.run.authority,
-                    run_id=authority.run.run_id,
-                    number=before.number + 1,
-                    root=root,
-                    size=len(data),
-                    since=await _next_change(records, authority.run.run_id) if since is None else since,
-                )
-                # On the disk before any member hears of it: another file would get the same number.
-                keep_file(run_file, replace(authority.run, job=newest.text).text.encode(), mode=PRIVATE)
-            return newest, await spread(
-                records, releases_of(authority.run), newest, timeout=PUBLISH_LIST_SECONDS
+    run, job = authority.run, read_job(file)
+    # Of two calls at once, each would sign a version with the same number.
+    with locked(folder / "releases.lock"):
+        known = kept_releases(home, run)
+        if not known:
+            raise ConfigError(
+                f"the run {run.run_id!r} has no job: p2pavg run create NAME --job FILE makes one with it"
             )
-
-    newest, told = trio.run(release)
+        addresses = _addresses(authority, [*bootstrap, *home.addresses])
+        newest, told = trio.run(_release, authority, home, known, job, addresses, since)
     lines = [
         f"version {newest.number} of the job takes over after update {newest.since}: {newest.root.hex()}"
     ]
-    if not told:
-        return [*lines, "no member took it. When the run is up again, the same command hands it over"]
-    return [*lines, f"it is published by {count(told, 'member')}; the others get it within a minute"]
+    if told:
+        lines.append(f"it is published by {count(told, 'member')}; the others get it within a minute")
+    else:
+        lines.append("no member took it. When the run is up again, the same command hands it over")
+    try:
+        with locked(home.lock):
+            lines.append(
+                f"Start `p2pavg join {folder}` now: the others fetch the new version from this machine"
+            )
+    except BusyError:
+        pass  # it runs
+    return lines
+
+
+async def _release(
+    authority: Authority,
+    home: Home,
+    known: Sequence[JobRelease],
+    job: tuple[bytes, bytes],
+    addresses: Sequence[str],
+    since: int | None,
+) -> tuple[JobRelease, int]:
+    """Sign a version, unless it is the newest one already, and hand it over; return it, and how many took it."""
+    run, (data, root) = authority.run, job
+    async with _records_of(authority, addresses) as records:
+        newest, seen = known[-1], await _progress(records, run.run_id)
+        # One that nobody has taken in time is of no use: members change together after an update to come.
+        is_late = newest.number > 1 and seen.version < newest.number and newest.since <= seen.epoch
+        if root != newest.root or is_late:
+            if since is not None and seen.version and since <= seen.epoch:
+                raise ConfigError(
+                    f"--since must be above {seen.epoch}, the run's present update: all members have to hear of it"
+                )
+            newest = sign_release(
+                authority.key.sign,
+                authority=run.authority,
+                run_id=run.run_id,
+                number=newest.number + 1,
+                root=root,
+                size=len(data),
+                since=await _next_change(records, run.run_id, seen) if since is None else since,
+            )
+            # On the disk before any member hears of it: another file would get the same number.
+            keep_releases(home, [*known, newest])
+        # Once the members have heard of the version, they ask for its bytes.
+        make_folder(home.jobs)
+        keep_file(home.job(root), data, mode=PUBLIC)
+        return newest, await spread(records, releases_of(run), newest, timeout=PUBLISH_LIST_SECONDS)
 
 
 def _addresses(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
@@ -127,17 +150,25 @@ def _addresses(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
     return addresses
 
 
-async def _next_change(records: RunRecords, run_id: str) -> int:
+async def _progress(records: RunRecords, run_id: str) -> SeenProgress:
+    seen = await read_progress(records, run_id)
+    if not seen.version:  # a first look may come before this peer has met the others
+        await trio.sleep(SPREAD_LOOK_SECONDS)
+        seen = await read_progress(records, run_id)
+    return seen
+
+
+async def _next_change(records: RunRecords, run_id: str, before: SeenProgress) -> int:
     """Return the update that the run will have taken when all members know of a release."""
-    before, began = await read_progress(records, run_id), trio.current_time()
     if not before.version:
         return 0  # no one trains: all begin with the newest version
+    began = trio.current_time()
     await trio.sleep(SPREAD_LOOK_SECONDS)
     now = await read_progress(records, run_id)
     pace = max(now.epoch - before.epoch, 0) / (trio.current_time() - began)
     # All members hear of a release within a minute, and fetch the job then. Where an update takes hours, it is not the
     # one that is being made, which some may have begun.
-    return now.epoch + max(2, math.ceil(3.0 * PUBLISH_LIST_SECONDS * pace))
+    return max(now.epoch, before.epoch) + max(2, math.ceil(3.0 * PUBLISH_LIST_SECONDS * pace))
 
 
 async def _publish_list(authority: Authority, newest: RevocationList, addresses: Sequence[str]) -> int:

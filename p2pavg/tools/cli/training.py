@@ -8,6 +8,7 @@ from pathlib import Path
 
 import trio
 
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.net.gate.server import Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
@@ -15,6 +16,7 @@ from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import PEER_PROTOCOLS, Peer
 from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.strategies import job as program
@@ -97,7 +99,9 @@ async def train(
                     places = await versions.lay_out(job)
                     program = _started(job, places, gate, run, home.folder / "job.log")
                     async with trio.open_nursery() as watching:
+                        watching.start_soon(versions.note_next, job.release)
                         watching.start_soon(versions.prepare_next, job.release)
+                        watching.start_soon(_end_if_it_fails, program, versions, job.release)
                         end = await program.run()
                         program = None
                         # One that has ended in order makes room for the next version, if there is one.
@@ -107,6 +111,16 @@ async def train(
                         job = await versions.next()
                         watching.cancel_scope.cancel()
     return JobEnd(STOPPED, is_error=False)
+
+
+async def _end_if_it_fails(program: JobProgram, versions: JobVersions, release: JobRelease) -> None:
+    """End a program that fails again and again when there is a newer version, which may be the one that is mended."""
+    while not (program.failures and versions.has_newer(release)):
+        # It may fail before its own peer has heard of one.
+        if program.failures:
+            await versions.look()
+        await trio.sleep(LOOK_SECONDS)
+    program.stop("it fails, and makes room for the next version")
 
 
 def _started(job: ReadyJob, places: FencedPlaces, gate: Gate, run: RunFile, log: Path) -> JobProgram:

@@ -63,6 +63,8 @@ class JobProgram:
         self._end: JobEnd | None = None
         """Set once the program is not to start again, whatever its exit code is."""
         self._told = trio.Event()
+        self.failures = 0
+        """Starts in a row that have failed."""
 
     def stop(self, why: str) -> None:
         """End the program, and start it no more."""
@@ -74,17 +76,17 @@ class JobProgram:
 
     async def run(self) -> JobEnd:
         """Run the program until it has ended for good; return why."""
-        failures = 0
         while self._end is None:
             began = trio.current_time()
             code = await self._run_once()
-            decision = self._end or after_exit(code, ran=trio.current_time() - began, failures=failures)
+            decision = self._end or after_exit(code, ran=trio.current_time() - began, failures=self.failures)
             match decision:
                 case JobEnd():
                     return decision
                 case Restart() if not self._restarts:
                     return JobEnd(f"the program ended with exit code {code}", is_error=True)
                 case Restart(pause, failures):
+                    self.failures = failures
                     words = f"the program ended with exit code {code}; it starts again in {pause:.0f} s"
                     await self._say_all([words])
                     with trio.move_on_after(pause):

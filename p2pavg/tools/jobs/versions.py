@@ -12,13 +12,13 @@ import trio
 
 from p2pavg import verify_certificate
 from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, RemoteProtocolError, StateError
-from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text, what_to_do
 from p2pavg.base.formats import in_bytes
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, START_SECONDS
 from p2pavg.base.peer_text import PeerText
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
-from p2pavg.optim.coordination.job_change import NOTE
+from p2pavg.optim.coordination.job_change import NOTE, JobNote
 from p2pavg.peer.joining.carrying import fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer
@@ -26,10 +26,9 @@ from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import read_certificate
 from p2pavg.runs.membership.job_release import (
-    MAX_RELEASE_CHARS,
     JobRelease,
+    SeenProgress,
     decode_release,
-    read_release,
     release_to_start,
 )
 from p2pavg.runs.membership.membership import Membership
@@ -52,6 +51,7 @@ from p2pavg.tools.jobs.manifest import JobManifest
 from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
 from p2pavg.tools.jobs.progress import read_progress
+from p2pavg.tools.jobs.releases import keep_releases, kept_releases
 
 logger = logging.getLogger(__name__)
 
@@ -105,24 +105,22 @@ class JobVersions:
         self._access = access
         self._options = options
         self._records = RunRecords(peer.records, Membership(access, peer.id), peer.context.wall_clock)
-        self._kept = home.folder / "release"
-        known = NewestNotice(options.release)
-        if self._kept.exists():
-            text = read_text(self._kept, "release of a job", max_bytes=MAX_RELEASE_CHARS).strip()
-            known.learn(read_release(text, run.authority, run.run_id))
-        self._known = known
+        self._kept = {release.number: release for release in kept_releases(home, run)}
+        self._known = NewestNotice(self._kept[max(self._kept)])
         self._newer = trio.Event()
-        known.changed.append(self._note_newer)
+        self._known.changed.append(self._note_newer)
         self._next: ReadyJob | P2PAvgError | None = None
-        self._is_prepared = trio.Event()
+        self._prepared = trio.Event()
+        """Set when the newest version is ready, or cannot be."""
         self.handed = make_folder(home.folder / "handed")
         self._given_file = home.folder / "given"
-        self.given = GivenWork()
+        self.given = _given_before(self._given_file)
         """The work of all starts."""
-        if self._given_file.exists():
-            self.given = read_given(read_text(self._given_file, "file of what was given", max_bytes=4096))
+        self._warns = True
 
     def _note_newer(self) -> None:
+        self._kept[self._known.newest.number] = self._known.newest
+        self._next, self._prepared = None, trio.Event()
         self._newer.set()
         self._newer = trio.Event()
 
@@ -135,57 +133,104 @@ class JobVersions:
                         self._known.learn(decode_release(notice, self._run.authority, self._run.run_id))
                     case TellUpdate(epoch, certificate, metric, value):
                         if certificate:
-                            shown = verify_certificate(certificate)
+                            # Many signatures: a program that tells of thousands must not hold up the network.
+                            shown = await trio.to_thread.run_sync(verify_certificate, certificate)
                             self.given.took(self._peer.id, shown.group_id, shown.weights)
                         self.given.measured(epoch, PeerText(metric), value)
             except (RemoteProtocolError, CertificateError) as error:
-                logger.warning("the program tells of something that counts for nothing: %s", error)
+                # Once: a program could fill the disk with them.
+                if self._warns:
+                    logger.warning("the program tells of something that counts for nothing: %s", error)
+                self._warns = False
 
     async def say_given(self) -> None:
         """Say and keep each minute what this machine has given, until cancelled; once more then."""
         began, before = trio.current_time(), self.given.seconds
         said = ""
+
+        def keep(sentence: str) -> None:
+            try:
+                keep_file(self._given_file, self.given.text.encode(), mode=PRIVATE)
+            except ConfigError as error:  # no reason to end the training
+                logger.warning("what this machine has given is not kept: %s", error)
+            if sentence != said:
+                tell(sentence)
+
         try:
             while True:
                 await trio.sleep(TOTALS_SECONDS)
                 self.given.seconds = before + trio.current_time() - began
-                if (sentence := self.given.sentence) != said:
-                    tell(sentence)
+                sentence = self.given.sentence
+                # In a thread: the disk may be slow, and a terminal that was stopped with Ctrl-S waits for its user.
+                await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+                    keep, sentence, abandon_on_cancel=True
+                )
                 said = sentence
-                keep_file(self._given_file, self.given.text.encode(), mode=PRIVATE)
         finally:
             self.given.seconds = before + trio.current_time() - began
-            keep_file(self._given_file, self.given.text.encode(), mode=PRIVATE)
-            if self.given.updates:
-                tell(self.given.sentence)
+            keep(self.given.sentence)
 
     def has_newer(self, release: JobRelease) -> bool:
         """Return whether the authority has released a newer version."""
         return self._known.newest.number > release.number
 
     async def to_start(self) -> JobRelease:
-        """Return the version with which to begin: a run file may be older than the run's job."""
+        """Return the version with which to begin: a run file may be older than the run's job.
+
+        Raises:
+            ConfigError: the run trains with a version that this peer has heard nothing of.
+        """
+        seen = SeenProgress(version=0, epoch=0)
+        with trio.move_on_after(START_SECONDS):
+            while True:
+                await self.look()
+                seen = await read_progress(self._records, self._run.run_id)
+                if seen.version <= self._known.newest.number:
+                    break
+                # Those that train with it publish it: they may not have found this peer yet.
+                await trio.sleep(LOOK_SECONDS)
+        newest = self._known.newest
+        if seen.version > newest.number:
+            raise ConfigError(
+                f"the run trains with version {seen.version} of its job, and no member has told of it",
+                remedy="start the command again later, or ask the run's operator for a new link",
+            )
+        before = [release for number, release in sorted(self._kept.items()) if number < newest.number]
+        found = release_to_start(newest, before[-1], seen) if before else newest
+        keep_releases(self._home, self._kept.values())
+        return found
+
+    async def look(self) -> None:
+        """Ask other members for a newer release, for a short time."""
         with trio.move_on_after(REPLY_SECONDS):
             await look(self._records, releases_of(self._run), self._known)
-        newest, own = self._known.newest, self._options.release
-        if newest.number == own.number:
-            return own
-        with trio.move_on_after(REPLY_SECONDS):
-            return release_to_start(newest, own, await read_progress(self._records, self._run.run_id))
-        return newest
+
+    async def fetched(self, release: JobRelease) -> bytes:
+        """Return the file of a version, from the folder or from other members.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            StateError: no member has it.
+        """
+        began = trio.current_time()
+        data = await fetch_job(self._peer, self._home, self._run, self._access, release, _Fetched())
+        tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
+        return data
 
     async def ready(self, release: JobRelease) -> ReadyJob:
         """Fetch a version, ask the user about it, and make the environment for its packages.
+
+        Nothing of it runs before the user has agreed.
 
         Raises:
             ConfigError: the user does not agree, or something of this machine is in the way.
             StateError: no member has it.
         """
         home, options = self._home, self._options
+        data = await self.fetched(release)
+        # Others get it from here also where it does not run. These are signed bytes.
+        await trio.to_thread.run_sync(self._hand, release, data)
         options.check(release)
-        began = trio.current_time()
-        data = await fetch_job(self._peer, home, self._run, self._access, release, _Fetched())
-        tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
         # A job may have 64 MiB: all that reads or writes it runs in threads.
         manifest, files = await trio.to_thread.run_sync(unpack_job, data)
         packages = read_packages(files[manifest.packages]) if manifest.packages else None
@@ -214,15 +259,27 @@ class JobVersions:
         return self._home.folder / "scratch"
 
     async def lay_out(self, job: ReadyJob) -> FencedPlaces:
-        """Write the files of a version that is to start, and remove those of earlier ones."""
-        return await trio.to_thread.run_sync(self._lay_out, job)
+        """Write the files of a version that is to start, and remove those of earlier ones.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            return await trio.to_thread.run_sync(self._lay_out, job)
+        except OSError as error:
+            folder = self._home.folder
+            raise ConfigError(
+                f"cannot write the job's files in {folder}: {error.strerror}",
+                remedy=what_to_do(error, folder),
+            ) from None
 
     def _lay_out(self, job: ReadyJob) -> FencedPlaces:
-        keep = {self._known.newest.root, job.release.root}
-        for jobs in (self._home.jobs, Home(self.handed).jobs):
-            for found in jobs.iterdir() if jobs.exists() else ():
-                if found.stem not in {root.hex() for root in keep}:
-                    shutil.rmtree(found) if found.is_dir() else found.unlink()
+        # Not all that is unknown: the operator's machine may just be publishing the next version.
+        for number in [number for number in self._kept if number < job.release.number]:
+            root = self._kept.pop(number).root
+            for place in (self._home, Home(self.handed)):
+                place.job(root).unlink(missing_ok=True)
+                shutil.rmtree(place.job(root).with_suffix(""), ignore_errors=True)
         (self.handed / NOTE).unlink(missing_ok=True)
         own = {
             name: getattr(self._options, name)
@@ -234,7 +291,7 @@ class JobVersions:
         keep_file(self.handed / "job.run", run.text.encode(), mode=PRIVATE)
         certificate = certificate_text(read_certificate(self._access.certificate))
         keep_file(self.handed / "job.cert", certificate.encode(), mode=PRIVATE)
-        self._hand(job)
+        self._hand(job.release, job.data)
         # Made anew, because the program of an earlier start may have been changed. No link in it leads elsewhere: a
         # job's program cannot write here.
         folder = self._home.job(job.release.root).with_suffix("")
@@ -247,48 +304,76 @@ class JobVersions:
             python=python_places(job.python),
         )
 
-    def _hand(self, job: ReadyJob) -> None:
+    def _hand(self, release: JobRelease, data: bytes) -> None:
         """Let the program's peer give a version to other members."""
-        file = Home(self.handed).job(job.release.root)
+        file = Home(self.handed).job(release.root)
         make_folder(file.parent)
-        keep_file(file, job.data, mode=PUBLIC)
+        keep_file(file, data, mode=PUBLIC)
+
+    async def note_next(self, present: JobRelease) -> None:
+        """Tell the program of each newer version than the one that runs, at once, until cancelled."""
+        while True:
+            newer = self._newer
+            if self.has_newer(present):
+                newest = self._known.newest
+                tell(
+                    f"the run's authority has released version {newest.number} of the job, which takes over after"
+                    f" update {newest.since}"
+                )
+                # From here on, a restart finds it, and the program ends after the update.
+                keep_releases(self._home, self._kept.values())
+                note = JobNote(newest.number, newest.since).text
+                keep_file(self.handed / NOTE, note.encode(), mode=PUBLIC)
+            await newer.wait()
 
     async def prepare_next(self, present: JobRelease) -> None:
-        """Wait for a newer version than the one that runs, and make it ready."""
-        self._next, self._is_prepared = None, trio.Event()
-        while not self.has_newer(present):
-            await self._newer.wait()
-        newest = self._known.newest
-        tell(
-            f"the run's authority has released version {newest.number} of the job, which takes over after update"
-            f" {newest.since}"
-        )
-        # From here on, a restart finds it, and the program ends after the update.
-        keep_file(self._kept, f"{newest.text}\n".encode(), mode=PRIVATE)
-        keep_file(self.handed / NOTE, f"{newest.since}\n".encode(), mode=PUBLIC)
-        try:
-            job = await self.ready(newest)
-            await trio.to_thread.run_sync(self._hand, job)
-            self._next = job
-        except P2PAvgError as error:
-            tell(f"this machine will not go on with version {newest.number}: {error}")
-            self._next = error
-        self._is_prepared.set()
+        """Make the newest version ready whenever there is a newer one than that which runs, until cancelled."""
+        while True:
+            newer, newest = self._newer, self._known.newest
+            if newest.number > present.number:
+                found: ReadyJob | P2PAvgError
+                try:
+                    found = await self.ready(newest)
+                except P2PAvgError as error:
+                    tell(f"this machine will not go on with version {newest.number}: {error}")
+                    found = error
+                if newest is self._known.newest:
+                    self._next = found
+                    self._prepared.set()
+            await newer.wait()
 
     async def next(self) -> ReadyJob:
         """Return the next version when it is ready.
 
         Raises:
-            ConfigError, StateError: see :meth:`ready`.
+            ConfigError: see :meth:`ready`.
         """
-        await self._is_prepared.wait()
-        assert self._next is not None
-        if isinstance(self._next, StateError):
-            # Those that have it may have been few before the change.
-            return await self.ready(self._known.newest)
-        if isinstance(self._next, P2PAvgError):
-            raise self._next
-        return self._next
+        while True:
+            await self._prepared.wait()
+            found, newest = self._next, self._known.newest
+            match found:
+                case ReadyJob():
+                    return found
+                case StateError():
+                    # Those that have it may be starting it. The user sees why it waits, and may end it.
+                    try:
+                        return await self.ready(newest)
+                    except StateError as error:
+                        tell(f"no member has version {newest.number} yet: {error}")
+                case P2PAvgError():
+                    raise found
+
+
+def _given_before(file: Path) -> GivenWork:
+    try:
+        return (
+            read_given(read_text(file, "file of what was given", max_bytes=4096))
+            if file.exists()
+            else GivenWork()
+        )
+    except ConfigError as error:
+        logger.warning("what this machine gave before is not counted: %s: %s", file, error)
+        return GivenWork()
 
 
 async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:

@@ -80,7 +80,7 @@ def run(
         "batch": 8,
         "batch_seconds": batch_seconds,
         # What is left of an epoch when the next one has begun is in the lanes of some.
-        "epochs": epochs + 1,
+        "epochs": epochs + 2,
     }
     counted, kills = Counted(), 0
     ids: dict[int, str] = {}

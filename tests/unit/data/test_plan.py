@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from p2pavg.data import EpochPlan, SharedSampler
 from p2pavg.data.order import SampleOrder
+from p2pavg.data.plan import KEPT_UPDATES
 
 
 class Swarm:
@@ -38,8 +39,9 @@ class Swarm:
                 self.counted.update(taken)
         for name in dies:
             del self.peers[name], self.streams[name]
-        for peer in self.peers.values():
-            peer.took(weights)
+        for name, peer in self.peers.items():
+            peer.stepped(takes.get(name, 0))
+            peer.took(weights, 0.0)
         assert len({json.dumps(peer.saved()) for peer in self.peers.values()}) == 1
 
     def join(self) -> None:
@@ -98,15 +100,94 @@ def test_a_peer_that_is_faster_than_its_lane_takes_from_the_epoch_to_come() -> N
     assert max(swarm.counted.values()) == 1
 
 
-def test_what_a_dead_peer_held_is_taken_next() -> None:
+def test_what_a_dead_peer_held_is_given_to_others_after_some_updates() -> None:
     swarm = Swarm(1000, 2)
     swarm.update({"0": 10, "1": 10}, set())
     lane = swarm.peers["0"].saved()["lanes"]["1"]
-    swarm.update({"0": 25, "1": 10}, {"1"})
+    swarm.update({"0": 10, "1": 10}, {"1"})
+    for _ in range(KEPT_UPDATES):
+        assert swarm.peers["0"].saved()["lanes"]["1"] == lane
+        swarm.update({"0": 1}, set())
     saved = swarm.peers["0"].saved()
     assert "1" not in saved["lanes"]
-    # Peer 0's own lane has to be filled up, and begins with what the dead one has left.
-    assert saved["lanes"]["0"][-len(lane) - 1 : -1] == lane or saved["lanes"]["0"][-len(lane) :] == lane
+    assert saved["rest"][: len(lane)] == lane
+
+
+def test_a_peer_that_misses_an_update_goes_on_in_its_lane() -> None:
+    swarm = Swarm(1000, 2)
+    swarm.update({"0": 10, "1": 10}, set())
+    late = swarm.peers["1"]
+    held = [next(swarm.streams["1"]) for _ in range(10)]
+    late.stepped(10)
+    swarm.peers["0"].took({"0": 10.0}, 0.0)
+    late.took({"0": 10.0}, 10.0)  # its batch stays accumulated
+    more = [next(swarm.streams["1"]) for _ in range(10)]
+    late.stepped(10)
+    for peer in swarm.peers.values():
+        peer.took({"1": 20.0}, 0.0)
+    assert not set(held) & set(more)
+    first, end = swarm.peers["0"].saved()["lanes"]["1"][0][1:]
+    assert not set(SampleOrder(1000, 7).samples(0, first, end - first)) & {*held, *more}
+
+
+@pytest.mark.parametrize("ahead", [0, 8, 16])
+def test_a_loader_may_fetch_ahead(ahead: int) -> None:
+    """Each peer contributes 8 samples to an update, and its loader holds some more."""
+    length, names = 1000, "abcd"
+    peers = {name: SharedSampler(length, peer_id=name, seed=7) for name in names}
+    streams = {name: iter(peer) for name, peer in peers.items()}
+    held: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
+    counted: Counter[tuple[int, int]] = Counter()
+    while peers["a"].plan.begun < 5:
+        for name, peer in peers.items():
+            while len(held[name]) < ahead + 8:
+                held[name].append((peer.epoch, next(streams[name])))
+            counted.update(held[name][:8])
+            del held[name][:8]
+            peer.stepped(8)
+        for peer in peers.values():
+            peer.took(dict.fromkeys(names, 8.0), 0.0)
+    for epoch in (1, 2):  # in the first one, all begin where they like
+        taken = {sample: times for (at, sample), times in counted.items() if at == epoch}
+        assert len(taken) == length
+        assert sum(taken.values()) == length
+
+
+def test_a_batch_that_is_left_out_costs_itself() -> None:
+    swarm = Swarm(1000, 4)
+    while swarm.peers["0"].plan.begun < 3:
+        for _ in range(10):
+            next(swarm.streams["0"])
+        swarm.peers["0"].stepped(10)  # and nothing of it is accumulated
+        swarm.update(dict.fromkeys("0123", 10), set())
+        if len(swarm.counted) > 200:
+            break
+    for _ in range(60):
+        swarm.update(dict.fromkeys("0123", 10), set())
+    # Each of the few batches is missed once, and as many samples are taken twice.
+    repeated = sum(swarm.counted.values()) - len(swarm.counted)
+    assert repeated <= 10 * 10
+
+
+def test_a_loader_that_holds_more_than_a_lane_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = Swarm(10_000, 2)
+    for _ in range(3):
+        for _ in range(100):
+            next(swarm.streams["0"])
+        swarm.update({"0": 1, "1": 1}, set())
+    assert "the data loader holds" in caplog.text
+    assert caplog.text.count("the data loader holds") == 1
+
+
+def test_two_iterations_of_one_sampler_repeat_nothing() -> None:
+    sampler = SharedSampler(1000, peer_id="a", seed=7)
+    first = iter(sampler)
+    one = [next(first) for _ in range(5)]
+    sampler.stepped(5)
+    second = iter(sampler)
+    two = [next(second) for _ in range(5)]
+    assert not set(one) & set(two)
+    assert not {next(first)} & {*one, *two}
 
 
 def test_a_member_that_claims_everything_uses_up_one_epoch() -> None:
@@ -127,6 +208,7 @@ def saved_plan() -> dict[str, Any]:
     [
         {"begun": -1},
         {"begun": True},
+        {"begun": 2**40 + 1},
         {"begun": 1.0},
         {"length": 999},
         {"seed": 8},
@@ -142,7 +224,10 @@ def saved_plan() -> dict[str, Any]:
         {"lanes": {"a": [[0, 0]]}},
         {"lanes": {"a": [None]}},
         {"lanes": {1: []}},
-        {"rest": [[0, 0, 5]] * 100_001},
+        {"rest": [[0, 0, 5]] * 10_001},
+        {"absent": {"c": 1}},
+        {"absent": {"a": 4}},
+        {"absent": []},
         {"rest": {}},
         {"early": [[5, 9], [1, 2]]},
         {"early": [[5, 9], [8, 12]]},
@@ -185,7 +270,8 @@ def test_the_plan_stays_the_same() -> None:
         "length": 1000,
         "seed": 7,
         "begun": 1,
-        "lanes": {"a": [[0, 60, 120]], "b": [[0, 134, 148]]},
-        "rest": [[0, 148, 753], [0, 783, 918], [0, 925, 1000]],
+        "lanes": {"a": [[0, 60, 180]], "b": [[0, 194, 222]]},
+        "absent": {},
+        "rest": [[0, 222, 753], [0, 783, 918], [0, 925, 1000]],
         "early": [],
     }

@@ -167,21 +167,30 @@ def test_peers_with_another_version_of_the_program_count_for_nothing(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("note", "epoch", "newer", "changes"),
+    ("note", "epoch", "words", "changes"),
     [
-        (None, 9, 0, False),
-        ("7", 6, 0, False),
-        ("7", 7, 0, True),
-        ("7", 9, 0, True),
-        ("7", 3, 6, False),
-        ("7", 3, 7, True),  # the others have changed already
-        ("", 9, 0, False),
-        ("-7", 9, 0, False),
-        ("seven", 9, 0, False),
+        (None, 9, [], False),
+        ("2 7", 6, [], False),
+        ("2 7", 7, [], True),
+        ("2 7", 9, [], True),
+        ("2 7", 3, [(2, 6), (2, 6), (1, 3)], False),
+        ("2 7", 3, [(2, 7), (2, 8), (1, 3)], True),  # most others have changed already
+        ("2 7", 3, [(2, 7), (1, 3), (1, 3)], False),  # one that says so, and may lie
+        ("2 7", 3, [(2, 90), (2, 6), (2, 5)], False),
+        ("3 7", 3, [(2, 90), (2, 90)], False),
+        ("", 9, [], False),
+        ("7", 9, [], False),
+        ("2 -7", 9, [], False),
+        ("two seven", 9, [], False),
     ],
 )
-def test_a_program_makes_room_for_the_next_version_after_its_update(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str | None, epoch: int, newer: int, changes: bool
+def test_a_program_makes_room_for_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    note: str | None,
+    epoch: int,
+    words: list[tuple[int, int]],
+    changes: bool,
 ) -> None:
     files = PeerFiles(tmp_path, tmp_path / "run", tmp_path / "cert", tmp_path / "key", tmp_path / "gate")
     config = AveragingConfig(
@@ -191,8 +200,9 @@ def test_a_program_makes_room_for_the_next_version_after_its_update(
     if note is not None:
         (tmp_path / NOTE).write_text(note)
     run.view.is_at(Lineage(epoch, state_of(epoch)))
-    if newer:
-        run.board.words["newer"] = structs.replace(word(newer, 1.0, 10.0), version=2)
+    run.view.publish(0.0, waiting=False)
+    for index, (version, at) in enumerate(words):
+        run.board.words[str(index)] = structs.replace(word(at, 1.0, 10.0), version=version)
     assert bool(run.view.other_job) == changes
 
 

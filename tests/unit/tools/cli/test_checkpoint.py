@@ -159,8 +159,13 @@ class TestExportLike:
         like.mkdir()
         for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "pytorch_model.bin"):
             (like / name).write_text(name)
+        # A tensor that was not trained is there, too.
+        frozen = {"frozen": torch.ones(2), "0.weight": torch.zeros(3, 4), "0.bias": torch.zeros(3)}
+        rest = {name: torch.zeros(3) for name in ("1.weight", "1.bias", "1.running_mean", "1.running_var")}
+        safetensors.torch.save_file(frozen, like / "model-1.safetensors")
+        safetensors.torch.save_file(rest, like / "model-2.safetensors")
         said = lab.succeeds("checkpoint", "export", FILE, "out", "--like", "base", "--dtype", "bfloat16")
-        assert said.startswith("made out: 6 tensors of update 12")
+        assert said.startswith("made out: 7 tensors, of update 12")
         assert sorted(each.name for each in Path("out").iterdir()) == [
             "config.json",
             "model.safetensors",
@@ -168,17 +173,47 @@ class TestExportLike:
         ]
         found = safetensors.torch.load_file("out/model.safetensors")
         wanted = {name: t for name, t in model().state_dict().items() if t.is_floating_point()}
+        wanted["frozen"] = torch.ones(2)
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():
             assert torch.equal(tensor, wanted[name].bfloat16())
 
     def test_adapters_lose_the_name_that_they_have_in_their_model(self, lab: Commands) -> None:
-        adapters = Content({"parameter/base.q.lora_A.default.weight": torch.ones(2, 2)}, {})
+        inside = {
+            "base.q.lora_A.default.weight": "base.q.lora_A.weight",
+            "base.e.lora_embedding_A.default": "base.e.lora_embedding_A",
+            "base.q.lora_magnitude_vector.default.weight": "base.q.lora_magnitude_vector",
+            "base.ln.modules_to_save.default.weight": "base.ln.weight",
+        }
+        adapters = Content({f"parameter/{name}": torch.ones(2, 2) for name in inside}, {})
         write_checkpoint(Path(FILE), 12, adapters, OWN)
         Path("like").mkdir()
         Path("like/adapter_config.json").write_text("{}")
+        saved = {name: torch.zeros(2, 2) for name in inside.values()}
+        safetensors.torch.save_file(saved, "like/adapter_model.safetensors")
         lab.succeeds("checkpoint", "export", FILE, "out", "--like", "like")
-        assert set(safetensors.torch.load_file("out/adapter_model.safetensors")) == {"base.q.lora_A.weight"}
+        found = safetensors.torch.load_file("out/adapter_model.safetensors")
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(tensor, torch.ones(2, 2)) for tensor in found.values())
+
+    @pytest.mark.parametrize(
+        ("weights", "named"),
+        [
+            ({}, "has no weights in safetensors"),
+            ({"0.bias": torch.zeros(3)}, "of shape (3, 4), and like no such tensor"),
+            ({"0.bias": torch.zeros(3), "0.weight": torch.zeros(4, 4)}, "and like one of shape (4, 4)"),
+        ],
+        ids=["none", "another", "shape"],
+    )
+    def test_another_model_is_refused(
+        self, lab: Commands, weights: dict[str, torch.Tensor], named: str
+    ) -> None:
+        Path("like").mkdir()
+        Path("like/config.json").write_text("{}")
+        if weights:
+            safetensors.torch.save_file(weights, "like/model.safetensors")
+        assert named in lab.fails("checkpoint", "export", FILE, "out", "--like", "like")
+        assert not Path("out").exists()
 
     @pytest.mark.parametrize(
         ("options", "named"),
@@ -191,6 +226,7 @@ class TestExportLike:
     def test_what_cannot_be_is_refused(self, lab: Commands, options: list[str], named: str) -> None:
         Path("like").mkdir()
         Path("like/config.json").write_text("{}")
+        safetensors.torch.save_file({"0.weight": torch.zeros(3, 4)}, "like/model.safetensors")
         assert named in lab.fails("checkpoint", "export", FILE, "out", *options)
         assert not Path("out").exists()
 
@@ -198,5 +234,7 @@ class TestExportLike:
         for name in ("like", "out"):
             Path(name).mkdir()
         Path("like/config.json").write_text("{}")
+        whole = {name: t for name, t in model().state_dict().items() if t.is_floating_point()}
+        safetensors.torch.save_file(whole, "like/model.safetensors")
         assert "out exists" in lab.fails("checkpoint", "export", FILE, "out", "--like", "like")
         assert not list(Path("out").iterdir())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import BusyError, ConfigError
+from p2pavg.base.errors import BootstrapError, BusyError, ConfigError
 from p2pavg.base.files import PUBLIC, keep_file, locked, make_folder
 from p2pavg.base.formats import count
 from p2pavg.base.limits import SPREAD_LOOK_SECONDS
@@ -74,7 +74,6 @@ def publish_job(folder: Path, file: Path, bootstrap: Sequence[str], since: int |
 
     Raises:
         ConfigError: the run has no job, or a file cannot be read or written.
-        BootstrapError: no peer could be reached.
     """
     run_file = files_in(folder).run_file
     authority, home = open_authority(run_file, None), Home(folder)
@@ -94,7 +93,9 @@ def publish_job(folder: Path, file: Path, bootstrap: Sequence[str], since: int |
     if told:
         lines.append(f"it is published by {count(told, 'member')}; the others get it within a minute")
     else:
-        lines.append("no member took it. When the run is up again, the same command hands it over")
+        lines.append(
+            "no member took it yet. The member of this folder finds it; the same command hands it to the others"
+        )
     try:
         with locked(home.lock):
             lines.append(
@@ -115,30 +116,41 @@ async def _release(
 ) -> tuple[JobRelease, int]:
     """Sign a version, unless it is the newest one already, and hand it over; return it, and how many took it."""
     run, (data, root) = authority.run, job
-    async with _records_of(authority, addresses) as records:
-        newest, seen = known[-1], await _progress(records, run.run_id)
-        # One that nobody has taken in time is of no use: members change together after an update to come.
-        is_late = newest.number > 1 and seen.version < newest.number and newest.since <= seen.epoch
-        if root != newest.root or is_late:
-            if since is not None and seen.version and since <= seen.epoch:
-                raise ConfigError(
-                    f"--since must be above {seen.epoch}, the run's present update: all members have to hear of it"
-                )
-            newest = sign_release(
-                authority.key.sign,
-                authority=run.authority,
-                run_id=run.run_id,
-                number=newest.number + 1,
-                root=root,
-                size=len(data),
-                since=await _next_change(records, run.run_id, seen) if since is None else since,
-            )
-            # On the disk before any member hears of it: another file would get the same number.
-            keep_releases(home, [*known, newest])
-        # Once the members have heard of the version, they ask for its bytes.
-        make_folder(home.jobs)
-        keep_file(home.job(root), data, mode=PUBLIC)
-        return newest, await spread(records, releases_of(run), newest, timeout=PUBLISH_LIST_SECONDS)
+
+    def signed(since: int) -> JobRelease:
+        found = sign_release(
+            authority.key.sign,
+            authority=run.authority,
+            run_id=run.run_id,
+            number=known[-1].number + 1,
+            root=root,
+            size=len(data),
+            since=since,
+        )
+        # On the disk before any member hears of it: another file would get the same number.
+        keep_releases(home, [*known, found])
+        return found
+
+    # Once the members have heard of the version, they ask for its bytes.
+    make_folder(home.jobs)
+    keep_file(home.job(root), data, mode=PUBLIC)
+    newest = known[-1]
+    try:
+        async with _records_of(authority, addresses) as records:
+            seen = await _progress(records, run.run_id)
+            # One that nobody has taken in time is of no use: members change together after an update to come.
+            is_late = newest.number > 1 and seen.version < newest.number and newest.since <= seen.epoch
+            if root != newest.root or is_late:
+                if since is not None and seen.version and since <= seen.epoch:
+                    raise ConfigError(
+                        f"--since must be above {seen.epoch}, the run's present update: all members have to hear of it"
+                    )
+                newest = signed(await _next_change(records, run.run_id, seen) if since is None else since)
+            return newest, await spread(records, releases_of(run), newest, timeout=PUBLISH_LIST_SECONDS)
+    except BootstrapError:
+        # No one trains, as when the program fails everywhere: this machine's member finds the release in its folder,
+        # and those that look find it there.
+        return newest if root == newest.root else signed(since or 0), 0
 
 
 def _addresses(authority: Authority, bootstrap: Sequence[str]) -> list[str]:

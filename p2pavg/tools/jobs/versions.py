@@ -201,7 +201,9 @@ class JobVersions:
         return found
 
     async def look(self) -> None:
-        """Ask other members for a newer release, for a short time."""
+        """Look for a newer release in the folder, where `p2pavg job publish` puts it, and shortly at other members."""
+        for release in await trio.to_thread.run_sync(kept_releases, self._home, self._run):
+            self._known.learn(release)
         with trio.move_on_after(REPLY_SECONDS):
             await look(self._records, releases_of(self._run), self._known)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs.fences import needs_fence
-from tests.integration.jobs.join_work import call, make_run, started
+from tests.integration.jobs.join_work import MANIFEST, TRAIN, call, make_run, started
 
 pytestmark = pytest.mark.processes
 
@@ -58,3 +58,30 @@ def test_all_change_to_the_next_version_after_the_same_update(tmp_path: Path) ->
         assert min(int(n) for n in re.findall("second version: update ([0-9]+) of", each.text)) == last + 1
     for number in (last - 2, last - 1, last + 1, last + 2):
         assert len({each.updates[number] for each in change}) == 1
+
+
+@needs_fence
+def test_a_version_that_fails_makes_room_for_the_one_that_is_mended(tmp_path: Path) -> None:
+    job = tmp_path / "broken"
+    job.mkdir()
+    (job / "job.toml").write_text(MANIFEST)
+    (job / "train.py").write_text("raise SystemExit('it is broken')")
+    first, links = make_run(tmp_path, count=1, job=job)
+    (job / "train.py").write_text(TRAIN.replace("FOLDER", str(tmp_path)))
+    found = re.search("root ([0-9a-f]{64})", call(tmp_path, "job", "pack", str(job), "-o", "second.job"))
+    assert found is not None
+    both = ("--yes", "--job", first, "--job", found.group(1))
+    with (
+        started(tmp_path, "operator", "join", "lab", *both) as operator,
+        started(tmp_path, "one", "join", links[0], "--home", "one", *both) as one,
+    ):
+        for each in (operator, one):
+            each.until("it is broken")
+        assert "version 2 of the job" in call(
+            tmp_path, "job", "publish", "lab", "second.job", "--since", "1000"
+        )
+        for each in (operator, one):
+            each.until("update [0-9]+ of 2 peers")
+            assert "it fails, and makes room for the next version" in each.text or "version 2" in each.text
+            each.process.send_signal(signal.SIGINT)
+        assert [operator.end(), one.end()] == [0, 0]

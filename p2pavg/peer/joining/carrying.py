@@ -86,7 +86,7 @@ async def carrying_job(host: Host, home: Home, run: RunFile, access: RunAccess) 
     membership = Membership(access, host.id)
     holdings, seen = JobHoldings(), await host.context.run_in_thread(_files_in, home)
 
-    async def look() -> None:
+    async def poll() -> None:
         nonlocal seen
         while True:
             await trio.sleep(LOOK_SECONDS)
@@ -98,7 +98,7 @@ async def carrying_job(host: Host, home: Home, run: RunFile, access: RunAccess) 
     host.state.join(run.run_id, membership, holdings)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(look)
+            nursery.start_soon(poll)
             yield
             nursery.cancel_scope.cancel()
     finally:

@@ -80,7 +80,7 @@ def _number(record: Record, kind: NoticeKind[N]) -> int:
         return 0
 
 
-async def look(records: RunRecords, kind: NoticeKind[N], known: NewestNotice[N]) -> None:
+async def poll_notices(records: RunRecords, kind: NoticeKind[N], known: NewestNotice[N]) -> None:
     """Ask other members for a newer notice, once."""
     _learn(await records.find(kind.key), kind, known)
 
@@ -135,7 +135,7 @@ class NoticeSpreading(Generic[N]):
 
     async def _poll(self, records: RunRecords) -> None:
         while True:
-            await look(records, self._kind, self.known)
+            await poll_notices(records, self._kind, self.known)
             # A notice is everywhere a minute after the authority has published it.
             await trio.sleep(SPREAD_LOOK_SECONDS)
 

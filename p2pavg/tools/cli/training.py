@@ -93,7 +93,7 @@ async def train(
                     otherwise={STATE_PROTOCOL: peer.state.serve},
                 ) as gate,
             ):
-                nursery.start_soon(versions.hear, gate)
+                nursery.start_soon(versions.receive, gate)
                 nursery.start_soon(versions.say_given)
                 while True:
                     places = await versions.lay_out(job)
@@ -118,7 +118,7 @@ async def _end_if_it_fails(program: JobProgram, versions: JobVersions, release: 
     while not (program.failures and versions.has_newer(release)):
         # It may fail before its own peer has heard of one.
         if program.failures:
-            await versions.look()
+            await versions.poll()
         await trio.sleep(LOOK_SECONDS)
     program.stop("it fails, and makes room for the next version")
 

@@ -34,7 +34,7 @@ from p2pavg.runs.membership.job_release import (
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.notice import NewestNotice
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.records.notices import look, releases_of
+from p2pavg.runs.records.notices import poll_notices, releases_of
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.state.joiner.fetching import DownloadProgress
 from p2pavg.tools.daemon.life import TOTALS_SECONDS
@@ -124,7 +124,7 @@ class JobVersions:
         self._newer.set()
         self._newer = trio.Event()
 
-    async def hear(self, gate: Gate) -> None:
+    async def receive(self, gate: Gate) -> None:
         """Take what the program's peer tells, until cancelled. Only signatures count, and of the loss its own word."""
         async for told in gate.told:
             try:
@@ -183,7 +183,7 @@ class JobVersions:
         seen = SeenProgress(version=0, epoch=0)
         with trio.move_on_after(START_SECONDS):
             while True:
-                await self.look()
+                await self.poll()
                 seen = await read_progress(self._records, self._run.run_id)
                 if seen.version <= self._known.newest.number:
                     break
@@ -200,12 +200,12 @@ class JobVersions:
         keep_releases(self._home, self._kept.values())
         return found
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Look for a newer release in the folder, where `p2pavg job publish` puts it, and shortly at other members."""
         for release in await trio.to_thread.run_sync(kept_releases, self._home, self._run):
             self._known.learn(release)
         with trio.move_on_after(REPLY_SECONDS):
-            await look(self._records, releases_of(self._run), self._known)
+            await poll_notices(self._records, releases_of(self._run), self._known)
 
     async def fetched(self, release: JobRelease) -> bytes:
         """Return the file of a version, from the folder or from other members.

@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "only_help": (["--only-help"], False, False),
         "yes": (["--yes"], False, False),
         "no_fence": (["--no-fence"], False, False),
-        "job": (["--job"], False, None),
+        "job": (["--job"], True, []),
         "monitor": (["--monitor"], False, None),
     },
     "status": DAEMON | {"json": (["--json"], False, False)},
@@ -124,6 +124,12 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
     "job pack": {"folder": (["folder"], False, None), "output": (["--output", "-o"], False, None)},
     "job show": {"file": (["file"], False, None)},
     "job unpack": {"file": (["file"], False, None), "folder": (["folder"], False, None)},
+    "job publish": {
+        "folder": (["folder"], False, None),
+        "file": (["file"], False, None),
+        "since": (["--since"], False, None),
+        "bootstrap": (["--bootstrap"], True, []),
+    },
     "job fence": {"test": (["--test"], False, False)},
     "run create": {
         "job": (["--job"], False, None),
@@ -187,6 +193,8 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "output": (["output"], False, None),
         "form": (["--format"], False, None),
         "force": (["--force"], False, False),
+        "like": (["--like"], False, None),
+        "dtype": (["--dtype"], False, None),
     },
 }
 
@@ -250,6 +258,7 @@ def test_required_arguments() -> None:
         "job pack": {"folder"},
         "job show": {"file"},
         "job unpack": {"file", "folder"},
+        "job publish": {"folder", "file"},
         "job fence": set(),
     }
 

@@ -167,6 +167,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("topology", "str | Topology", "butterfly"),
             ("name", "str", ""),
             ("strategy", "str", ""),
+            ("version", "int", 0),
             ("files", "PeerFiles | None", None),
         ],
     ),

@@ -64,12 +64,7 @@ class EpochPlan:
         Args:
             contributed: samples of each member that contributed any, by its id.
         """
-        # What one member claims uses up no more than one epoch.
-        counts = {
-            peer: min(round(samples), self.order.length)
-            for peer, samples in sorted(contributed.items())
-            if round(samples) > 0
-        }
+        counts = {peer: round(samples) for peer, samples in sorted(contributed.items()) if round(samples) > 0}
         early = list(self._early)
         for peer, count in counts.items():
             beyond = count - _size(_cut(self._lanes.setdefault(peer, []), count))
@@ -135,7 +130,7 @@ class EpochPlan:
 
     @property
     def identity(self) -> dict[str, int]:
-        """What all peers need alike."""
+        """The values that all peers need alike."""
         return {"scheme": SCHEME, "length": self.order.length, "seed": self.order.seed}
 
     def saved(self) -> dict[str, Any]:

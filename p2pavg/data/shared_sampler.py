@@ -49,7 +49,7 @@ class SharedSampler(Sampler[int]):
         self.peer_id = peer_id
         """The peer whose samples these are."""
         self.plan = EpochPlan(SampleOrder(length, seed))
-        """What the peers of the run take next."""
+        """The samples that the peers of the run take next."""
         self._given = 0
         """Samples that were given out, and not stepped yet: a loader may hold them."""
         self._stepped = 0
@@ -68,7 +68,7 @@ class SharedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Give this peer's next samples without end, as indices from 0 to the number of samples less one."""
-        # What an earlier iteration has given out and nobody has stepped is lost with it.
+        # Samples that an earlier iteration has given out, and that were not stepped, are lost with it.
         self._given, self._block = 0, []
         while True:
             yield self._next()

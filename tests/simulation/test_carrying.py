@@ -19,7 +19,7 @@ from p2pavg.peer.joining.carrying import JobHoldings, carrying_job, fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.access import RunAccess
-from p2pavg.runs.membership.job_release import sign_release
+from p2pavg.runs.membership.job_release import JobRelease, sign_release
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.joiner.fetching import DownloadProgress
@@ -31,14 +31,20 @@ from tests.unit.runs.membership.runs import SECRET, Authority
 
 JOB = random.Random(7).randbytes(5 * CHUNK_BYTES + 100)
 AUTHORITY = Authority()
-RELEASE = sign_release(
-    AUTHORITY.sign,
-    authority=AUTHORITY.public,
-    run_id="lab",
-    number=1,
-    root=root_of(chunk_digests(JOB), len(JOB)),
-    size=len(JOB),
-)
+
+
+def release_of(data: bytes, number: int) -> JobRelease:
+    return sign_release(
+        AUTHORITY.sign,
+        authority=AUTHORITY.public,
+        run_id="lab",
+        number=number,
+        root=root_of(chunk_digests(data), len(data)),
+        size=len(data),
+    )
+
+
+RELEASE = release_of(JOB, 1)
 
 
 class Liar(JobHoldings):
@@ -169,15 +175,7 @@ async def test_a_version_that_comes_later_is_given_too(tmp_path: Path, autojump_
         carrying_job(first.peer, first.home, first.run, first.access),
     ):
         later = random.Random(8).randbytes(CHUNK_BYTES + 1)
-        release = sign_release(
-            AUTHORITY.sign,
-            authority=AUTHORITY.public,
-            run_id="lab",
-            number=2,
-            root=root_of(chunk_digests(later), len(later)),
-            size=len(later),
-            since=7,
-        )
+        release = release_of(later, 2)
         first.home.job(release.root).write_bytes(later)
         found = await fetch_job(second.peer, second.home, second.run, second.access, release)
         assert found == later

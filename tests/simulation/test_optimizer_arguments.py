@@ -19,9 +19,9 @@ from p2pavg.testing import MemoryNetwork, run_loops, simulate
 SAMPLES = 8
 
 
-def alone(train: Callable[[Any], Any]) -> Any:
+def alone(train: Callable[[Any], Any], **settings: Any) -> Any:
     """Return what the loop of one peer returns."""
-    config = p2pavg.AveragingConfig(run_id="arguments", match_timeout=2.0)
+    config = p2pavg.AveragingConfig(run_id="arguments", match_timeout=2.0, **settings)
 
     async def main() -> Any:
         return await run_loops(MemoryNetwork(), 1, train, config=config)

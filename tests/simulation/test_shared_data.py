@@ -126,3 +126,21 @@ def test_a_checkpoint_of_other_data_does_not_fit(tmp_path: Path) -> None:
 def test_data_is_a_sampler() -> None:
     with pytest.raises(TypeError, match=r"data must be a p2pavg\.data\.SharedSampler, got int"):
         RunState(data=5)  # type: ignore[arg-type]
+
+
+def test_the_next_version_of_a_program_may_begin_with_data(tmp_path: Path) -> None:
+    """Its checkpoint is of a version that had none: all of its peers begin a plan."""
+
+    def train(loop: Any) -> None:
+        model = model_of()
+        optimizer = averaged(model, loop.averager, state=RunState(model, tmp_path, every=1))
+        assert step(optimizer, model).updated
+
+    def go_on(loop: Any) -> None:
+        model, sampler = model_of(), sampler_of(loop)
+        optimizer = averaged(model, loop.averager, state=RunState(model, tmp_path, data=sampler))
+        assert optimizer.epoch == 1
+        assert trained(optimizer, model, sampler, 2)
+
+    alone(train, version=1)
+    alone(go_on, version=2)

@@ -113,7 +113,7 @@ class Gate:
         self._numbers = count(1)
         self._waiting: dict[int, _Inbound] = {}
         self._tell_on, self.told = trio.open_memory_channel[ProgramTold](MAX_TOLD)
-        """What the program tells. Whoever reads it believes what is signed."""
+        """Notices and updates of the program. Its reader believes signatures only."""
 
     @property
     def attached(self) -> bool:

@@ -207,13 +207,10 @@ class CommonState:
         if lineage.epoch > MAX_UPDATES:
             raise StateError(f"the state is of update {lineage.epoch}, which no run reaches")
         optimizer = checked_optimizer(self._optimizer, _state_dict(content, OPTIMIZER), self._settings)
-        # A checkpoint of other data can only be that of an earlier version of the program: see `TrainingRun.load`.
-        data = self._training.data
-        if data is not None and (expected is not None or data.plan.is_of(values.get(DATA))):
-            try:
-                data.plan.loaded(values.get(DATA))
-            except ValueError as error:
-                raise StateError(str(error)) from None
+        try:
+            self._training.plan_in(values)
+        except ValueError as error:
+            raise StateError(str(error)) from None
         schedule = None
         if self._scheduler is not None:
             saved = _state_dict(content, SCHEDULER)

@@ -135,6 +135,10 @@ class Beginning:
             return None
         return f"the run trains with {_told_differences(saved, recipe, recipe.rules)}"
 
+    def has_other_rules(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state was saved with other rules than this peer's; raise ValueError if it is malformed."""
+        return origin_of(state).rules != self._recipe().rules_digest
+
     @property
     def rules(self) -> frozenset[str]:
         """Names of the settings that never change during the optimizer's life."""

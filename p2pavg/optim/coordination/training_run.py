@@ -88,14 +88,27 @@ class TrainingRun:
 
         The parameters are compared with it at the next step, since they may be loaded later.
         """
-        if self.data is not None:
-            if DATA not in state:
-                raise ValueError("the state has no plan of the data: it was saved without data=")
-            # The next version of a job begins anew, with other data than its own checkpoint is of.
-            is_of = self.data.plan.is_of(state[DATA])
-            self.data.load(self.data.plan.loaded(state[DATA]) if is_of else EpochPlan(self.data.plan.order))
+        plan = self.plan_in(state)
+        if self.data is not None and plan is not None:
+            self.data.load(plan)
         self._together.averager.clear()
         self._beginning.load(state, lineage)
+
+    def plan_in(self, state: Mapping[str, Any]) -> EpochPlan | None:
+        """Return the plan of the data in a loaded state; ``None`` if this peer has no data to plan.
+
+        Raises:
+            ValueError: there is none, or it is malformed.
+        """
+        if self.data is None:
+            return None
+        # The next version of a job, which has other rules, may have other data than its own checkpoint is of, or the
+        # first: all of its peers begin a plan anew.
+        if self._beginning.has_other_rules(state) and not self.data.plan.is_of(state.get(DATA)):
+            return EpochPlan(self.data.plan.order)
+        if DATA not in state:
+            raise ValueError("the state has no plan of the data")
+        return self.data.plan.loaded(state[DATA])
 
     def saved(self) -> dict[str, Any]:
         """Return the lineage, the origin, and the data's plan if there is one, as plain values for a saved state."""

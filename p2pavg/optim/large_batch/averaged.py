@@ -372,11 +372,12 @@ class AveragedOptimizer(PeerOptimizer):
         return self._saved() | {"parameters": digest_of(self._locals()).hex()}
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Both raise if the state is malformed. Nothing has changed then.
+        # These raise if the state is malformed. Nothing has changed then.
         lineage = lineage_of(state)
         origin_of(state)
         check_holds(state, "inner", "parameters")
         check_both("scheduler", state, self.scheduler)
+        self._training.plan_in(state)
         self._load_inner(state)
         self._training.load(state, lineage)
         # The parameters may be loaded after this call, so they must not be taken for changed.

@@ -222,7 +222,6 @@ class DaemonOptions:
         if release is None or self.only_help:
             return None
         return TrainingOptions(
-            release=release,
             hashes=self.agreed_jobs,
             without_fence=self.without_fence,
             bandwidth=self.bandwidth,

@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import trio
@@ -74,6 +74,7 @@ def publish_job(folder: Path, file: Path, bootstrap: Sequence[str], since: int |
 
     Raises:
         ConfigError: the run has no job, or a file cannot be read or written.
+        BootstrapError: no peer could be reached, and ``since`` is not given: the present update is not known.
     """
     run_file = files_in(folder).run_file
     authority, home = open_authority(run_file, None), Home(folder)
@@ -138,7 +139,7 @@ async def _release(
     try:
         async with _records_of(authority, addresses) as records:
             seen = await _progress(records, run.run_id)
-            # One that nobody has taken in time is of no use: members change together after an update to come.
+            # One that no member has taken in time is of no use: members change together after an update to come.
             is_late = newest.number > 1 and seen.version < newest.number and newest.since <= seen.epoch
             if root != newest.root or is_late:
                 if since is not None and seen.version and since <= seen.epoch:
@@ -148,9 +149,13 @@ async def _release(
                 newest = signed(await _next_change(records, run.run_id, seen) if since is None else since)
             return newest, await spread(records, releases_of(run), newest, timeout=PUBLISH_LIST_SECONDS)
     except BootstrapError:
-        # No one trains, as when the program fails everywhere: this machine's member finds the release in its folder,
-        # and those that look find it there.
-        return newest if root == newest.root else signed(since or 0), 0
+        if root != newest.root:
+            if since is None:
+                raise
+            # As when the program fails on all machines, and no peer of it answers: the member of this machine finds the
+            # release in its folder, and the others then hear of it there.
+            newest = signed(since)
+        return newest, 0
 
 
 def _addresses(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
@@ -217,4 +222,5 @@ async def _records_of(authority: Authority, addresses: Sequence[str]) -> AsyncIt
         open_libp2p_transport(seed=seed, listen=["/ip4/0.0.0.0/tcp/0"], options=ONLY_ASKS) as transport,
         peer_over(transport, signer, bootstrap=addresses) as peer,
     ):
-        yield RunRecords(peer.records, Membership(access, peer.id), time.time)
+        with closing(RunRecords(peer.records, Membership(access, peer.id), time.time)) as records:
+            yield records

@@ -32,7 +32,7 @@ from p2pavg.tools.jobs.fence import (
 )
 from p2pavg.tools.jobs.limits import GIB, JobEnd
 from p2pavg.tools.jobs.running import JobProgram
-from p2pavg.tools.jobs.versions import JobVersions, ReadyJob, TrainingOptions, tell
+from p2pavg.tools.jobs.versions import JobVersions, ReadyJob, TrainingOptions, print_line
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ SIGNED = tuple(f"p2pavg-{name}/".encode() for name in ("record", "input", "outpu
 with another word, and so does the proof by which libp2p knows a peer."""
 STOPPED = "stopped by its user"
 MAX_LOG_BYTES = 8 * 2**20
+FAILURES = 2
+"""Of a program in a row, after which the next version takes over early: a single one may be this machine's."""
 
 
 async def train(
@@ -115,9 +117,9 @@ async def train(
 
 async def _end_if_it_fails(program: JobProgram, versions: JobVersions, release: JobRelease) -> None:
     """End a program that fails again and again when there is a newer version, which may be the one that is mended."""
-    while not (program.failures and versions.has_newer(release)):
+    while not (program.failures >= FAILURES and versions.has_newer(release)):
         # It may fail before its own peer has heard of one.
-        if program.failures:
+        if program.failures >= FAILURES:
             await versions.poll()
         await trio.sleep(LOOK_SECONDS)
     program.stop("it fails, and makes room for the next version")
@@ -173,7 +175,7 @@ class _LogFile:
 
     def show(self, line: str) -> None:
         """Show a line, and keep it."""
-        tell(f"{self._run_id}: {line}")
+        print_line(f"{self._run_id}: {line}")
         try:
             if self._file.exists() and self._file.stat().st_size > MAX_LOG_BYTES:
                 self._file.replace(self._file.with_suffix(".log.1"))

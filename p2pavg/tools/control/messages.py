@@ -94,7 +94,7 @@ class DaemonStatus(Message, frozen=True, tag="status", kw_only=True):
     certificate_expires: Seconds
     """Seconds since 1970; 0 without a certificate."""
     training: _Text
-    """What this machine has given to the training, and how that goes; empty if it runs no job."""
+    """The work that this machine has given to the training, as a sentence; empty if it runs no job."""
     refusal: _Text
     """The reason for which other members refuse it, such as an expired certificate."""
 

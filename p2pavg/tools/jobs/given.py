@@ -1,38 +1,42 @@
-"""What this machine has given to a run, as the certificates of the run's updates show it. No I/O, no clock."""
+"""The work that this machine has given to a run, as the certificates of its updates show it. No I/O, no clock."""
 
 from __future__ import annotations
 
-import json
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.formats import count, in_time
 
-KNOWN_UPDATES = 256
+KNOWN_UPDATES = 64
 """A program may tell of an update twice. It counts once, as long as not so many came between."""
+MAX_GIVEN_BYTES = 16 * 1024
+_Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
+_Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-@dataclass(slots=True)
-class GivenWork:
+class GivenWork(msgspec.Struct, forbid_unknown_fields=True):
     """The part of one peer in the updates of a run."""
 
-    samples: float = 0.0
+    samples: _Amount = 0.0
     """Of this peer, in the updates that it was in."""
-    all_samples: float = 0.0
+    all_samples: _Amount = 0.0
     """Of all members of these updates."""
-    updates: int = 0
-    seconds: float = 0.0
+    updates: _Number = 0
+    seconds: _Amount = 0.0
     """For which a program has run here."""
-    epoch: int = 0
+    epoch: _Number = 0
     """Latest update that the program told of."""
-    metric: str = ""
-    """Name of what the program measures, such as its loss."""
+    metric: Annotated[str, Meta(max_length=64)] = ""
+    """Name of the measurement, such as the loss."""
     first: float = 0.0
     """Its first value, of all starts."""
     last: float = 0.0
-    _seen: deque[str] = field(default_factory=lambda: deque(maxlen=KNOWN_UPDATES))
+    seen: Annotated[list[str], Meta(max_length=KNOWN_UPDATES)] = []  # msgspec copies it for each object
+    """Ids of the last groups that were counted."""
 
     def took(self, peer_id: str, group_id: str, weights: Mapping[str, float]) -> None:
         """Count an update, by what its certificate shows.
@@ -42,23 +46,23 @@ class GivenWork:
             weights: samples of each contributor.
         """
         own = weights.get(peer_id)
-        if own is None or group_id in self._seen:
+        if own is None or group_id in self.seen:
             return
-        self._seen.append(group_id)
+        self.seen = [*self.seen, group_id][-KNOWN_UPDATES:]
         self.samples += own
         self.all_samples += sum(weights.values())
         self.updates += 1
 
     def measured(self, epoch: int, metric: str, value: float) -> None:
-        """Note what the program has measured: its own word."""
+        """Note the program's measurement: its own word."""
         if metric != self.metric:
             self.metric, self.first = metric, value
         self.epoch, self.last = epoch, value
 
     @property
     def sentence(self) -> str:
-        """What this machine has given, and how the training goes; empty before the first update."""
-        if not self.updates:
+        """The work, and the state of the training, for the user; empty before the first update."""
+        if not self.all_samples:
             return ""
         learns = f", {self.metric} {self.last:.4g} (at first {self.first:.4g})" if self.metric else ""
         return (
@@ -70,14 +74,7 @@ class GivenWork:
     @property
     def text(self) -> str:
         """The same for a file; :func:`read_given` reads it back."""
-        return json.dumps({name: getattr(self, name) for name in _NAMES})
-
-
-_NAMES = {"samples": float, "all_samples": float, "updates": int, "seconds": float, "epoch": int} | {
-    "metric": str,
-    "first": float,
-    "last": float,
-}
+        return msgspec.json.encode(self).decode()
 
 
 def read_given(text: str) -> GivenWork:
@@ -87,7 +84,6 @@ def read_given(text: str) -> GivenWork:
         ConfigError: it is none.
     """
     try:
-        found = json.loads(text)
-        return GivenWork(**{name: kind(found[name]) for name, kind in _NAMES.items()})
-    except (ValueError, TypeError, KeyError) as error:
+        return msgspec.json.decode(text, type=GivenWork)
+    except msgspec.MsgspecError as error:
         raise ConfigError(f"it is damaged ({error}); remove it to begin again") from None

@@ -64,7 +64,7 @@ class JobProgram:
         """Set once the program is not to start again, whatever its exit code is."""
         self._told = trio.Event()
         self.failures = 0
-        """Starts in a row that have failed."""
+        """Starts in a row that have failed, while the program waits to start again; 0 while it runs."""
 
     def stop(self, why: str) -> None:
         """End the program, and start it no more."""
@@ -76,10 +76,11 @@ class JobProgram:
 
     async def run(self) -> JobEnd:
         """Run the program until it has ended for good; return why."""
+        failures = 0
         while self._end is None:
             began = trio.current_time()
             code = await self._run_once()
-            decision = self._end or after_exit(code, ran=trio.current_time() - began, failures=self.failures)
+            decision = self._end or after_exit(code, ran=trio.current_time() - began, failures=failures)
             match decision:
                 case JobEnd():
                     return decision
@@ -91,6 +92,7 @@ class JobProgram:
                     await self._say_all([words])
                     with trio.move_on_after(pause):
                         await self._told.wait()
+                    self.failures = 0
         return self._end
 
     async def _run_once(self) -> int:

@@ -46,7 +46,7 @@ from p2pavg.tools.jobs.fence import (
     python_places,
 )
 from p2pavg.tools.jobs.folder import write_folder
-from p2pavg.tools.jobs.given import GivenWork, read_given
+from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest
 from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 class TrainingOptions:
     """A volunteer's part in a run that has a job."""
 
-    release: JobRelease
     hashes: tuple[str, ...]
     """Roots of the jobs that may run, without a question, of ``--yes --job HASH``; empty: the user is asked."""
     without_fence: bool
@@ -83,10 +82,9 @@ class ReadyJob:
     """A version of the job that the user agreed to, with all that its program needs."""
 
     release: JobRelease
-    data: bytes
-    """The job's file."""
     manifest: JobManifest
-    files: dict[str, bytes]
+    folder: Path
+    """Its files, unpacked."""
     python: Path
     """The interpreter of its packages."""
     no_fence: str
@@ -134,7 +132,7 @@ class JobVersions:
                     case TellUpdate(epoch, certificate, metric, value):
                         if certificate:
                             # Many signatures: a program that tells of thousands must not hold up the network.
-                            shown = await trio.to_thread.run_sync(verify_certificate, certificate)
+                            shown = await self._peer.context.run_in_thread(verify_certificate, certificate)
                             self.given.took(self._peer.id, shown.group_id, shown.weights)
                         self.given.measured(epoch, PeerText(metric), value)
             except (RemoteProtocolError, CertificateError) as error:
@@ -154,7 +152,7 @@ class JobVersions:
             except ConfigError as error:  # no reason to end the training
                 logger.warning("what this machine has given is not kept: %s", error)
             if sentence != said:
-                tell(sentence)
+                print_line(sentence)
 
         try:
             while True:
@@ -207,18 +205,6 @@ class JobVersions:
         with trio.move_on_after(REPLY_SECONDS):
             await poll_notices(self._records, releases_of(self._run), self._known)
 
-    async def fetched(self, release: JobRelease) -> bytes:
-        """Return the file of a version, from the folder or from other members.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-            StateError: no member has it.
-        """
-        began = trio.current_time()
-        data = await fetch_job(self._peer, self._home, self._run, self._access, release, _Fetched())
-        tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
-        return data
-
     async def ready(self, release: JobRelease) -> ReadyJob:
         """Fetch a version, ask the user about it, and make the environment for its packages.
 
@@ -229,7 +215,9 @@ class JobVersions:
             StateError: no member has it.
         """
         home, options = self._home, self._options
-        data = await self.fetched(release)
+        began = trio.current_time()
+        data = await fetch_job(self._peer, home, self._run, self._access, release, _Fetched())
+        await tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
         # Others get it from here also where it does not run. These are signed bytes.
         await trio.to_thread.run_sync(self._hand, release, data)
         options.check(release)
@@ -253,8 +241,17 @@ class JobVersions:
         python = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
             make_environment, packages, abandon_on_cancel=True
         )
-        tell(f"the environment is ready, after {trio.current_time() - began:.1f} s")
-        return ReadyJob(release, data, manifest, files, python, no_fence)
+        await tell(f"the environment is ready, after {trio.current_time() - began:.1f} s")
+        folder = await trio.to_thread.run_sync(self._unpack, release, files)
+        return ReadyJob(release, manifest, folder, python, no_fence)
+
+    def _unpack(self, release: JobRelease, files: dict[str, bytes]) -> Path:
+        """Return the job's folder, made anew: the program of an earlier start may have been changed."""
+        folder = self._home.job(release.root).with_suffix("")
+        # No link in it leads elsewhere: the job's program cannot write here.
+        shutil.rmtree(folder, ignore_errors=True)
+        write_folder(folder, files)
+        return folder
 
     @property
     def _scratch(self) -> Path:
@@ -293,14 +290,8 @@ class JobVersions:
         keep_file(self.handed / "job.run", run.text.encode(), mode=PRIVATE)
         certificate = certificate_text(read_certificate(self._access.certificate))
         keep_file(self.handed / "job.cert", certificate.encode(), mode=PRIVATE)
-        self._hand(job.release, job.data)
-        # Made anew, because the program of an earlier start may have been changed. No link in it leads elsewhere: a
-        # job's program cannot write here.
-        folder = self._home.job(job.release.root).with_suffix("")
-        shutil.rmtree(folder, ignore_errors=True)
-        write_folder(folder, job.files)
         return FencedPlaces(
-            job=folder,
+            job=job.folder,
             scratch=make_folder(self._scratch),
             handed=self.handed,
             python=python_places(job.python),
@@ -318,15 +309,21 @@ class JobVersions:
             newer = self._newer
             if self.has_newer(present):
                 newest = self._known.newest
-                tell(
+                await tell(
                     f"the run's authority has released version {newest.number} of the job, which takes over after"
                     f" update {newest.since}"
                 )
-                # From here on, a restart finds it, and the program ends after the update.
-                keep_releases(self._home, self._kept.values())
-                note = JobNote(newest.number, newest.since).text
-                keep_file(self.handed / NOTE, note.encode(), mode=PUBLIC)
+                try:
+                    await trio.to_thread.run_sync(self._note, newest)
+                except ConfigError as error:  # no reason to end the training now
+                    await tell(f"the program will not hear of version {newest.number}: {error}")
             await newer.wait()
+
+    def _note(self, newest: JobRelease) -> None:
+        # From here on, a restart finds it, and the program ends after the update.
+        keep_releases(self._home, self._kept.values())
+        note = JobNote(newest.number, newest.since).text
+        keep_file(self.handed / NOTE, note.encode(), mode=PUBLIC)
 
     async def prepare_next(self, present: JobRelease) -> None:
         """Make the newest version ready whenever there is a newer one than that which runs, until cancelled."""
@@ -337,7 +334,7 @@ class JobVersions:
                 try:
                     found = await self.ready(newest)
                 except P2PAvgError as error:
-                    tell(f"this machine will not go on with version {newest.number}: {error}")
+                    await tell(f"this machine will not go on with version {newest.number}: {error}")
                     found = error
                 if newest is self._known.newest:
                     self._next = found
@@ -361,7 +358,7 @@ class JobVersions:
                     try:
                         return await self.ready(newest)
                     except StateError as error:
-                        tell(f"no member has version {newest.number} yet: {error}")
+                        await tell(f"no member has version {newest.number} yet: {error}")
                 case P2PAvgError():
                     raise found
 
@@ -369,7 +366,7 @@ class JobVersions:
 def _given_before(file: Path) -> GivenWork:
     try:
         return (
-            read_given(read_text(file, "file of what was given", max_bytes=4096))
+            read_given(read_text(file, "file of what was given", max_bytes=MAX_GIVEN_BYTES))
             if file.exists()
             else GivenWork()
         )
@@ -390,10 +387,9 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
     fence = "without a fence" if page.no_fence else "fenced"
     mark = f"{root} {fence}, {'with the network' if page.manifest.network else 'no network'}"
     if not options.hashes and kept.exists() and mark in read_text(kept, "note", max_bytes=4096).splitlines():
-        tell(f"you have agreed to this job before: {root}")
+        await tell(f"you have agreed to this job before: {root}")
         return
-    for line in page.lines:
-        tell(line)
+    await tell("\n".join(page.lines))
     if options.hashes and page.no_fence and not options.without_fence:
         raise ConfigError(
             f"--yes runs a job behind a fence only, and this machine has none: {page.no_fence}",
@@ -426,8 +422,16 @@ def _answer_to(question: str) -> str:
         return "no"
 
 
-def tell(line: str) -> None:
-    """Print a line for the user."""
+async def tell(text: str) -> None:
+    """Print a line, or several, for the user."""
+    # In a thread: a terminal that was stopped with Ctrl-S must not stop the network.
+    await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+        print_line, text, abandon_on_cancel=True
+    )
+
+
+def print_line(line: str) -> None:
+    """Print a line for the user, in a thread that may wait for the terminal."""
     # A terminal that has no sign for a letter shows another one.
     code = sys.stdout.encoding or "utf-8"
     print(line.encode(code, "replace").decode(code), flush=True)
@@ -443,4 +447,4 @@ class _Fetched:
         done = progress.done / progress.total if progress.total else 0.0
         if done < 1.0 and done >= self._told + 0.1:
             self._told = done
-            tell(f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")
+            print_line(f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")

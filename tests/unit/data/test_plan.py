@@ -1,4 +1,4 @@
-"""The plan of an epoch: each sample is covered once, whoever comes and goes, and a stranger's plan costs nothing."""
+"""The plan of an epoch: each sample is covered once while peers come and go, and a stranger's plan costs nothing."""
 
 from __future__ import annotations
 

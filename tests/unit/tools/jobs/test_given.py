@@ -1,4 +1,4 @@
-"""What a volunteer's machine has given: what certificates show, counted once."""
+"""The work that a volunteer's machine has given: as certificates show it, counted once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,21 @@ def test_a_file_brings_it_back() -> None:
     assert read_given(given.text).sentence == given.sentence
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"samples": "x"}', "null"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"samples": "x"}', '{"samples": 1e400}', '{"epoch": -1}', '{"more": 1}', "null"]
+)
 def test_a_damaged_file_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="damaged"):
         read_given(text)
+
+
+def test_an_update_counts_once_also_after_another_start() -> None:
+    given = GivenWork()
+    given.took("me", "a", {"me": 30.0})
+    again = read_given(given.text)
+    again.took("me", "a", {"me": 30.0})
+    assert again.updates == 1
+
+
+def test_a_file_that_was_edited_divides_by_nothing() -> None:
+    assert read_given('{"updates": 3}').sentence == ""

@@ -27,6 +27,7 @@ def test_the_newest_two_come_back_beside_that_of_the_run_file(tmp_path: Path) ->
     home = Home(tmp_path)
     assert [each.number for each in kept_releases(home, RUN)] == [1]
     keep_releases(home, [release(3), release(1), release(2)])
+    assert len((tmp_path / "releases").read_text().splitlines()) == 2
     assert kept_releases(home, RUN) == [release(1), release(2), release(3)]
     keep_releases(home, [release(3), release(4)])
     assert [each.number for each in kept_releases(home, RUN)] == [1, 3, 4]

@@ -15,6 +15,8 @@ from p2pavg.testing.swarm import Member
 def train(member: Member) -> None:
     """Train, and report the samples of each batch before it is stepped, and what each update counted.
 
+    Each report has the parameters' values, by which updates of two branches differ.
+
     Arguments: ``length`` of the data; ``peers``; ``start``, the peers that the first update needs; ``batch`` samples in
     ``batch_seconds``; ``waits``, to begin with a message that has its ``bootstrap`` addresses; ``epochs`` after which
     it ends.
@@ -27,6 +29,10 @@ def train(member: Member) -> None:
         member.bootstrap = tuple(told["bootstrap"])
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
+
+    def values() -> list[float]:
+        return [float(value) for each in model.parameters() for value in each.detach().flatten()]
+
     config = p2pavg.AveragingConfig(
         run_id="coverage", group_size=16, match_timeout=10.0, exchange_timeout=20.0
     )
@@ -36,7 +42,7 @@ def train(member: Member) -> None:
         def tell(report: StepReport) -> None:
             assert isinstance(report.result, p2pavg.Success)
             weights = {peer: round(weight) for peer, weight in report.result.weights.items()}
-            member.report(update=report.epoch, weights=weights, begun=sampler.plan.begun)
+            member.report(update=report.epoch, weights=weights, values=values())
 
         optimizer = AveragedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.01),
@@ -51,7 +57,7 @@ def train(member: Member) -> None:
         samples = iter(sampler)
         while sampler.plan.begun <= given["epochs"]:
             batch = [(sampler.epoch, next(samples)) for _ in range(given["batch"])]
-            member.report(batch=batch)
+            member.report(batch=batch, values=values())
             loss = model(torch.randn(len(batch), 4)).square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,51 +20,85 @@ MOST = 0.02
 """Part of an epoch's samples that may be missed, or repeated, beyond what died with its peer."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """One update as its members reported it: two groups that lost sight of each other each make one of a number."""
+
+    number: int
+    weights: tuple[tuple[str, int], ...]
+    before: tuple[float, ...]
+    """The parameters' values before it."""
+    after: tuple[float, ...]
+
+
 class Counted:
     """The samples that the run's updates have counted, from what its processes have reported."""
 
     def __init__(self) -> None:
         self.taken: dict[int, Counter[int]] = {}
-        self._pending: dict[str, list[tuple[int, int]]] = {}
-        self._until: dict[str, int] = {}
-        self._updates: dict[int, dict[str, int]] = {}
+        self._told: dict[str, list[Update | tuple[int, int]]] = {}
+        """What each peer has told: its samples, and the updates that it took part in or replayed."""
+        self._values: dict[str, tuple[float, ...]] = {}
+        self._updates: dict[int, set[Update]] = {}
 
     def add(self, peer_id: str, event: dict[str, Any]) -> None:
+        told = self._told.setdefault(peer_id, [])
         if "batch" in event:
-            self._pending.setdefault(peer_id, []).extend((epoch, sample) for epoch, sample in event["batch"])
+            told.extend((epoch, sample) for epoch, sample in event["batch"])
         elif "update" in event:
-            assert self._updates.setdefault(event["update"], event["weights"]) == event["weights"]
-            self._count(peer_id, event["update"])
+            weights = tuple(sorted(event["weights"].items()))
+            update = Update(event["update"], weights, self._values.get(peer_id, ()), tuple(event["values"]))
+            told.append(update)
+            self._updates.setdefault(update.number, set()).add(update)
+        self._values[peer_id] = tuple(event["values"])
 
     @property
     def updates(self) -> int:
         """Number of updates that the run has taken."""
         return len(self._updates)
 
+    @property
+    def splits(self) -> int:
+        """Number of updates that the run has taken twice, and of which one was given up."""
+        return sum(len({each.after for each in those}) > 1 for those in self._updates.values())
+
     def has_trained(self, peer_id: str) -> bool:
         """Return whether a peer has contributed to an update."""
-        return any(peer_id in weights for weights in self._updates.values())
+        return any(peer_id in dict(each.weights) for those in self._updates.values() for each in those)
 
-    def _count(self, peer_id: str, update: int) -> None:
-        self._until[peer_id] = update
-        if count := self._updates[update].get(peer_id, 0):
-            pending = self._pending.pop(peer_id, [])
-            # What it had accumulated before it fell behind was dropped.
-            for epoch, sample in pending[-count:]:
-                self.taken.setdefault(epoch, Counter())[sample] += 1
+    def count(self) -> None:
+        """Count the samples of the updates from which the run's last state follows."""
+        kept: dict[int, Update] = {}
+        values: Counter[tuple[float, ...]] = Counter()
+        for number, those in sorted(self._updates.items(), reverse=True):
+            # Most that told of the next update had the values from which it was taken. One may have fetched them after
+            # its last batch.
+            kept[number] = max(those, key=lambda each: values[each.after])
+            values = Counter(each.before for each in those if each.after == kept[number].after)
+        for peer_id, told in self._told.items():
+            self._count(peer_id, told, kept)
 
-    def ended(self) -> None:
-        """Count what was taken by peers that died before they could tell of the update."""
-        for peer_id, pending in [*self._pending.items()]:
-            later = [
-                update
-                for update, weights in self._updates.items()
-                if update > self._until.get(peer_id, 0) and peer_id in weights
-            ]
-            if later:
-                count = self._updates[min(later)][peer_id]
-                for epoch, sample in pending[:count]:
-                    self.taken.setdefault(epoch, Counter())[sample] += 1
+    def _count(self, peer_id: str, told: list[Update | tuple[int, int]], kept: dict[int, Update]) -> None:
+        pending: list[tuple[int, int]] = []
+        until = 0
+        for each in told:
+            if not isinstance(each, Update):
+                pending.append(each)
+                continue
+            until = each.number
+            if count := dict(each.weights).get(peer_id, 0):
+                # What it had accumulated before it fell behind was dropped.
+                if kept[each.number].after == each.after:
+                    self._take(pending[-count:])
+                pending = []
+        # It may have died before it could tell of the update.
+        later = [number for number, each in kept.items() if number > until and peer_id in dict(each.weights)]
+        if later:
+            self._take(pending[: dict(kept[min(later)].weights)[peer_id]])
+
+    def _take(self, samples: list[tuple[int, int]]) -> None:
+        for epoch, sample in samples:
+            self.taken.setdefault(epoch, Counter())[sample] += 1
 
 
 def run(
@@ -132,7 +167,7 @@ def run(
             process.kill()
         for process in swarm.processes:
             read(process, 1.0)
-    counted.ended()
+    counted.count()
     assert kills >= 1
     lines = []
     for epoch in range(epochs):
@@ -142,7 +177,7 @@ def run(
         lines.append(f"epoch {epoch}: {missed:.2%} missed, {repeated:.2%} repeated")
         assert missed <= least, lines
         assert repeated <= least, lines
-    return [*lines, f"{kills} kills"]
+    return [*lines, f"{kills} kills, {counted.splits} updates taken twice"]
 
 
 def test_a_small_swarm_takes_each_sample_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,7 @@ class TestRelaysThatEnd:
             await after.dial(relay.addresses[0], timeout=TIMEOUT)
             await eventually(lambda: bool(after.addresses))
             await eventually(lambda: not before.is_connected(relay.peer_id))
-            assert len(connections_to(relay, after)) == 1
+            await eventually(lambda: len(connections_to(relay, after)) == 1)
             await assert_serves(here, after)
             assert before.path_to(here.peer_id) == ""
 

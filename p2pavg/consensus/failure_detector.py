@@ -8,12 +8,18 @@ A member may stand still and come back: its program holds Python's lock, or its 
 nothing tells it from one whose machine has died. So its first silence gives it up like any other. If it is there in a
 later round, that was a false alarm, and its timeout grows (:class:`Silences`). What a member says about itself does not
 count, and no timeout is longer than a slow link's may be.
+
+Members of one group often share a machine, or begin while each of them has much else to do. Then most of them give
+their first sign late, and the last one much later than most. So all timeouts grow with the time that most first signs
+took (:func:`lag`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
+from statistics import median
 
 from p2pavg.base.limits import FORGIVE_SECONDS
 
@@ -33,6 +39,18 @@ seconds too.
 MARGIN = 2.0
 """A member may be silent for so many times its longest silence before."""
 MAX_SILENT = 1024  # members that are remembered; each of them has cost seconds, so none is pushed out quickly
+
+
+def lag(contacts: Sequence[float]) -> float:
+    """Return how many times as long as usual this round's members may be silent; at least 1.
+
+    Most members of an idle group give their first sign before they would send a ping, over links of 100 ms too. The
+    median, so that a few members cannot put off the loss of another one.
+
+    Args:
+        contacts: seconds to the first sign of each member that has given one.
+    """
+    return max(1.0, median(contacts) / MEMBER_PING_SECONDS) if contacts else 1.0
 
 
 class Silences:
@@ -84,26 +102,30 @@ class ArrivalPace:
         self._patience = patience
         self.longest = 0.0
         """The longest silence that has ended, in seconds; that before the first arrival does not count."""
+        self.contact: float | None = None
+        """Seconds to the first arrival, without those in which this process was held up; ``None`` before it."""
         self._last = now
         self._owed: float | None = None
         self._doubted = False
-        self._heard = self._voted = False
+        self._voted = False
         self._bytes = 0
         self._seconds = 0.0
 
     def arrived(self, now: float, count: int, *, data: bool) -> None:
         """Note that ``count`` bytes have arrived. ``data`` says that they belong to a part: only those measure pace."""
-        if self._heard:
-            self.longest = max(self.longest, now - self._last)
-        if self._heard and data:
-            # Pauses in which nothing was sent would make a fast link look slow, so each pause counts only up to a
-            # limit. After an excuse the last arrival may lie in the future.
-            self._seconds += max(0.0, min(now - self._last, FLOOR_SECONDS))
-            self._bytes += count
+        silence = now - self._last  # after an excuse the last arrival may lie in the future
+        if self.contact is None:
+            self.contact = max(0.0, silence)
+        else:
+            self.longest = max(self.longest, silence)
+            if data:
+                # Pauses in which nothing was sent would make a fast link look slow: each counts up to a limit.
+                self._seconds += max(0.0, min(silence, FLOOR_SECONDS))
+                self._bytes += count
         if data and self._owed is not None:
             self._owed = now
         self._voted |= not data
-        self._heard, self._last = True, now
+        self._last = now
 
     def owes(self, now: float, yes: bool) -> None:
         """Note that from now on the member owes data and does not depend on other members, or that it owes none."""
@@ -123,21 +145,28 @@ class ArrivalPace:
         measured = self._seconds * self._part_bytes / self._bytes if self._bytes else 0.0
         return measured if self._bytes >= self._part_bytes else max(measured, self._prior)
 
-    def is_silent(self, now: float) -> bool:
-        """Return whether nothing has come for too long, not even a vote."""
+    def is_silent(self, now: float, lag: float = 1.0) -> bool:
+        """Return whether nothing has come for too long, not even a vote.
+
+        Args:
+            lag: of this round's members (:func:`lag`).
+        """
         # The first vote may come late, because its stream is opened while both sides already send parts.
         known = self._voted and self._bytes >= self._part_bytes
         floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
-        pace = max(floor, PARTS * self.part_seconds(), self._patience)
+        pace = max(lag * floor, PARTS * self.part_seconds(), self._patience)
         return now - self._last >= min(pace, self._limit)
 
-    def overdue(self, now: float) -> str | None:
-        """Return the reason to give the member up, or ``None``."""
-        if self.is_silent(now):
+    def overdue(self, now: float, lag: float = 1.0) -> str | None:
+        """Return the reason to give the member up, or ``None``.
+
+        Args:
+            lag: of this round's members (:func:`lag`).
+        """
+        if self.is_silent(now, lag):
             return f"silent for {now - self._last:.1f} s"
-        stall = min(STALLS * max(FLOOR_SECONDS, PARTS * self.part_seconds()), self._limit) / (
-            1 + self._doubted
-        )
+        stall = STALLS * max(lag * FLOOR_SECONDS, PARTS * self.part_seconds())
+        stall = min(stall, self._limit) / (1 + self._doubted)
         if self._owed is not None and now - self._owed >= min(stall + self._patience, self._limit):
             return f"sent no part of its contribution for {now - self._owed:.1f} s"
         return None
@@ -148,11 +177,6 @@ class ArrivalPace:
         It is not known when it comes back. So it has as much time as a stranger, before its next round's margin.
         """
         return max(now - self._last, FIRST_CONTACT_SECONDS)
-
-    @property
-    def heard(self) -> bool:
-        """True if anything has arrived yet."""
-        return self._heard
 
     def excuse(self, seconds: float) -> None:
         """Extend the timeouts: this process itself was held up for ``seconds``, and may have read nothing meanwhile."""

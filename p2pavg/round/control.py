@@ -33,9 +33,9 @@ from p2pavg.base.errors import (
     StreamBrokenError,
     UnreachableError,
 )
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, TAIL_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
-from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences
+from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences, lag
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, MemberPing, Rest, ResultCommit, Vote, decode_vote
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
@@ -258,11 +258,14 @@ class VoteStreams:
         self._lose_if_overdue(position, line)
 
     def _lose_if_overdue(self, position: int, line: _PeerStream) -> bool:
+        if line.is_done:
+            return False
         now = trio.current_time()
-        reason = None if line.is_done else line.pace.overdue(now)
+        late = lag([each.pace.contact for each in self._lines.values() if each.pace.contact is not None])
+        reason = line.pace.overdue(now, late)
         if reason is not None:
             # A member that sends votes and no parts may wait for a leader that lies.
-            is_silent = line.pace.is_silent(now)
+            is_silent = line.pace.is_silent(now, late)
             if is_silent:
                 self._note_silence(position, line.pace.silence_of_lost(now))
             self._hears.lost(position, reason, silent=True, reachable=not is_silent)
@@ -340,7 +343,7 @@ class VoteStreams:
             member.peer_id,
             PROTOCOL,
             addresses=member.addresses,
-            timeout=REPLY_SECONDS,
+            timeout=math.inf,  # until the failure detector gives the member up: it knows how late all of them are
         )
         # In a short round, this peer dials first without waiting: a refusal then loses a dead member at once.
         # Any other failure may mean that the member is behind a router, and has to connect itself.
@@ -505,7 +508,7 @@ class VoteStreams:
                     self._have_opened(position)
                 # The leader may have died before it told that member that the group stands, and the answer
                 # says so.
-                if not line.pace.heard and seconds >= MISSING_SECONDS:
+                if line.pace.contact is None and seconds >= MISSING_SECONDS:
                     self._ask(position)
                 # By now a living member has opened its stream, unless it has ended the round, or began later.
                 if (

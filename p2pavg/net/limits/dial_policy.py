@@ -220,11 +220,6 @@ class DialBudget:
         if met_peer:
             return [account("peer", met_peer, PEER_FAILURES, PEER_FAILURES_PER_SECOND)]
         everywhere = account("all", "", ALL_FAILURES, ALL_FAILURES_PER_SECOND)
-        # All processes of a swarm on one machine share one host, and beside much other work the dials of many are given
-        # up. Whoever named it, no third party is dialled.
-        address = parse_host(host)
-        if address is not None and address.is_loopback:
-            return [everywhere]
         factor = PREFIX_FACTOR
         return [
             account("host", host, HOST_FAILURES, HOST_FAILURES_PER_SECOND),

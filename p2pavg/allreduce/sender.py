@@ -8,7 +8,6 @@ parts.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -26,6 +25,7 @@ from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.turns import Turns
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate
 from p2pavg.net.framing import send_message
@@ -149,7 +149,7 @@ class Sender:
                 member.peer_id,
                 PROTOCOL,
                 addresses=member.addresses,
-                timeout=math.inf,  # until the attempt ends: the failure detector gives up a member that is silent
+                timeout=MAX_TIMEOUT_SECONDS,  # the attempt's: its failure detector gives up a member that is silent
                 # A member that cannot be dialled has opened a connection of its own, or is about to.
                 wait_inbound=True,
             )

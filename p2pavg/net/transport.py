@@ -233,6 +233,7 @@ class Transport(abc.ABC):
         """Open a stream over an existing connection, or else dial ``addresses``.
 
         Args:
+            timeout: seconds, at most :data:`~p2pavg.base.limits.MAX_TIMEOUT_SECONDS`.
             wait_inbound: if dialling fails, wait until the peer connects to this one. A peer behind a home router can
                 dial, but cannot be dialled. If false, a failed dial raises at once.
 

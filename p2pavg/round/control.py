@@ -33,7 +33,7 @@ from p2pavg.base.errors import (
     StreamBrokenError,
     UnreachableError,
 )
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, TAIL_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, MAX_TIMEOUT_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences, lag
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, MemberPing, Rest, ResultCommit, Vote, decode_vote
@@ -343,7 +343,7 @@ class VoteStreams:
             member.peer_id,
             PROTOCOL,
             addresses=member.addresses,
-            timeout=math.inf,  # until the failure detector gives the member up: it knows how late all of them are
+            timeout=MAX_TIMEOUT_SECONDS,  # the round's: its failure detector knows how late all members are
         )
         # In a short round, this peer dials first without waiting: a refusal then loses a dead member at once.
         # Any other failure may mean that the member is behind a router, and has to connect itself.

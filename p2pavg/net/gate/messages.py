@@ -19,6 +19,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.base.messages import Count, Message, cut
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 
@@ -34,7 +35,7 @@ GateId = Annotated[str, Meta(max_length=128)]
 GateText = Annotated[str, Meta(max_length=2000)]
 GateTexts = Annotated[tuple[GateText, ...], Meta(max_length=MAX_LIST)]
 ProtocolName = Annotated[str, Meta(min_length=1, max_length=128)]
-WaitSeconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
+WaitSeconds = Annotated[float, Meta(ge=0.0, le=MAX_TIMEOUT_SECONDS)]
 
 
 # ---------------------------------------------------------------------- of the program

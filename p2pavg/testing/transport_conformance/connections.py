@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import trio
 
 from p2pavg.base.errors import AddressError, ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.net.transport import Stream
 from p2pavg.testing.transport_conformance.tools import (
     ECHO,
@@ -97,6 +98,17 @@ async def useless_addresses_are_skipped(around: Surroundings) -> None:
         await assert_echoes(stream)
         stream = await here.open_stream(third.peer_id, ECHO, addresses=third.addresses, timeout=TIMEOUT)
         await assert_echoes(stream)
+
+
+@check
+async def a_timeout_may_be_as_long_as_any_exchange(around: Surroundings) -> None:
+    """A round leaves it to its failure detector when a member's stream is given up."""
+    async with peers_of(around, 2) as (here, there):
+        await assert_echoes(
+            await here.open_stream(
+                there.peer_id, ECHO, addresses=there.addresses, timeout=MAX_TIMEOUT_SECONDS
+            )
+        )
 
 
 @check

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.formats import count, in_time
+from p2pavg.base.peer_text import PeerText
 
 KNOWN_UPDATES = 64
 """A program may tell of an update twice. It counts once, as long as not so many came between."""
@@ -55,6 +56,7 @@ class GivenWork(msgspec.Struct, forbid_unknown_fields=True):
 
     def measured(self, epoch: int, metric: str, value: float) -> None:
         """Note the program's measurement: its own word."""
+        metric = str(PeerText(metric))  # a plain one, which the file takes
         if metric != self.metric:
             self.metric, self.first = metric, value
         self.epoch, self.last = epoch, value

@@ -15,7 +15,6 @@ from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, Remot
 from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text, what_to_do
 from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, START_SECONDS
-from p2pavg.base.peer_text import PeerText
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
 from p2pavg.optim.coordination.job_change import NOTE, JobNote
@@ -134,7 +133,7 @@ class JobVersions:
                             # Many signatures: a program that tells of thousands must not hold up the network.
                             shown = await self._peer.context.run_in_thread(verify_certificate, certificate)
                             self.given.took(self._peer.id, shown.group_id, shown.weights)
-                        self.given.measured(epoch, PeerText(metric), value)
+                        self.given.measured(epoch, metric, value)
             except (RemoteProtocolError, CertificateError) as error:
                 # Once: a program could fill the disk with them.
                 if self._warns:

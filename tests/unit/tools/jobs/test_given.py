@@ -29,7 +29,8 @@ def test_own_samples_are_counted_once_and_in_own_updates_only() -> None:
 def test_a_file_brings_it_back() -> None:
     given = GivenWork()
     given.took("me", "a", {"me": 30.0, "you": 70.0})
-    given.measured(1, "loss", 3.25)
+    given.measured(1, "loss\n\x1b[2J", 3.25)
+    assert "loss??[2J 3.25" in given.sentence
     assert read_given(given.text).sentence == given.sentence
 
 

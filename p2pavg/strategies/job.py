@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from p2pavg.base.errors import ConfigError, RunEndedError
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.data import SharedSampler
@@ -29,6 +31,8 @@ RUN_FILE = "P2PAVG_RUN_FILE"
 CERTIFICATE = "P2PAVG_CERTIFICATE"
 SCRATCH = "P2PAVG_SCRATCH"
 """Folder that stays from one start of the program to the next."""
+GPU_MEMORY = "P2PAVG_GPU_MEMORY_GB"
+"""GB of each GPU that the program may take, as its manifest says."""
 RUN_ID = "P2PAVG_RUN_ID"
 """Of a run without an authority, whose peers stay on this machine."""
 BOOTSTRAP = "P2PAVG_BOOTSTRAP"
@@ -78,6 +82,8 @@ def job() -> Iterator[Job]:
     scratch = Path(os.environ.get(SCRATCH) or folder / ".scratch")
     scratch.mkdir(parents=True, exist_ok=True)
     gate, run_id = os.environ.get(GATE), os.environ.get(RUN_ID)
+    if memory := float(os.environ.get(GPU_MEMORY) or 0.0):
+        _bound_gpu_memory(memory * 2**30)
     config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=run_id or _name_of(folder))
     # A run file never runs code: a strategy of the author's own has to be allowed by the program.
     strategy = strategy_of(config) if config.strategy else None
@@ -97,6 +103,13 @@ def job() -> Iterator[Job]:
             raise
         # The user has stopped it, which is no error. There is no terminal here to press Ctrl-C in.
         raise SystemExit(0) from None
+
+
+def _bound_gpu_memory(count: float) -> None:
+    """Let torch take at most so many bytes of each GPU. Nothing outside of the program can see to that."""
+    for index in range(torch.cuda.device_count()):
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, count / total), index)
 
 
 def _config_behind(gate: Path) -> AveragingConfig:

@@ -78,7 +78,12 @@ async def test_a_program_that_tells_lies_changes_nothing_and_is_named_once(
     tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = TrainingOptions(
-        hashes=(), without_fence=False, max_upload_mbps=None, max_download_mbps=None, bandwidth=None
+        hashes=(),
+        without_fence=False,
+        files=None,
+        max_upload_mbps=None,
+        max_download_mbps=None,
+        bandwidth=None,
     )
     async with members(tmp_path, 1) as (member,), trio.open_nursery() as nursery:
         versions = JobVersions(member.peer, member.home, member.run, member.access, options)

@@ -19,7 +19,8 @@ TEXT = (
 ).encode()
 BLOCK = 32
 
-# The base, the same on every peer. With a real one: GPT2LMHeadModel.from_pretrained(job.folder / "base").
+# The base, the same on every peer. A real one is a larger file of the job, [[files]] in job.toml, and is read by
+# GPT2LMHeadModel.from_pretrained(Path(__file__).parent / "base").
 torch.manual_seed(0)
 base = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=BLOCK, n_embd=64, n_layer=2, n_head=2))
 model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True))

@@ -151,6 +151,8 @@ class DaemonOptions:
     """Roots of the jobs that run without a question, and no others run; empty: the user is asked."""
     without_fence: bool = False
     """Run it also where this machine has no fence."""
+    files: Path | None = None
+    """A folder that may have larger files of the job."""
 
     def check(self) -> None:
         """Check what can be checked before anything is opened.
@@ -224,6 +226,7 @@ class DaemonOptions:
         return TrainingOptions(
             hashes=self.agreed_jobs,
             without_fence=self.without_fence,
+            files=self.files,
             bandwidth=self.bandwidth,
             max_upload_mbps=self.max_upload_mbps,
             max_download_mbps=self.max_download_mbps,

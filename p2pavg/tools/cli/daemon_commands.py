@@ -91,6 +91,13 @@ def join(
         bool,
         typer.Option("--no-fence", help="With --yes: run the job also if this machine cannot fence it."),
     ] = False,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A folder that has larger files of the job, such as its base model. Others are fetched from mirrors.",
+        ),
+    ] = None,
     delegate: DelegateOption = False,
     name: NameOption = "",
     bandwidth: BandwidthOption = None,
@@ -129,11 +136,11 @@ def join(
         from p2pavg.peer.joining.home import Home
         from p2pavg.tools.cli.daemon import DaemonOptions, read_member, run_peer
 
-        files = find_files(run, link=link, certificate=certificate, identity=identity, home=home)
+        found = find_files(run, link=link, certificate=certificate, identity=identity, home=home)
         member = read_member(
-            files.run_file,
-            certificate=files.certificate,
-            identity=files.identity,
+            found.run_file,
+            certificate=found.certificate,
+            identity=found.identity,
             run_id=None,
             delegate=delegate,
             admits=True,
@@ -143,15 +150,16 @@ def join(
                 name=name,
                 listen=listen,
                 bootstrap=bootstrap,
-                identity=files.identity,
+                identity=found.identity,
                 announce=announce,
                 port_mapping=port_mapping,
                 run_id=None,
                 member=member,
-                home=Home(files.folder),
+                home=Home(found.folder),
                 only_help=only_help,
                 agreed_jobs=tuple(each.lower() for each in job),
                 without_fence=no_fence,
+                files=files,
                 metrics=metrics,
                 monitor=monitor,
                 live_view=not plain and sys.stdout.isatty() and sys.stderr.isatty(),

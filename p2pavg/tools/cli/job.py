@@ -22,8 +22,9 @@ def check(folder: FolderArgument) -> None:
     """Say what a folder lacks to be a job. The exit code is 1 if it lacks anything."""
     from p2pavg.tools.jobs.folder import read_folder
     from p2pavg.tools.jobs.manifest import problems
+    from p2pavg.tools.jobs.mirrors import wrong_copies
 
-    found = problems(read_folder(folder))
+    found = problems(read_folder(folder)) + wrong_copies(folder)
     for sentence in found:
         typer.echo(sentence)
     if found:

@@ -144,6 +144,7 @@ def _started(job: ReadyJob, places: FencedPlaces, gate: Gate, run: RunFile, log:
         program.RUN_FILE: f"{handed}/job.run",
         program.CERTIFICATE: f"{handed}/job.cert",
         program.SCRATCH: scratch,
+        program.GPU_MEMORY: f"{needs.gpu_memory_gb:g}",
     }
     file_bytes = int(needs.disk_gb * GIB)
     command = [str(job.python), f"{folder}/{manifest.program}"]

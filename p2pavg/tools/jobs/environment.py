@@ -25,10 +25,10 @@ INSTALL_SECONDS = 3600.0
 """For all packages of a job: 5 GB at 12 Mbit/s."""
 
 
-def environments_folder() -> Path:
-    """Return where environments are kept: ``$XDG_CACHE_HOME/p2pavg``, or ``~/.cache/p2pavg``."""
+def cache_folder() -> Path:
+    """Return where what can be had again is kept: ``$XDG_CACHE_HOME/p2pavg``, or ``~/.cache/p2pavg``."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "p2pavg" / "environments"
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "p2pavg"
 
 
 def make_environment(packages: Sequence[PinnedPackage] | None, folder: Path | None = None) -> Path:
@@ -36,14 +36,14 @@ def make_environment(packages: Sequence[PinnedPackage] | None, folder: Path | No
 
     Args:
         packages: ``None``: the interpreter that runs p2pavg.
-        folder: where environments are kept; ``None``: :func:`environments_folder`.
+        folder: where environments are kept; ``None``: one of :func:`cache_folder`.
 
     Raises:
         ConfigError: it cannot be made; the message has the last words of the installer.
     """
     if packages is None:
         return Path(sys.executable)
-    folder = environments_folder() if folder is None else folder
+    folder = cache_folder() / "environments" if folder is None else folder
     listed = packages_text(list(packages))
     # Another interpreter, or another install of p2pavg, has another one.
     named = hashlib.sha256(f"{sys.version}\0{sys.prefix}\0".encode() + listed).hexdigest()[:24]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class FencedPlaces:
     """With the gate's socket, the run file and the certificate, to read; :data:`HANDED` inside."""
     python: tuple[Path, ...]
     """Of the interpreter and its packages, to read; the same names inside."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """The job's larger files by name, to read: they are in :data:`JOB` inside, where an empty file stands for each."""
 
 
 def limited(command: Sequence[str], file_bytes: int) -> list[str]:
@@ -119,6 +121,8 @@ def fenced(
     for each in places.python:
         words += ["--ro-bind", str(each), str(each)]
     words += ["--ro-bind", str(places.job), JOB]
+    for name, file in places.files.items():
+        words += ["--ro-bind", str(file), f"{JOB}/{name}"]
     words += ["--bind", str(places.scratch), SCRATCH]
     words += ["--ro-bind", str(places.handed), HANDED]
     if gpu:

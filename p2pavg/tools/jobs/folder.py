@@ -11,14 +11,22 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
-from p2pavg.tools.jobs.manifest import LARGER_DATA, MAX_FILES, MAX_JOB_BYTES
+from p2pavg.tools.jobs.manifest import (
+    LARGER_DATA,
+    MANIFEST,
+    MAX_FILES,
+    MAX_JOB_BYTES,
+    MAX_MANIFEST_BYTES,
+    LargeFile,
+    read_manifest,
+)
 
 LEFT_OUT = frozenset({"__pycache__"})
 """Folders that are no part of a job, beside those and files whose names begin with a dot."""
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder by name, with ``/`` between folders.
+    """Return the files of a folder by name, with ``/`` between folders, but for those that members do not carry.
 
     Raises:
         ConfigError: the folder, or a file in it, cannot be read, or is a link or a device; or there is too much of it.
@@ -26,8 +34,11 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     left = MAX_JOB_BYTES
     try:
+        large = {file.name for file in large_files(folder)}
         for path in _files(folder):
             name = path.relative_to(folder).as_posix()
+            if name in large:
+                continue
             if len(found) >= MAX_FILES or (left := left - path.stat().st_size) < 0:
                 raise ConfigError(
                     f"{folder} has more than {MAX_FILES} files or {MAX_JOB_BYTES} bytes: {LARGER_DATA}"
@@ -37,6 +48,21 @@ def read_folder(folder: Path) -> dict[str, bytes]:
         file = error.filename or folder
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {what_to_do(error, file)}") from None
     return found
+
+
+def large_files(folder: Path) -> tuple[LargeFile, ...]:
+    """Return the files that the manifest of a folder names beside those that members carry.
+
+    A manifest that cannot be read names none: :func:`~p2pavg.tools.jobs.manifest.problems` says what is wrong with it.
+
+    Raises:
+        OSError: there is a manifest, and its file cannot be read.
+    """
+    try:
+        with (folder / MANIFEST).open("rb") as opened:
+            return read_manifest(opened.read(MAX_MANIFEST_BYTES + 1)).files
+    except (FileNotFoundError, ConfigError):
+        return ()
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -21,9 +23,12 @@ from p2pavg.tools.jobs.packages import read_packages
 MANIFEST = "job.toml"
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_JOB_BYTES = 64 * 2**20
-"""Of all files of a job. A program that needs larger data fetches them itself, with ``network = true``."""
-LARGER_DATA = "its program fetches larger data itself, with network = true"
+"""Of all files that members carry."""
+LARGER_DATA = "name a larger file in [[files]] of job.toml: volunteers fetch it from a mirror"
 MAX_FILES = 4096
+MAX_LARGE_FILES = 256
+MAX_LARGE_BYTES = 2**40
+MAX_MIRRORS = 8
 MAX_NAME_CHARS = 200
 MAX_DEPTH = 16
 MAX_ABOUT_LINES = 20
@@ -44,6 +49,25 @@ class Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     gpu_memory_gb: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
 
 
+class LargeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file that is too large for members to carry, such as a base model: from a mirror, or the volunteer has it."""
+
+    name: FileName
+    """In the job's folder."""
+    bytes: Annotated[int, Meta(gt=0, le=MAX_LARGE_BYTES)]
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    urls: Annotated[
+        tuple[Annotated[str, Meta(max_length=1000, pattern=r"^https?://[!-~]+$")], ...],
+        Meta(max_length=MAX_MIRRORS),
+    ] = ()
+    """Of its mirrors, which are asked in this order. Whoever answers, only these bytes are taken."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of the mirrors; empty for a URL without one."""
+        return [_host_of(url) for url in self.urls]
+
+
 class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Content of ``job.toml``."""
 
@@ -56,6 +80,8 @@ class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     needs: Needs
     packages: FileName | None = None
     """File with the packages that the program needs, one a line, as ``pip install --require-hashes`` reads them."""
+    files: Annotated[tuple[LargeFile, ...], Meta(max_length=MAX_LARGE_FILES)] = ()
+    """Those that are too large for members to carry."""
     network: bool = False
     """True if the program itself opens connections. A volunteer is asked for that."""
 
@@ -96,10 +122,14 @@ def read_manifest(text: bytes) -> JobManifest:
     named = [
         found.program,
         *([found.packages] if found.packages else []),
+        *(file.name for file in found.files),
     ]
     for name in named:
         if why := what_is_wrong_with(name):
             raise ConfigError(f"{MANIFEST}: {name!r} cannot be a file of a job: {why}")
+    for file in found.files:
+        if not all(map(_is_plain_host, file.hosts)):
+            raise ConfigError(f"{MANIFEST}: a URL of {file.name!r} names no host, or one with other signs")
     for text_of in (found.author, found.about):
         if not text_of.replace("\n", "").isprintable():
             raise ConfigError(f"{MANIFEST}: author and about must be printable text")
@@ -117,7 +147,6 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
     found = [
         f"{name!r} cannot be a file of a job: {why}" for name in files if (why := what_is_wrong_with(name))
     ]
-    found += _clashes(files)
     if len(files) > MAX_FILES:
         found.append(f"there are {len(files)} files, and a job may have {MAX_FILES}")
     if (size := sum(map(len, files.values()))) > MAX_JOB_BYTES:
@@ -125,11 +154,12 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
             f"the files have {size} bytes together, and a job may have {MAX_JOB_BYTES}: {LARGER_DATA}"
         )
     if MANIFEST not in files:
-        return [*found, f"there is no {MANIFEST}"]
+        return [*found, *_clashes(files), f"there is no {MANIFEST}"]
     try:
         manifest = read_manifest(files[MANIFEST])
     except ConfigError as error:
-        return [*found, str(error)]
+        return [*found, *_clashes(files), str(error)]
+    found += _clashes([*files, *(file.name for file in manifest.files)])
     if manifest.program not in files:
         found.append(f"the program {manifest.program!r} is not there")
     if manifest.packages is not None:
@@ -143,11 +173,25 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
     return found
 
 
+def _host_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_plain_host(host: str) -> bool:
+    """Return whether a host is one that a volunteer can read on the page: "xn--…" in place of other letters."""
+    return bool(host) and all(sign.isalnum() or sign in ".-:" for sign in host)
+
+
 def _clashes(names: Iterable[str]) -> list[str]:
     """Return sentences on names that are one place on a system that does not tell A from a, or a file and a folder."""
     found: list[str] = []
     taken: dict[str, tuple[str, bool]] = {}
-    for name in sorted(names):
+    ordered = sorted(names)
+    found += [f"{name!r} is there twice" for name, after in pairwise(ordered) if name == after]
+    for name in dict.fromkeys(ordered):
         parts = name.casefold().split("/")
         for depth in range(1, len(parts) + 1):
             is_folder = depth < len(parts)

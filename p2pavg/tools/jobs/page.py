@@ -23,6 +23,8 @@ class JobPage:
     """That are to be installed, 0 if none."""
     no_fence: str
     """The reason for which this machine has no fence; empty if it has one."""
+    kept_files: str
+    """The folder for its larger files."""
     scratch: str
     """The folder that the job writes to."""
     max_upload_mbps: float | None
@@ -51,6 +53,7 @@ class JobPage:
                 ),
             ),
             ("sends", self._sends),
+            *([("fetches", self._fetches)] if manifest.files else []),
             ("packages", f"{count(self.packages, 'package')} to install" if self.packages else "none"),
             ("to stop", f"Ctrl-C, or `p2pavg stop {self.run_id}`; to go on, the same command again"),
         ]
@@ -67,6 +70,15 @@ class JobPage:
         if self.manifest.network:
             network = "all of the network with this machine's own programs, as it asks for"
         return f"the folder {self.scratch}, and {network}; no other file, no other process"
+
+    @property
+    def _fetches(self) -> str:
+        files = self.manifest.files
+        hosts = ", ".join(dict.fromkeys(host for file in files for host in file.hosts))
+        return (
+            f"{count(len(files), 'larger file')}, {in_bytes(sum(file.bytes for file in files))}, from"
+            f" {hosts or '--files'}; kept in {self.kept_files}"
+        )
 
     @property
     def _sends(self) -> str:

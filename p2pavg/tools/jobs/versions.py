@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, START_SECONDS
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
+from p2pavg.net.limits.rate import RateLimit
 from p2pavg.optim.coordination.job_change import NOTE, JobNote
 from p2pavg.peer.joining.carrying import fetch_job
 from p2pavg.peer.joining.home import Home
@@ -38,7 +40,7 @@ from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.state.joiner.fetching import DownloadProgress
 from p2pavg.tools.daemon.life import TOTALS_SECONDS
 from p2pavg.tools.jobs.archive import unpack_job
-from p2pavg.tools.jobs.environment import make_environment
+from p2pavg.tools.jobs.environment import cache_folder, make_environment
 from p2pavg.tools.jobs.fence import (
     FencedPlaces,
     missing_fence,
@@ -47,6 +49,7 @@ from p2pavg.tools.jobs.fence import (
 from p2pavg.tools.jobs.folder import write_folder
 from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest
+from p2pavg.tools.jobs.mirrors import MirrorFiles
 from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
 from p2pavg.tools.jobs.progress import read_progress
@@ -63,6 +66,8 @@ class TrainingOptions:
     """Roots of the jobs that may run, without a question, of ``--yes --job HASH``; empty: the user is asked."""
     without_fence: bool
     """With ``hashes``: run it also where this machine has no fence."""
+    files: Path | None
+    """A folder that may have larger files of the job."""
     max_upload_mbps: float | None
     max_download_mbps: float | None
     bandwidth: float | None
@@ -86,6 +91,8 @@ class ReadyJob:
     """Its files, unpacked."""
     python: Path
     """The interpreter of its packages."""
+    files: Mapping[str, Path]
+    """Places of its larger files, by name."""
     no_fence: str
     """The reason for which there is no fence; empty if there is one."""
 
@@ -231,6 +238,7 @@ class JobVersions:
             files=len(files),
             packages=len(packages or ()),
             no_fence=no_fence,
+            kept_files=str(_files_folder()),
             scratch=str(self._scratch),
             max_upload_mbps=options.max_upload_mbps,
         )
@@ -241,15 +249,39 @@ class JobVersions:
             make_environment, packages, abandon_on_cancel=True
         )
         await tell(f"the environment is ready, after {trio.current_time() - began:.1f} s")
-        folder = await trio.to_thread.run_sync(self._unpack, release, files)
-        return ReadyJob(release, manifest, folder, python, no_fence)
+        larger = await self._larger_files(manifest)
+        folder = await trio.to_thread.run_sync(self._unpack, release, files, larger, bool(no_fence))
+        return ReadyJob(release, manifest, folder, python, larger, no_fence)
 
-    def _unpack(self, release: JobRelease, files: dict[str, bytes]) -> Path:
+    async def _larger_files(self, manifest: JobManifest) -> dict[str, Path]:
+        options = self._options
+        if not manifest.files:
+            return {}
+        mirrors = MirrorFiles(
+            options.files, _files_folder(), RateLimit(options.max_download_mbps), print_line
+        )
+        began = trio.current_time()
+        try:
+            found = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+                mirrors.find, manifest.files, abandon_on_cancel=True
+            )
+        finally:
+            mirrors.stop()
+        await tell(f"its larger files are here, after {trio.current_time() - began:.1f} s")
+        return found
+
+    def _unpack(
+        self, release: JobRelease, files: dict[str, bytes], larger: dict[str, Path], has_links: bool
+    ) -> Path:
         """Return the job's folder, made anew: the program of an earlier start may have been changed."""
         folder = self._home.job(release.root).with_suffix("")
         # No link in it leads elsewhere: the job's program cannot write here.
         shutil.rmtree(folder, ignore_errors=True)
-        write_folder(folder, files)
+        # Where the fence shows the larger files. Without one, links to them.
+        write_folder(folder, files | dict.fromkeys(larger, b""))
+        for name, place in larger.items() if has_links else ():
+            (folder / name).unlink()
+            (folder / name).symlink_to(place)
         return folder
 
     @property
@@ -294,6 +326,7 @@ class JobVersions:
             scratch=make_folder(self._scratch),
             handed=self.handed,
             python=python_places(job.python),
+            files=job.files,
         )
 
     def _hand(self, release: JobRelease, data: bytes) -> None:
@@ -360,6 +393,10 @@ class JobVersions:
                         await tell(f"no member has version {newest.number} yet: {error}")
                 case P2PAvgError():
                     raise found
+
+
+def _files_folder() -> Path:
+    return cache_folder() / "files"
 
 
 def _given_before(file: Path) -> GivenWork:

@@ -38,5 +38,9 @@ def describe(data: bytes) -> list[str]:
         f"packages: {manifest.packages or 'none'}",
     ]
     lines.append(f"{count(len(files), 'file')}, {in_bytes(sum(map(len, files.values())))}:")
+    lines += [
+        f"  {file.name} ({in_bytes(file.bytes)}, of its own: {' '.join(file.urls) or 'no mirror'})"
+        for file in manifest.files
+    ]
     lines += [f"  {name} ({in_bytes(len(content))})" for name, content in sorted(files.items())]
     return [*lines, f"root {job_root(data).hex()}"]

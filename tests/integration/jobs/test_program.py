@@ -8,15 +8,17 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import trio
 
 from p2pavg.net.gate.server import open_gate
 from p2pavg.peer.peer import PEER_PROTOCOLS
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.strategies.job import CERTIFICATE, GATE, RUN_FILE, SCRATCH
+from p2pavg.strategies.job import CERTIFICATE, GATE, GPU_MEMORY, RUN_FILE, SCRATCH, job
 from p2pavg.testing import MemoryNetwork
 from tests.unit.runs.membership.runs import SECRET, Authority, signer
 
@@ -76,3 +78,22 @@ async def test_exit_codes(folder: Path, body: str, code: int, said: str) -> None
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
     assert code or "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("declared", "share"), [("4", 0.25), ("64", 1.0), ("0", None), (None, None)])
+def test_torch_keeps_to_the_gpu_memory_of_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: str | None, share: float | None
+) -> None:
+    bounds: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**30)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *fraction: bounds.append(fraction)
+    )
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    if declared is not None:
+        monkeypatch.setenv(GPU_MEMORY, declared)
+    with job():
+        assert bounds == ([] if share is None else [(share, 0), (share, 1)])

@@ -72,6 +72,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "yes": (["--yes"], False, False),
         "no_fence": (["--no-fence"], False, False),
         "job": (["--job"], True, []),
+        "files": (["--files"], False, None),
         "monitor": (["--monitor"], False, None),
     },
     "status": DAEMON | {"json": (["--json"], False, False)},

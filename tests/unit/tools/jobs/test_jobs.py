@@ -15,6 +15,7 @@ from p2pavg.tools.jobs import archive, manifest
 from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
 from p2pavg.tools.jobs.folder import read_folder, write_folder
 from p2pavg.tools.jobs.manifest import problems, read_manifest, what_is_wrong_with
+from p2pavg.tools.jobs.mirrors import wrong_copies
 
 MANIFEST = b"""
 name = "small-gpt"
@@ -35,6 +36,15 @@ FILES = {
     ).encode(),
     "model/layers.py": b"",
 }
+
+
+def with_file(*names: str, urls: str = "https://models.example/base", digest: str = "0f") -> bytes:
+    """Return a manifest that names larger files."""
+    files = [
+        f"[[files]]\nname = '{name}'\nbytes = 10\nsha256 = '{digest * 32}'\nurls = ['{urls}']"
+        for name in names
+    ]
+    return MANIFEST + "\n".join(files).encode()
 
 
 def without(name: str) -> dict[str, bytes]:
@@ -58,6 +68,17 @@ def test_a_folder_is_read_and_written(tmp_path: Path) -> None:
     assert read_folder(tmp_path / "job") == FILES
     with pytest.raises(ConfigError, match="exists"):
         write_folder(tmp_path / "job", FILES)
+
+
+def test_members_do_not_carry_a_larger_file(tmp_path: Path) -> None:
+    files = FILES | {"job.toml": with_file("model/base")}
+    write_folder(tmp_path / "job", files | {"model/base": b"0123456789"})
+    assert read_folder(tmp_path / "job") == files
+    assert [file.name for file in unpack_job(pack_job(files))[0].files] == ["model/base"]
+    (wrong,) = wrong_copies(tmp_path / "job")
+    assert "bytes = 10, sha256 = '84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882'" in wrong
+    (tmp_path / "job" / "model" / "base").unlink()
+    assert not wrong_copies(tmp_path / "job")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +107,14 @@ def test_a_folder_with_a_link_or_a_pipe_is_no_job(tmp_path: Path, make: object) 
         (FILES | {"job.toml": b"name = "}, "job.toml"),
         (FILES | {"job.toml": b"\xff"}, "job.toml"),
         (FILES | {"job.toml": MANIFEST.replace(b"small-gpt", b"a/b")}, "name must be"),
+        (FILES | {"job.toml": with_file("../base")}, "cannot be a file of a job"),
+        (FILES | {"job.toml": with_file("train.py")}, "'train.py' is there twice"),
+        (FILES | {"job.toml": with_file("base", "base")}, "'base' is there twice"),
+        (FILES | {"job.toml": with_file("model")}, "are one place on some systems"),
+        (FILES | {"job.toml": with_file("base", urls="file:///etc/passwd")}, "urls"),
+        (FILES | {"job.toml": with_file("base", urls="https://")}, "urls"),
+        (FILES | {"job.toml": with_file("base", urls="http://[")}, "names no host"),
+        (FILES | {"job.toml": with_file("base", digest="0F")}, "sha256"),
     ],
 )
 def test_what_is_wrong_is_said(files: dict[str, bytes], wrong: str) -> None:

@@ -18,14 +18,20 @@ from p2pavg.tools.jobs.limits import (
     after_exit,
     beyond,
 )
-from p2pavg.tools.jobs.manifest import JobManifest, Needs
+from p2pavg.tools.jobs.manifest import JobManifest, LargeFile, Needs
 from p2pavg.tools.jobs.page import JobPage, agreed
 
 NEEDS = Needs(memory_gb=2.0, disk_gb=1.0)
 RELEASE = JobRelease(authority=b"a" * 32, number=3, root=b"r" * 32, size=1000)
 
 
-def page(*, no_fence: str = "", network: bool = False, max_upload_mbps: float | None = None) -> JobPage:
+def page(
+    *,
+    no_fence: str = "",
+    network: bool = False,
+    max_upload_mbps: float | None = None,
+    larger: tuple[LargeFile, ...] = (),
+) -> JobPage:
     return JobPage(
         run_id="lab",
         release=RELEASE,
@@ -36,10 +42,12 @@ def page(*, no_fence: str = "", network: bool = False, max_upload_mbps: float | 
             program="train.py",
             needs=NEEDS,
             network=network,
+            files=larger,
         ),
         files=2,
         packages=0,
         no_fence=no_fence,
+        kept_files="/home/v/.cache/files",
         scratch="/home/v/scratch",
         max_upload_mbps=max_upload_mbps,
     )
@@ -93,6 +101,16 @@ def test_the_page_says_what_will_run() -> None:
     assert "at most 3.6 GB an hour" in lines
     assert "no other file, no other process" in lines
     assert page().default
+
+
+def test_the_page_says_from_where_larger_files_come() -> None:
+    assert "fetches" not in "\n".join(page().lines)
+    urls = ("https://models.example/a", "http://user@10.0.0.1:80/a")
+    larger = [LargeFile(name=name, bytes=10**9, sha256="0" * 64, urls=urls) for name in ("a", "b")]
+    assert (
+        "  fetches   2 larger files, 2.0 GB, from models.example, 10.0.0.1; kept in /home/v/.cache/files"
+        in page(larger=tuple(larger)).lines
+    )
 
 
 def test_a_machine_without_a_fence_says_so_first_and_its_answer_is_no() -> None:

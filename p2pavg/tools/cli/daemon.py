@@ -285,7 +285,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
         # In this order: everything that follows is closed before the peer that it uses.
         life.began(peer),
         serving_metrics(peer, options.metrics, [part.run_id] if part.run_id else []),
-        serving_monitor(peer, options.monitor, part.run_id or None, options.access),
+        serving_monitor(peer, options.monitor, part.run_id or None, options.access, life.training),
         _showing(life, options.live_view and training is None),
         serving_links(peer, None if options.member is None else options.member.delegate),
         nullcontext() if training is not None else _carrying(peer, options),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,9 +166,12 @@ def check_monitor(port: int | None, run_id: str | None) -> None:
 
 @asynccontextmanager
 async def serving_monitor(
-    peer: Peer, port: int | None, run_id: str | None, access: RunAccess | None
+    peer: Peer, port: int | None, run_id: str | None, access: RunAccess | None, given: Callable[[], str]
 ) -> AsyncIterator[None]:
     """Serve a page on a run on this machine as long as the block runs; do nothing without a port.
+
+    Args:
+        given: returns what this machine has given to the run, as a sentence.
 
     Raises:
         ListenError: the port is taken.
@@ -176,5 +179,5 @@ async def serving_monitor(
     if port is None or run_id is None:
         yield
         return
-    async with serve_run(peer, run_id, MonitorOptions(port=port), access=access):
+    async with serve_run(peer, run_id, MonitorOptions(port=port), access=access, given=given):
         yield

@@ -186,9 +186,13 @@ class DaemonProcess:
             bytes_sent=0 if helping is None else helping.bytes_sent,
             bytes_received=0 if helping is None else helping.bytes_received,
             certificate_expires=expires,
-            training="" if self.given is None else _printable(self.given.sentence),
+            training=self.training(),
             refusal="" if peer is None else _printable(self._refusal(peer) or ""),
         )
+
+    def training(self) -> str:
+        """Return what this machine has given with the run's job, as a sentence; empty if it does not train."""
+        return "" if self.given is None else _printable(self.given.sentence)
 
     def _refusal(self, peer: Peer) -> str | None:
         """Return why other members refuse this peer, by its certificate and the newest list of revoked ones."""

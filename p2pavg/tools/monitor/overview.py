@@ -57,6 +57,7 @@ class Overview:
         self._news: deque[dict[str, object]] = deque(maxlen=MAX_NEWS)
         self._excluded: Mapping[str, str] = {}
         self._compared: tuple[int, float, Compared] | None = None
+        self._gives = ""
         self.version = 0
         """A number that grows with every change."""
 
@@ -89,6 +90,12 @@ class Overview:
         for peer_id in excluded.keys() - self._excluded.keys():
             self._tell(now, "excluded", f"is excluded: {excluded[peer_id]}"[:200], peer_id)
         self._excluded = dict(excluded)
+
+    def give(self, sentence: str) -> None:
+        """Note what this machine has given to the run."""
+        if sentence != self._gives:
+            self._gives = sentence
+            self.version += 1
 
     def _came(self, peer_id: str, status: PeerStatus, now: float) -> _Row:
         before = self._rows.get(peer_id)
@@ -153,6 +160,7 @@ class Overview:
             "now": now,
             "since": self._began,
             "me": self._me if self._me in live else "",
+            "gives": self._gives,
             "summary": _summary(row.status for row in live.values()),
             "peers": [
                 _peer(peer_id, row, of_branch.get(peer_id), peer_id == self._me)

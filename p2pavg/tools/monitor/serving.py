@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -151,19 +151,28 @@ def _listen(options: MonitorOptions) -> socket.socket:
 
 @asynccontextmanager
 async def serve_run(
-    peer: Host, run_id: str, options: MonitorOptions, *, access: RunAccess | None = None
+    peer: Host,
+    run_id: str,
+    options: MonitorOptions,
+    *,
+    access: RunAccess | None = None,
+    given: Callable[[], str] = str,
 ) -> AsyncIterator[str]:
     """Serve the pages of a run from a peer that takes no part in it; yield the address to open.
 
     Args:
         peer: a :class:`p2pavg.Peer`.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        given: returns what this machine has given to the run, as a sentence.
 
     Raises:
         ConfigError, ListenError: see :func:`serve_page`; or the certificate is for another peer.
     """
     with bare_exceptions():
-        async with board_source(peer, run_id, access) as source, serve_page(source, options) as address:
+        async with (
+            board_source(peer, run_id, access, given) as source,
+            serve_page(source, options) as address,
+        ):
             yield address
 
 

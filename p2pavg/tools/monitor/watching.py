@@ -40,6 +40,8 @@ class StatusSource(Protocol):
     def me(self) -> str: ...
     @property
     def excluded(self) -> Mapping[str, str]: ...
+    @property
+    def gives(self) -> str: ...
     def read(self) -> dict[str, tuple[PeerStatus, float]]: ...
 
 
@@ -60,6 +62,8 @@ class _Own:
 
 class AveragerSource:
     """The statuses that an averager of this program has read, and its own."""
+
+    gives = ""
 
     def __init__(self, averager: DecentralizedAverager) -> None:
         self._averager = averager
@@ -92,8 +96,11 @@ class AveragerSource:
 class BoardSource:
     """The statuses on a run's board, for a peer that is no peer of the run, or helps it as an auxiliary."""
 
-    def __init__(self, host: Host, run_id: str, run: JoinedRun, heards: HeardStatuses) -> None:
+    def __init__(
+        self, host: Host, run_id: str, run: JoinedRun, heards: HeardStatuses, given: Callable[[], str]
+    ) -> None:
         self.run_id = run_id
+        self._given = given
         self._host = host
         self._run = run
         self._heards = heards
@@ -108,6 +115,11 @@ class BoardSource:
     def excluded(self) -> Mapping[str, str]:
         """Peers that verified evidence excludes, and why."""
         return self._run.excluded
+
+    @property
+    def gives(self) -> str:
+        """What this machine has given to the run, as a sentence; empty if it does not train with the run's job."""
+        return self._given()
 
     def read(self) -> dict[str, tuple[PeerStatus, float]]:
         """Return each peer's status, and when it came; this peer's own one too, if it publishes one."""
@@ -164,6 +176,7 @@ class Watcher:
         now = self.wall_clock()
         self.overview.receive(self.source.read(), now)
         self.overview.exclude(self.source.excluded, now)
+        self.overview.give(self.source.gives)
 
 
 @asynccontextmanager
@@ -178,12 +191,15 @@ async def watching(source: StatusSource, wall_clock: Callable[[], float]) -> Asy
 
 
 @asynccontextmanager
-async def board_source(host: Host, run_id: str, access: RunAccess | None) -> AsyncIterator[BoardSource]:
+async def board_source(
+    host: Host, run_id: str, access: RunAccess | None, given: Callable[[], str] = str
+) -> AsyncIterator[BoardSource]:
     """Read the statuses of a run, for as long as the block runs, without being one of its peers.
 
     Args:
         host: this peer, a :class:`p2pavg.Peer`.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        given: returns what this machine has given to the run, as a sentence.
 
     Raises:
         ConfigError: the certificate is for another peer.
@@ -203,7 +219,7 @@ async def board_source(host: Host, run_id: str, access: RunAccess | None) -> Asy
             nursery.start_soon(board.run)
             contacts = _Publishers(host, board)
             nursery.start_soon(Departures(context.transport, companions=contacts, departed=board.depart).run)
-            yield BoardSource(host, run_id, run, HeardStatuses(board, context.wall_clock))
+            yield BoardSource(host, run_id, run, HeardStatuses(board, context.wall_clock), given)
             nursery.cancel_scope.cancel()
 
 

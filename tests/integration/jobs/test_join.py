@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -10,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.integration.jobs.fences import needs_fence
-from tests.integration.jobs.join_work import COMMAND, WATCHDOG_SECONDS, call, make_run, started
+from tests.integration.jobs.join_work import COMMAND, WATCHDOG_SECONDS, call, free_port, make_run, started
 
 pytestmark = pytest.mark.processes
 
@@ -34,7 +36,8 @@ def test_two_volunteers_join_by_links_and_one_comes_back(run: tuple[Path, str, l
     agree = ("--yes", "--job", root)
     with started(folder, "operator", "join", "lab", *agree) as operator:
         operator.until("waited|environment is ready")
-        with started(folder, "first", "join", links[0], "--home", "first", *agree) as first:
+        page = ("--monitor", str(free_port()))
+        with started(folder, "first", "join", links[0], "--home", "first", *agree, *page) as first:
             first.until("update [0-9]+ of 2 peers")
             assert "the job is here" in first.text
             assert "lab: sees the home folder's files: False" in first.text
@@ -43,6 +46,8 @@ def test_two_volunteers_join_by_links_and_one_comes_back(run: tuple[Path, str, l
             assert re.search("training +update [0-9]+, loss .* this machine gave [0-9]+ samples in", shown), (
                 shown
             )
+            with urllib.request.urlopen(f"http://127.0.0.1:{page[1]}/api/run.json") as answer:
+                assert "this machine gave" in json.load(answer)["gives"]
             # Ctrl-C: the program hears of it through the gate, and ends in order.
             first.process.send_signal(signal.SIGINT)
             assert first.end() == 0

@@ -89,6 +89,11 @@ function showSummary(run) {
   );
 }
 
+function showGiven(run) {
+  $("gives").hidden = !run.gives;
+  $("gives").textContent = run.gives;
+}
+
 // An auxiliary trains nothing: "idle", update 0 and no samples would read as if it did not help.
 const helps = (peer) => peer.role === "auxiliary";
 
@@ -384,7 +389,7 @@ function show() {
   state.known = new Map(run.peers.map((peer) => [peer.id, peer]));
   $("run").textContent = run.run;
   document.title = `${run.run} · ${plural(run.summary.peers, "peer")} · p2pavg`;
-  for (const part of [showSummary, showPeers, showCurve, showMap, showRounds, showLineages, showTransfers, showNews, announce]) part(run);
+  for (const part of [showSummary, showGiven, showPeers, showCurve, showMap, showRounds, showLineages, showTransfers, showNews, announce]) part(run);
 }
 
 function live(kind, text) {

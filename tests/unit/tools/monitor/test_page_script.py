@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="Node.js is not installed (
 
 PAGE = """
 const attributes = [];
-const node = {
+globalThis.node = {
   options: [],
   append() {}, replaceChildren() {}, addEventListener() {},
   setAttribute(name, value) { attributes.push(`${name}=${value}`); },
@@ -55,6 +55,12 @@ def curve(*points: tuple[float, float]) -> list[str]:
     series = {"name": "loss", "median": points, "peers": {"one": points}}
     found: list[str] = run(f"showCurve({json.dumps({'series': [series]})})")["attributes"]
     return found
+
+
+@pytest.mark.parametrize("gives", ["this machine gave <b>64</b> samples", ""])
+def test_what_this_machine_gives_is_text(gives: str) -> None:
+    shown = run(f"showGiven({json.dumps({'gives': gives})}), [node.hidden, node.textContent]")["answer"]
+    assert shown == [not gives, gives]
 
 
 def test_ticks_are_round_numbers_in_the_range() -> None:

@@ -28,6 +28,7 @@ class Peers:
 
     run_id = "run"
     me = ""
+    gives = "this machine gave 64 samples"
 
     def __init__(self) -> None:
         self.excluded: dict[str, str] = {}
@@ -91,6 +92,7 @@ async def test_run_is_served_as_json() -> None:
         run = json.loads(body)
         assert (status, headers["content-type"]) == (200, "application/json")
         assert (run["run"], run["peers"][0]["name"]) == ("run", "garage, 3090")
+        assert run["gives"] == "this machine gave 64 samples"
 
 
 async def test_texts_of_peers_are_values_in_json_that_no_browser_takes_for_a_page() -> None:

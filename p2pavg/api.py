@@ -30,8 +30,8 @@ from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.joining.member import join_run
 from p2pavg.peer.peer import Peer, open_peer
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.strategies.job import Job, job
 from p2pavg.telemetry.members import RunPeer

@@ -9,17 +9,24 @@ A program that only reads identities and records, such as a command in a termina
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from p2pavg_dht.contact import Contact, ContactError
-from p2pavg_dht.identity import Ed25519Signer, PeerIdError, Signer, public_key_of
-from p2pavg_dht.limits import Limits
+from p2pavg_dht.identity import (
+    RPC_TIMEOUT,
+    Contact,
+    ContactError,
+    Ed25519Signer,
+    PeerIdError,
+    Rpc,
+    RpcError,
+    Signer,
+    public_key_of,
+)
 from p2pavg_dht.messages import PROTOCOL, MessageError
 from p2pavg_dht.record import MAX_VALUE_BYTES, Record, RecordError, sign_record, verify
+from p2pavg_dht.storage import Limits, Refusal
 from p2pavg_dht.wire import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from p2pavg_dht.node import Published, RecordNode
-    from p2pavg_dht.rpc import RPC_TIMEOUT, Rpc, RpcError
-    from p2pavg_dht.storage import Refusal
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
@@ -47,11 +54,7 @@ __all__ = [
 
 _LATER = {
     "Published": "node",
-    "RPC_TIMEOUT": "rpc",
     "RecordNode": "node",
-    "Refusal": "storage",
-    "Rpc": "rpc",
-    "RpcError": "rpc",
 }
 
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import trio
 
-from p2pavg_dht.contact import MAX_ADDRESSES, Contact
+from p2pavg_dht.identity import MAX_ADDRESSES, RPC_TIMEOUT, Contact, Rpc, RpcError
 from p2pavg_dht.lookup import MOST_CALLS, Lookup
 from p2pavg_dht.messages import (
     Answer,
@@ -23,7 +23,6 @@ from p2pavg_dht.messages import (
 )
 from p2pavg_dht.record import Record, RecordError, verify
 from p2pavg_dht.routing import RoutingTable
-from p2pavg_dht.rpc import RPC_TIMEOUT, Rpc, RpcError
 
 logger = logging.getLogger(__name__)
 

@@ -7,27 +7,56 @@ them out on trio.
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import trio
 
 from p2pavg_dht.client import Client
-from p2pavg_dht.contact import Contact, ContactError
 from p2pavg_dht.distance import peer_point
-from p2pavg_dht.heard import RecordCache
-from p2pavg_dht.identity import Signer
-from p2pavg_dht.limits import Limits
+from p2pavg_dht.identity import Contact, ContactError, Rpc, Signer
 from p2pavg_dht.messages import MessageError, Store, decode_request, encode
 from p2pavg_dht.operations import Operations
 from p2pavg_dht.publications import Publications
 from p2pavg_dht.record import KEY_BYTES, MAX_VALUE_BYTES, Record, live_records
 from p2pavg_dht.routing import RoutingTable
-from p2pavg_dht.rpc import Rpc
 from p2pavg_dht.service import serve
-from p2pavg_dht.storage import Guard, RecordStore, Refusal, untimely
+from p2pavg_dht.storage import Guard, Limits, RecordStore, Refusal, untimely
 from p2pavg_dht.upkeep import TaskStatus, Upkeep
+
+# The records that other peers' answers have named lately, so that the next answers can leave them out.
+
+MAX_KEYS: Final = 32
+# Of one key; more are asked for again each time.
+MAX_HEARD_BYTES: Final = 128 * 1024
+
+
+class RecordCache:
+    """Genuine records by key. At most 4 MiB are kept; the keys used least recently are forgotten."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[bytes, tuple[Record, ...]] = OrderedDict()
+
+    def records(self, key: bytes) -> tuple[Record, ...]:
+        """Return the records that were kept under `key`. Some may have expired."""
+        return self._records.get(key, ())
+
+    def keep(self, key: bytes, records: Sequence[Record]) -> tuple[Record, ...]:
+        """Keep `records` in place of those under `key`, as far as there is room; return all of them."""
+        room, kept = MAX_HEARD_BYTES, []
+        for record in records:
+            if record.wire_bytes <= room:
+                room -= record.wire_bytes
+                kept.append(record)
+        self._records.pop(key, None)
+        self._records[key] = tuple(kept)
+        if len(self._records) > MAX_KEYS:
+            self._records.popitem(last=False)
+        return tuple(records)
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from p2pavg_dht.identity import Signer
-from p2pavg_dht.limits import Limits
 from p2pavg_dht.record import Record, sign_record
+from p2pavg_dht.storage import Limits
 
 # With three renewals in a TTL, a record survives two lost ones. A peer that joins or returns lacks the record for at
 # most a third of its TTL.

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 
-from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import BITS, K, bucket_of, nearest, peer_point
+from p2pavg_dht.identity import Contact
 
 # The paper's k = 20. It is more than K, so that K live contacts remain if some of them are dead.
 BUCKET_CAPACITY = 20

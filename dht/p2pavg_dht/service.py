@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import key_point, nearest
+from p2pavg_dht.identity import Contact
 from p2pavg_dht.messages import (
     MAX_OUTCOME_LENGTH,
     Answer,

@@ -37,8 +37,7 @@ import torch
 import trio
 
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.events import AttemptEvent
+from p2pavg.allreduce.events import AttemptEvent, BadContributionError
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.movers.lobby import Lanes
 from p2pavg.allreduce.movers.reuse import Leftover, ResumeMark

@@ -5,27 +5,70 @@ A member owes another its contribution to that one's share, and the averages of 
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from p2pavg.allreduce.errors import UndecodableError
+from p2pavg.allreduce.events import FalseNormError, UndecodableError
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.routes import Routes
-from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.robust import combine
 from p2pavg.allreduce.vector.buffers import fresh_floats
 from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.weights import bounded_weights
+from p2pavg.base.numbers import bounded_weights
 from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import SharePart, cut_into_parts, part_size
 from p2pavg.group.sites import Sites
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
+
+# Checks that no member's values are longer than the norm that it signed.
+#
+# A reducer sees one share of each contribution. Of that share, the norm is at most that of the whole vector. A member
+# may still send every reducer a share as long as the norm that it signed: no reducer can see that alone. With R
+# reducers its whole vector is then at most sqrt(R) times too long.
+
+SLACK = 2.0
+"""An honest share is at most twice as long as its member's vector, with any codec. A codec rounds each value to the
+nearest level, and 0 is a level. So rounding moves a value by no more than its own magnitude."""
+_ROUNDING = 1 + 1e-5  # of the sums of squares
+_BLOCK = 2**20
+
+
+class NormCheck:
+    """Sums up each member's squares over the parts of one share. Safe to use from any thread."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._norms = {member.peer_id: member.norm for member in roster.contributors}
+        self._squares: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def take(self, peer_id: str, values: torch.Tensor) -> None:
+        """Count a decoded part of a member's, float32 on the CPU.
+
+        Raises:
+            FalseNormError: the parts so far are longer than the member's vector can be.
+        """
+        squares = vector_norm(values) ** 2
+        with self._lock:
+            squares += self._squares.get(peer_id, 0.0)
+            self._squares[peer_id] = squares
+        length, signed = math.sqrt(squares), self._norms[peer_id]
+        if length > SLACK * _ROUNDING * signed:
+            raise FalseNormError(peer_id, length, signed)
+
+
+def vector_norm(values: torch.Tensor) -> float:
+    """Return the Euclidean norm of float32 values on any device, summed in float64, block by block."""
+    blocks = torch.split(values, _BLOCK)
+    norms = [float(torch.linalg.vector_norm(block, dtype=torch.float64)) for block in blocks if block.numel()]
+    return math.sqrt(math.fsum(norm**2 for norm in norms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +305,7 @@ class PartContribution:
     """One member's values of one part: float32 of its length, on any device, or what the codec made of them.
 
     Args:
-        factor: the values count multiplied by it: see :mod:`p2pavg.group.norms`.
+        factor: the values count multiplied by it: see :mod:`p2pavg.group.roster`.
     """
 
     peer_id: str

@@ -6,7 +6,7 @@ No I/O, no clock. :mod:`p2pavg.group.aggregation` defines the rules.
 element, and each of these is rounded as IEEE 754 says. No operation sums along an axis, where the order would depend on
 the machine's vector unit, and none fuses a product with a sum.
 
-**Weights** are rounded to whole units of about a four-millionth of the total (:mod:`p2pavg.base.weights`). Sums of
+**Weights** are rounded to whole units of about a four-millionth of the total (:mod:`p2pavg.base.numbers`). Sums of
 units are exact in float32, so a trim ends at exactly the same place in whatever order the contributions come.
 
 **Time.** With equal weights, the values of each coordinate are sorted by a sorting network: comparisons in a fixed
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pavg.base.weights import lower_median, units_of
+from p2pavg.base.numbers import lower_median, units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
 
 Floats: TypeAlias = NDArray[np.float32]

@@ -9,6 +9,7 @@ No I/O, no clock.
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 
@@ -171,3 +172,16 @@ class RemoteProtocolError(P2PAvgError):
     usual_remedy = (
         "compare the versions of p2pavg; with equal versions, the other peer's program is faulty or hostile"
     )
+
+
+# Telling a shortage of the machine, which passes, from other failures of the system.
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
+def is_shortage(error: OSError) -> bool:
+    """Return whether the machine lacked something for the moment: a file to open, memory or buffers.
+
+    Strangers can cause one, for example with many connections, so no task of a peer may end with it.
+    """
+    return error.errno in _SHORTAGES

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText
 
 _MAX_ERROR_CHARS = 200
 MAX_COUNT = (1 << 63) - 1

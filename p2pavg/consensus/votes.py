@@ -201,7 +201,7 @@ class ReceivedUpTo(Message, frozen=True, tag="came"):
 class Rest(Message, frozen=True, tag="rest"):
     """The member's last word of the round. When both sides have said it, the stream may carry the next round's votes.
 
-    It is no part of the agreement: see :mod:`p2pavg.allreduce.movers.resting`.
+    It is no part of the agreement: see :mod:`p2pavg.allreduce.movers.lobby`.
     """
 
 

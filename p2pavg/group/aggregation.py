@@ -3,7 +3,7 @@
 The rules are data here: names, parameters and a text that all peers of a run share. :mod:`p2pavg.allreduce.robust`
 computes them. No I/O, no clock, no random source.
 
-A rule counts no weight above the median weight of the group (:func:`p2pavg.base.weights.bounded_weights`): a weight is
+A rule counts no weight above the median weight of the group (:func:`p2pavg.base.numbers.bounded_weights`): a weight is
 a claim of its sender. "Weight" below is what is counted so.
 """
 

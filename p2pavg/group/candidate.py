@@ -29,7 +29,7 @@ from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.reach import Reach
 from p2pavg.group.shares import MemberLink
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
-from p2pavg_dht.contact import MAX_ADDRESSES, check_addresses
+from p2pavg_dht.identity import MAX_ADDRESSES, check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
 _KEY_DOMAIN = "p2pavg/ready/6"  # new with each protocol of an exchange: peers of two protocols form no group
@@ -126,7 +126,7 @@ class Candidate:
     certificate: bytes = field(repr=False)
     """The peer's certificate of membership; empty in a run without an authority. It is not checked here."""
     norm: float
-    """Euclidean norm of the peer's contribution; 0 if the run bounds no norms (:mod:`p2pavg.group.norms`)."""
+    """Euclidean norm of the peer's contribution; 0 if the run bounds no norms (:mod:`p2pavg.group.roster`)."""
     reach: Reach
     """Way to connect to the peer. A peer without an address can only be relayed."""
     site: str

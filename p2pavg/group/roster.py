@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
 from p2pavg.base.messages import checked, pack, unpack
+from p2pavg.base.numbers import bounded_weights, lower_median
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
 from p2pavg.group.places.gossip import COUNTS
 from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
@@ -247,3 +248,34 @@ def _mean(found: Sequence[tuple[float, float]]) -> float:
     """Return the weighted mean of (weight, value) pairs, without leaving the range of the values."""
     total = math.fsum(weight for weight, _ in found)
     return math.fsum(weight / total * value for weight, value in found)
+
+
+# Bounded influence: the factors by which long contributions are shortened.
+#
+# Each member signs the Euclidean norm of its contribution in its readiness record, as it signs its weight: both
+# belong to the contribution that is set aside before the record is signed. The roster carries these records. So all
+# members of a group, and of a later attempt among some of them, compute the same factors from the same bytes.
+#
+# A median of earlier rounds would not do. Members remember different rounds, because each was in other groups, was
+# lost or has just joined, and reducers with different factors would average different things.
+
+
+def norm_factors(roster: Roster, max_norm: float | None) -> dict[str, float]:
+    """Return the factor for each contribution that is longer than ``max_norm`` times the group's median norm.
+
+    The median is the lower weighted median of the norms that the contributors signed, with
+    :func:`~p2pavg.base.numbers.bounded_weights`. Contributors that lie about their norms cannot raise it above the
+    largest honest norm, unless they have more than half of this weight.
+
+    Args:
+        max_norm: 1 or more; ``None`` bounds nothing.
+
+    Returns:
+        Factors from 0 to below 1, by peer id, in the roster's order. Other contributions are averaged as they are.
+    """
+    if max_norm is None:
+        return {}
+    members = roster.contributors
+    weights = bounded_weights([member.weight for member in members])
+    longest = max_norm * lower_median([member.norm for member in members], weights)
+    return {member.peer_id: longest / member.norm for member in members if member.norm > longest}

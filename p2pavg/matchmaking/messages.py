@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.formats import PeerText
 from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.base.messages import pack, unpack
-from p2pavg.base.peer_text import PeerText
 from p2pavg.group.candidate import Candidate, read_signed_candidate
 from p2pavg.group.roster import Roster, read_roster, records_of_roster
 from p2pavg_dht import PeerIdError, Record, RecordError, public_key_of, verify

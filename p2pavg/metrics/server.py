@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from p2pavg.base.errors import ListenError
+from p2pavg.base.errors import ListenError, is_shortage
 from p2pavg.base.hostnames import is_loopback, may_ask
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.base.shortage import is_shortage
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.sources import prefix_of
 

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import ClosedError, ControlError, P2PAvgError, StreamBrokenError
+from p2pavg.base.errors import ClosedError, ControlError, P2PAvgError, StreamBrokenError, is_shortage
 from p2pavg.base.files import locked
 from p2pavg.base.limits import LOOK_SECONDS
-from p2pavg.base.shortage import is_shortage
 from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)

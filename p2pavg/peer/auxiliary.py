@@ -35,8 +35,8 @@ from p2pavg.round.roles import Auxiliary
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.records.boards import Boards
 from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.runs.records.spread_records import find_sample

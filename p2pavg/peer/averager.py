@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import LOOK_SECONDS, TAIL_SECONDS, WARN_WAIT_SECONDS
+from p2pavg.base.messages import pack
 from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -22,7 +24,6 @@ from p2pavg.group.places.gossip import ROUND, Rotation
 from p2pavg.group.places.meeting import SearchPlace, SearchStage, stages_at
 from p2pavg.group.topology import Gossip
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.peer.alone import apply_locally
 from p2pavg.peer.contributing import open_rounds
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
@@ -45,6 +46,43 @@ from p2pavg.telemetry.members import RunPeer
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
     from trio_typing import TaskStatus
+
+# The average of a peer that no other peer averages with: its own contribution, without a round.
+
+_DOMAIN = "p2pavg/alone/1"
+
+
+def apply_locally(accumulation: Accumulation, peer_id: str, state: bytes) -> Success | None:
+    """Take what is accumulated, as the result of a peer alone; ``None`` if nothing is.
+
+    Its ``group_id`` follows from the peer and the state. No group has it, so two peers that go on alone from the same
+    state are in different states afterwards.
+
+    Args:
+        accumulation: this peer's; none of it may be in a round.
+        peer_id: this peer's id.
+        state: state of the tensors before the update.
+    """
+    taken = accumulation.take()
+    if taken is None:
+        return None
+    averaged = taken.schema.unflatten(taken.mean.clone())
+    accumulation.release(taken)
+    return Success(
+        averaged=averaged,
+        peers=(peer_id,),
+        weights={peer_id: taken.weight},
+        total_weight=taken.weight,
+        compression_ratio=1.0,
+        bytes_sent=0,
+        bytes_received=0,
+        duration=0.0,
+        exchange_duration=0.0,
+        group_id=hashlib.sha256(pack(_DOMAIN, peer_id, state)).hexdigest(),
+        share=(0, taken.schema.elements),
+        metrics=taken.metrics.means,
+    )
+
 
 logger = logging.getLogger(__name__)
 

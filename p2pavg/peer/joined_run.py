@@ -8,8 +8,7 @@ import trio
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.peer.host import Host
-from p2pavg.runs.membership.access import RunAccess
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.records.notices import NoticeSpreading
 from p2pavg.runs.records.run_records import RunRecords

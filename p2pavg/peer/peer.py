@@ -30,17 +30,16 @@ from p2pavg.net.nat.reach.own_machine import LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer.averager import DecentralizedAverager
-from p2pavg.peer.registry import Registry
+from p2pavg.peer.host import Registry
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
 from p2pavg.runs.records.bandwidth import BandwidthService
 from p2pavg.runs.records.bootstrap import BootstrapDials
-from p2pavg.runs.records.calls import RecordCalls
+from p2pavg.runs.records.calls import RecordCalls, RecordService
 from p2pavg.runs.records.greeting import Greeter
 from p2pavg.runs.records.hello import PROTOCOL as HELLO_PROTOCOL
 from p2pavg.runs.records.identity import identity_of_this_process
-from p2pavg.runs.records.service import RecordService
 from p2pavg.runs.records.twins import Twins
 from p2pavg.state.donor.service import StateService
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL

@@ -2,7 +2,7 @@
 
 One stream a pair, opened by the later of the two in the roster. It is kept for the whole round; when it ends, or is
 silent for too long, the other member is lost, for good. When both have said their last word, the stream rests until the
-next round of the two: :mod:`p2pavg.allreduce.movers.resting`.
+next round of the two: :mod:`p2pavg.allreduce.movers.lobby`.
 
 In a round without trouble, the leader of the first ballot hears from all members, and tells all of them its end. The
 others have nothing to say to each other. So in a short round (:mod:`p2pavg.round.quiet`), two of them open their stream
@@ -24,8 +24,7 @@ from typing import Protocol, cast
 import trio
 
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
-from p2pavg.allreduce.movers.lobby import ExpectedGroup, InboundLane
-from p2pavg.allreduce.movers.resting import RestingStreams
+from p2pavg.allreduce.movers.lobby import ExpectedGroup, InboundLane, RestingStreams
 from p2pavg.base.errors import (
     ClosedError,
     RefusedError,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,32 +21,143 @@ import trio
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.events import (
+    AttemptEvent,
+    BytesArrived,
+    ContributionOwed,
+    DirectLaneBroke,
+    LaneFailed,
+    ResultComplete,
+)
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.consensus.member import RoundPhase, new_member
 from p2pavg.consensus.votes import ReceivedUpTo, ResultCommit, Unknown
+from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.group.topology import Hierarchical, Star
-from p2pavg.round.attempt_news import AttemptNews
 from p2pavg.round.audits import Finding, OnFinding, RoundAudits
 from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import is_short
 from p2pavg.round.signing import Signing
 from p2pavg.round.slow_members import SlowMembers
-from p2pavg.round.traffic import Traffic
 from p2pavg.round.voting import Voting
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
     from trio_typing import TaskStatus
+
+
+# The bytes that one member moves in an exchange, over all of its attempts.
+
+
+class Traffic:
+    """Bytes that have left this member, and that have come, in all attempts of an exchange."""
+
+    def __init__(self, meter: BandwidthMeter) -> None:
+        self.sent: Counter[str] = Counter()
+        """Bytes of ended attempts, by :class:`~p2pavg.telemetry.events.Way`."""
+        self.received: Counter[str] = Counter()
+        self._meter = meter
+
+    async def measure(self, current: Callable[[], Attempt | None]) -> None:
+        """Measure the link, and note which members have shown a sign of life, until cancelled."""
+        self._meter.begin(trio.current_time())
+        while True:
+            await trio.sleep(GLANCE_SECONDS)
+            attempt = current()
+            if attempt is not None:
+                attempt.note_arrivals()
+            self.sample(attempt)
+
+    def sample(self, attempt: Attempt | None) -> None:
+        """Tell the meter how much has been moved, the attempt that runs included."""
+        sent, received = self.sent.total(), self.received.total()
+        if attempt is not None:
+            sent, received = sent + attempt.bytes_left, received + attempt.bytes_arrived
+        self._meter.sample(trio.current_time(), sent, received)
+
+    def end(self) -> None:
+        """End the measurement."""
+        self._meter.end(trio.current_time())
+
+    def add(self, attempt: Attempt) -> None:
+        """Count an attempt that has ended."""
+        self.sent.update(attempt.sender.bytes_by_way)
+        self.received.update(attempt.receiver.bytes_by_way)
+
+
+# News of an exchange's attempts: tells the agreement what happens on their lanes.
+
+
+class AttemptNews:
+    """Tells the agreement of the events of one exchange's attempts.
+
+    Args:
+        positions: of the members in the group's roster, by peer id.
+        is_current: returns whether an attempt is the one that runs.
+        completed: is told an attempt whose whole result is here, and one digest a share.
+    """
+
+    def __init__(
+        self,
+        voting: Voting,
+        positions: Mapping[str, int],
+        *,
+        is_current: Callable[[Attempt], bool],
+        completed: Callable[[Attempt, tuple[bytes, ...]], None],
+    ) -> None:
+        self._completed = completed
+        self._voting = voting
+        self._positions = positions
+        self._is_current = is_current
+
+    def happened(self, attempt: Attempt, event: AttemptEvent) -> None:
+        """Tell the agreement of an event."""
+        match event:
+            case ResultComplete(digests):
+                self._completed(attempt, digests)
+            case BytesArrived(peer_id, count):
+                self._voting.control.arrived(peer_id, count)
+            case ContributionOwed(peer_id, owed):
+                if self._is_current(attempt):
+                    self._voting.control.owes(peer_id, owed)
+            case DirectLaneBroke(peer_id):
+                # No other message tells of a member that died before its votes' stream was open: it is asked.
+                position = self._positions[peer_id]
+                if self._is_current(attempt) and position not in self._voting.member.lost:
+                    self._voting.missing(position)
+            case LaneFailed(peer_id, reason, hostile):
+                self._lane_failed(attempt, peer_id, reason, hostile)
+
+    def lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
+        """Lose a reducer whose averages this member could not verify."""
+        self._voting.lost(self._positions[peer_id], reason, hostile=hostile, silent=not hostile)
+
+    def _lane_failed(self, attempt: Attempt, peer_id: str, reason: str, hostile: bool) -> None:
+        """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
+        member = self._voting.member
+        current = self._is_current(attempt) and member.promised == member.begun.ballot
+        # It is no loss either if this member itself waits for a newer attempt.
+        current = current and not member.trouble
+        position = self._positions[peer_id]
+        if hostile and attempt.number and position not in member.lost:
+            # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
+            # minutes must not follow from what a leader told the two.
+            self._voting.losses.note(position, reason)
+        if hostile or (current and member.phase is RoundPhase.EXCHANGING):
+            # The leader of a later attempt may have told the two members different things.
+            self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
+
 
 logger = logging.getLogger(__name__)
 

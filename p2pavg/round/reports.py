@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
@@ -11,9 +11,17 @@ from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.result import Failed, Success
 from p2pavg.group.candidate import Candidate
 from p2pavg.round.exchange import ExchangeOutcome
-from p2pavg.round.timing import Timing
 from p2pavg.telemetry.events import RoundEnded, RoundKind, Way
 from p2pavg.telemetry.hub import Events
+
+# Moments of a round.
+
+
+class Timing(NamedTuple):
+    """Moments of a round on trio's clock, in seconds."""
+
+    started: float
+    exchange_began: float
 
 
 class RoundReports:

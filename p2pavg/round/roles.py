@@ -20,18 +20,16 @@ import trio
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.norm_check import vector_norm
+from p2pavg.allreduce.reduction import vector_norm
 from p2pavg.allreduce.vector.accumulation import Accumulation, Contribution, Schema
 from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.result import Failed, NoPeers, RoundResult, Success, Tensors
 from p2pavg.group.candidate import link_of
-from p2pavg.group.norms import norm_factors
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, norm_factors
 from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest
 from p2pavg.group.topology import Star
 from p2pavg.round.exchange import ExchangeOutcome
-from p2pavg.round.reports import RoundReports
-from p2pavg.round.timing import Timing
+from p2pavg.round.reports import RoundReports, Timing
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.state.average import MIN_TRUSTED_SIGNERS, LoggedAverage
 

@@ -20,9 +20,9 @@ from p2pavg.group.places.meeting import EVERYWHERE, SearchStage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.round.exchange import Exchange
+from p2pavg.round.reports import Timing
 from p2pavg.round.roles import RoundOffer, RoundRole
 from p2pavg.round.rounds import Rounds
-from p2pavg.round.timing import Timing
 
 logger = logging.getLogger(__name__)
 

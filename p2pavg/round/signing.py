@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Subject, is_signed
-from p2pavg.allreduce.two_averages import Output, encode_two_averages
+from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Output, Subject, encode_two_averages, is_signed
 from p2pavg.consensus.agreement import TWO_AVERAGES
 from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.conditions import own_output

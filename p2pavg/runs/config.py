@@ -35,11 +35,10 @@ from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.participation import Participation, check_tags
 from p2pavg.group.strategy import check_text, mark
 from p2pavg.group.topology import Gossip, Topology, resolve_topology, size_of_groups
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.files import read_access, read_run_file
-from p2pavg.runs.membership.peer_files import PeerFiles
-from p2pavg.telemetry.status import MAX_NAME_CHARS
-from p2pavg.telemetry.text import is_printable
+from p2pavg.runs.membership.membership import RunAccess
+from p2pavg.runs.membership.run_file import PeerFiles
+from p2pavg.telemetry.status import MAX_NAME_CHARS, is_printable
 from p2pavg_compression import Codec, resolve_codec
 
 

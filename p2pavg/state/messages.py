@@ -21,15 +21,17 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
-from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.errors import ClosedError, P2PAvgError, RemoteProtocolError, StreamBrokenError
+from p2pavg.base.formats import PeerText
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.base.messages import Hash, Message, cut, decoded, pack
-from p2pavg.base.peer_text import PeerText
 
 PROTOCOL = "/p2pavg/state/2"
 TICKET_BYTES = 32
@@ -186,3 +188,53 @@ def read_reason(text: bytes | bytearray) -> PeerText:
     if len(reason) > _MAX_REASON_CHARS or not reason.isprintable():
         raise RemoteProtocolError("a refusal that is no short text")
     return PeerText(reason)
+
+
+# The pieces of a blob.
+
+
+@dataclass(frozen=True)
+class BlobManifest:
+    """The pieces of a blob.
+
+    Raises:
+        RemoteProtocolError: there are too many, or they are too large.
+    """
+
+    sizes: Sequence[int]
+    """Bytes of each piece, above 0."""
+    digests: Sequence[bytes]
+    """Of each piece, 32 bytes of BLAKE3."""
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.digests) or len(self.sizes) > MAX_PIECES:
+            raise RemoteProtocolError(f"a manifest of {len(self.sizes)} pieces")
+        if any(not 0 < size <= MAX_PIECE_BYTES for size in self.sizes):
+            raise RemoteProtocolError("a manifest with a piece of an impossible size")
+        if any(len(digest) != DIGEST_BYTES for digest in self.digests):
+            raise RemoteProtocolError("a manifest with a digest of another length")
+
+
+# The errors with which a session ends: several of its tasks may raise at once, because one connection broke.
+
+ENDINGS = (RemoteProtocolError, StreamBrokenError, ClosedError)
+
+
+@contextmanager
+def of_the_remote() -> Iterator[None]:
+    """Raise one error of the other side or its connection instead of a group of several. All others are raised too."""
+    endings: list[P2PAvgError] = []
+    try:
+        yield
+    except* ENDINGS as group:
+        endings += _leaves(group)
+    if endings:
+        raise next((error for error in endings if isinstance(error, RemoteProtocolError)), endings[0])
+
+
+def _leaves(error: BaseException) -> Iterator[P2PAvgError]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    elif isinstance(error, P2PAvgError):
+        yield error

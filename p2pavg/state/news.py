@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from p2pavg.base.messages import Hash, Message
 from p2pavg_dht import ContactError
-from p2pavg_dht.contact import check_addresses
+from p2pavg_dht.identity import check_addresses
 
 TOPIC = "state"
 MAX_EPOCH = 2**53

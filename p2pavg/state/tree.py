@@ -6,6 +6,7 @@ of digests once, and then each chunk when it comes.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 from blake3 import blake3
@@ -75,3 +76,17 @@ class ChunkDigester:
     def _end_chunk(self) -> None:
         self._digests.append(self._chunk.digest())
         self._chunk = blake3(max_threads=self._threads)
+
+
+# The kinds of blobs that peers fetch from each other.
+
+
+class BlobKind(enum.IntEnum):
+    """A kind of blob; its value is on the wire."""
+
+    SNAPSHOT = 0
+    """Named by its root, in pieces of 1 MiB. The manifest is the digests of the pieces."""
+    AVERAGE = 1
+    """Named by its group id, in pieces that are its encoded parts. See :mod:`p2pavg.state.average`."""
+    JOB = 2
+    """The file of a run's job, named by its root, in pieces of 1 MiB. The manifest is the digests of the pieces."""

@@ -3,8 +3,7 @@
 from p2pavg.strategies.base import Strategy
 from p2pavg.strategies.kinds import Custom, DataParallel, Federated, Local
 from p2pavg.strategies.model_parallel import ModelParallel
-from p2pavg.strategies.population import PopulationBased
-from p2pavg.strategies.reading import read_json, read_toml, strategy_of
+from p2pavg.strategies.reading import PopulationBased, read_json, read_toml, strategy_of
 
 __all__ = [
     "Custom",

@@ -21,7 +21,7 @@ from p2pavg.base.errors import ConfigError, RunEndedError
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.data import SharedSampler
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.peer_files import PeerFiles
+from p2pavg.runs.membership.run_file import PeerFiles
 from p2pavg.strategies.base import Strategy
 from p2pavg.strategies.reading import strategy_of
 

@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText
 from p2pavg.blocking import Averager
 from p2pavg.group.participation import RandomFraction
 from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates
-from p2pavg.optim.local.intervals import SyncEvery
-from p2pavg.optim.local.local_options import checked_options
+from p2pavg.optim.local.local_options import SyncEvery, checked_options
 from p2pavg.strategies.base import Given, Strategy
 from p2pavg.strategies.checks import (
     MEAN,

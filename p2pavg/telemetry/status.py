@@ -6,6 +6,7 @@ All text in a decoded status is printable.
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from typing import Annotated
 
@@ -16,7 +17,29 @@ from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MBPS, MAX_MEMBERS, MAX_METRIC
 from p2pavg.base.messages import Message
 from p2pavg.base.names import is_name
 from p2pavg.telemetry.events import RoundKind
-from p2pavg.telemetry.text import KEY_BYTES, is_printable
+
+# Text of peers that is safe to show.
+#
+# Terminals obey control characters, and text that changes its direction can hide what it says. Neither is printable.
+
+KEY_BYTES = 8
+"""Bytes that stand for a peer's id in other peers' records."""
+
+
+def is_printable(text: str, most: int) -> bool:
+    """Return whether a text has at most ``most`` characters, all of them printable; it may be empty."""
+    return len(text) <= most and (not text or text.isprintable())
+
+
+def harmless(text: str, most: int) -> str:
+    """Return a text for others: at most ``most`` characters, a space in place of each that is not printable."""
+    return "".join(character if character.isprintable() else " " for character in text[:most]).strip()
+
+
+def key_of(peer_id: str) -> bytes:
+    """Return the bytes that stand for a peer's id."""
+    return hashlib.sha256(peer_id.encode()).digest()[:KEY_BYTES]
+
 
 TOPIC = "status"
 MAX_STATUS_BYTES = 4096
@@ -82,7 +105,7 @@ class RoundClaim(Message, frozen=True, kw_only=True):
     contributors: _Contributors = 0
     clipped: _Contributors = 0
     lost: _FewPeers = ()
-    """Keys of members that were dropped (:func:`p2pavg.telemetry.text.key_of`)."""
+    """Keys of members that were dropped (:func:`p2pavg.telemetry.status.key_of`)."""
     reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] = ""
 
     def __post_init__(self) -> None:

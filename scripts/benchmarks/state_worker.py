@@ -16,7 +16,7 @@ from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.state.joiner.sink import MemorySink
 from p2pavg.state.joiner.sink import digest_of as piece_digest
-from p2pavg.state.manifest import BlobManifest
+from p2pavg.state.messages import BlobManifest
 from scripts.benchmarks.state_vectors import bytes_of, digest_of, state_of
 from scripts.benchmarks.worker import Line
 

@@ -28,9 +28,8 @@ from p2pavg.net.limits.call_budget import CallRates
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.peer import peer_over
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role, issue
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.records.invitations import PROTOCOL as INVITE_PROTOCOL
 from p2pavg.runs.records.invitations import Delegate, Invitations

@@ -24,7 +24,7 @@ from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.optim.base.joined import joined
 from p2pavg.optim.local.anchor import Anchor
 from p2pavg.optim.local.feedback import feedback_for
-from p2pavg.optim.local.fragments import fragments_of
+from p2pavg.optim.local.local_options import fragments_of
 from p2pavg.testing import LocalSwarm
 from p2pavg_compression import Codec, resolve_codec
 from scripts.benchmarks.training_work import LR, SIZES, Task, in_one_process

@@ -12,9 +12,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pavg.peer.peer import open_peer
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Certificate, Role, issue, read_certificate
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.runs.records.notices import revocations_of, spread

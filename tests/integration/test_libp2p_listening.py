@@ -11,7 +11,7 @@ import pytest
 import trio.testing
 
 from p2pavg.base.errors import ListenError
-from p2pavg.net.libp2p import listening, transport
+from p2pavg.net.libp2p import transport
 from p2pavg.net.nat.reach import watcher
 from tests.integration.hosts import TIMEOUT, watched
 from tests.integration.libp2p_hosts import assert_serves_strangers, open_host
@@ -53,7 +53,7 @@ async def test_a_busy_port_is_named() -> None:
 @watched
 async def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = "/ip4/203.0.113.7/tcp/0"
-    for check_free in (listening.check_free, lambda _: None):
+    for check_free in (transport.check_free, lambda _: None):
         monkeypatch.setattr(transport, "check_free", check_free)
         with pytest.raises(ListenError, match=listen):
             async with open_host(listen):

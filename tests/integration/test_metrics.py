@@ -12,7 +12,7 @@ import trio
 
 import p2pavg
 from p2pavg.base.errors import ConfigError, ListenError
-from p2pavg.tools.cli.metrics import serving_metrics
+from p2pavg.tools.cli.daemon import serving_metrics
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
@@ -25,7 +25,7 @@ def read(address: str) -> str:
 
 async def test_a_daemon_serves_its_place_in_the_network(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-    with trio.fail_after(60.0), caplog.at_level(logging.INFO, "p2pavg.tools.cli.metrics"):
+    with trio.fail_after(60.0), caplog.at_level(logging.INFO, "p2pavg.tools.cli.daemon"):
         async with (
             p2pavg.open_peer(listen=LOOPBACK) as first,
             p2pavg.open_peer(listen=LOOPBACK, bootstrap=first.addresses) as second,

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.allreduce.robust import combine
-from p2pavg.base.weights import units_of
+from p2pavg.base.numbers import units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
 from p2pavg_compression import MAX_MAGNITUDE
 

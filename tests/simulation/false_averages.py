@@ -11,8 +11,7 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.allreduce.combiner import Combiner
-from p2pavg.allreduce.values import AttemptData
+from p2pavg.allreduce.values import AttemptData, Combiner
 from p2pavg.net.transport import Buffer
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers

@@ -1,8 +1,8 @@
 """Peers that answer every record lookup with an attacker's identities, and newcomers that look for an honest record."""
 
 from p2pavg.testing.simulation import simulate
+from p2pavg_dht.identity import RPC_TIMEOUT
 from p2pavg_dht.lookup import PATHS
-from p2pavg_dht.rpc import RPC_TIMEOUT
 from scripts.benchmarks.lookups import BEFORE, GHOSTS, SYBILS, Finds, attacked
 
 PEERS, HOSTILE, NEWCOMERS = 30, 0.3, 4

@@ -18,9 +18,8 @@ from p2pavg.net.transport import Buffer
 from p2pavg.peer.joining.carrying import JobHoldings, carrying_job, fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.job_release import JobRelease, sign_release
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.joiner.fetching import DownloadProgress
 from p2pavg.state.tree import CHUNK_BYTES, chunk_digests, root_of

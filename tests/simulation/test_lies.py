@@ -45,7 +45,7 @@ from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
 from p2pavg.peer.peer import Peer
-from p2pavg.round import exchange, traffic, voting
+from p2pavg.round import exchange, voting
 from p2pavg.round.control import VoteStreams
 from p2pavg.round.rounds import Rounds
 from p2pavg.round.signing import Signing
@@ -607,10 +607,10 @@ async def test_an_exception_over_a_members_lane_excludes_that_member(
 async def test_an_exception_that_no_message_caused_leaves_the_averager(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fault(self: traffic.Traffic, current: object) -> None:
+    async def fault(self: exchange.Traffic, current: object) -> None:
         raise KeyError("a rule that is wrong")
 
-    monkeypatch.setattr(traffic.Traffic, "measure", fault)
+    monkeypatch.setattr(exchange.Traffic, "measure", fault)
     with pytest.raises(BaseExceptionGroup) as raised:
         await play()
     assert raised.group_contains(KeyError)

@@ -12,8 +12,8 @@ import p2pavg
 from p2pavg.base.result import RoundResult
 from p2pavg.peer.peer import Peer
 from p2pavg.round.exchange import ExchangeOutcome
+from p2pavg.round.reports import Timing
 from p2pavg.round.roles import Contributor
-from p2pavg.round.timing import Timing
 from p2pavg.state.average import LoggedAverage
 from p2pavg.testing import MemoryNetwork, run_peers
 from tests.simulation.swarm import LAN, config, values

@@ -14,7 +14,7 @@ from p2pavg.peer.peer import Peer
 from p2pavg.peer.statuses import PUBLISH_STATUS_SECONDS
 from p2pavg.runs.records.board import SAID_TTL_SECONDS
 from p2pavg.telemetry.events import AnyEvent, PeerGone, PeerSeen, RoundEnded, RoundKind, UpdateTaken
-from p2pavg.telemetry.text import key_of
+from p2pavg.telemetry.status import key_of
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
 

@@ -13,8 +13,7 @@ from trio.testing import MockClock
 
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
-from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, StreamRouter
-from p2pavg.allreduce.movers.resting import RestingStreams
+from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, RestingStreams, StreamRouter
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather

@@ -16,7 +16,7 @@ from p2pavg.base.limits import RECORD_LIFE_SECONDS
 from p2pavg.net.gate.messages import MAX_NOTICE_BYTES, TellNotice, TellUpdate
 from p2pavg.runs.membership.job_release import sign_release
 from p2pavg.runs.membership.membership import Membership
-from p2pavg.runs.membership.notice import NewestNotice
+from p2pavg.runs.membership.revocation import NewestNotice
 from p2pavg.runs.records.notices import NoticeSpreading, poll_notices, releases_of
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.tools.jobs.versions import JobVersions, TrainingOptions

@@ -27,8 +27,16 @@ from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
 from p2pavg.state.joiner.pieces import MAX_RANGES
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
-from p2pavg.state.manifest import BlobManifest
-from p2pavg.state.messages import FRAME_BYTES, MAX_RANGE, PROTOCOL, Frame, FrameKind, Welcome, encode_frame
+from p2pavg.state.messages import (
+    FRAME_BYTES,
+    MAX_RANGE,
+    PROTOCOL,
+    BlobManifest,
+    Frame,
+    FrameKind,
+    Welcome,
+    encode_frame,
+)
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.reuse import ResumeMark

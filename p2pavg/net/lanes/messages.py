@@ -10,7 +10,7 @@
     receiver  Verdict 2   the receiver's dial has succeeded; or it has failed, with the reason
     sender    Meet        only after failures: both shall connect at once
     receiver  Verdict 3   the receiver is ready; or it is not, with the reason
-    both      the messages of a punch, see p2pavg.net.nat.punch.messages
+    both      the messages of a punch, see p2pavg.net.nat.punch.plan
 
 The sender skips a way that makes no sense: a dial without addresses, or a punch through a router that allows none. Then
 it sends the first message of the next way at once. The verdict of a skipped way may still arrive.
@@ -27,7 +27,7 @@ from msgspec import Meta
 from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import check_certificate
-from p2pavg.net.nat.punch.messages import PeerAddress
+from p2pavg.net.nat.punch.plan import PeerAddress
 
 PROTOCOL = "/p2pavg/lane/2.0.0"
 MAX_MESSAGE_BYTES = 8192

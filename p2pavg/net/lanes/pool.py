@@ -60,8 +60,14 @@ from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes.acceptor import TlsAcceptor, Visitor
-from p2pavg.net.lanes.conversation import LaneSearch, SkippedWayError, direct, expect_verdict, next_message
-from p2pavg.net.lanes.halfway import Halfway
+from p2pavg.net.lanes.halfway import (
+    Halfway,
+    LaneSearch,
+    SkippedWayError,
+    direct,
+    expect_verdict,
+    next_message,
+)
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
 from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
 from p2pavg.net.lanes.messages import (

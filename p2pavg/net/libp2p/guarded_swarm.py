@@ -24,7 +24,7 @@ from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.entrance import NoPlaceError
-from p2pavg.net.limits.handshakes import Handshakes
+from p2pavg.net.limits.first_messages import Handshakes
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.guards import GuardedHost
-from p2pavg.net.libp2p.lifetime import Lifetime
-from p2pavg.net.libp2p.stream import Libp2pStream
+from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)

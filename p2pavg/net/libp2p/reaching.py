@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2pavg.base.errors import UnreachableError
-from p2pavg.base.shortage import is_shortage
+from p2pavg.base.errors import UnreachableError, is_shortage
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.connections import Connections

@@ -18,10 +18,34 @@ from p2pavg.base.errors import ClosedError, StreamBrokenError
 from p2pavg.base.limits import FAREWELL_SECONDS, STALL_SECONDS
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, SMALL_FRAME_BYTES, WriteStart
 from p2pavg.net.transport import Buffer, Stream
+
+# The lifetime of one transport: the nursery of its tasks, and a note that it has ended.
+
+
+class Lifetime:
+    """Shared by a transport and its streams, so that a stream need not know the transport.
+
+    Args:
+        nursery: runs the tasks that must not end with a cancelled caller, e.g. the write of a frame.
+    """
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.has_ended = False
+
+    def end(self) -> None:
+        """Cancel the tasks; streams refuse calls from now on."""
+        self.has_ended = True
+        self.nursery.cancel_scope.cancel()
+
+    def check(self) -> None:
+        """Raise ClosedError if the transport is closed."""
+        if self.has_ended:
+            raise ClosedError("the transport is closed")
+
 
 logger = logging.getLogger(__name__)
 

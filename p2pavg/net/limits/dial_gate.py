@@ -13,8 +13,7 @@ import psutil
 import trio
 from multiaddr import Multiaddr
 
-from p2pavg.base.errors import UnreachableError
-from p2pavg.base.shortage import is_shortage
+from p2pavg.base.errors import UnreachableError, is_shortage
 from p2pavg.net.addresses import parse_address_of
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_policy import DialBudget, DialPolicy, Network

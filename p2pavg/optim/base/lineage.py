@@ -3,19 +3,64 @@
 Two peers of one lineage began with the same parameters and the same recipe. They took the same averages, bit for bit,
 in the same order and with the same hyperparameters. On machines of one kind their parameters are then identical.
 Different processors and versions of torch may round an optimizer's arithmetic differently. A lineage does not show
-that; the digests that peers compare every few updates do (:mod:`p2pavg.optim.coordination.drift`).
+that; the digests that peers compare every few updates do (:mod:`p2pavg.optim.coordination.watch`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from blake3 import blake3
 
 from p2pavg.base.messages import pack
-from p2pavg.optim.base.digest import digest_of
+
+# Digests of tensors: their shapes, dtypes and bytes, wherever they are.
+
+DIGEST_BYTES = 32
+SHORT_BYTES = 8
+"""Of a digest that peers compare to locate differences; the chance of a false match is 1 in 2^64."""
+MANY_BYTES = 2**22  # from which on several threads hash; with less, waking them costs more than it saves
+MAX_CHUNKS = 64  # 512 bytes of a record's 4096
+
+
+@torch.no_grad()
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return 32 bytes that depend on the shape, the dtype and every bit.
+
+    Memory layout and device do not count. A tensor on a GPU is copied to the CPU.
+    """
+    values = tensor.detach().contiguous().cpu()
+    threads = blake3.AUTO if values.nbytes >= MANY_BYTES else 1
+    digest = blake3(f"{tuple(values.shape)}:{values.dtype};".encode(), max_threads=threads)
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def joint_digest(digests: Iterable[bytes]) -> bytes:
+    """Return one digest of several, each of 32 bytes; their order and number count."""
+    return blake3(b"".join(digests)).digest()
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return one digest of several tensors; their order and number count."""
+    return joint_digest(tensor_digest(tensor) for tensor in tensors)
+
+
+def chunk_bounds(tensors: int) -> list[tuple[int, int]]:
+    """Return each chunk's range of tensors as (first, end): at most 64 chunks, none empty."""
+    chunks = min(tensors, MAX_CHUNKS)
+    return [(tensors * i // chunks, tensors * (i + 1) // chunks) for i in range(chunks)]
+
+
+def short_digests(digests: Sequence[bytes]) -> bytes:
+    """Return 8 bytes for each chunk of some tensors' digests, one after the other."""
+    return b"".join(
+        joint_digest(digests[first:end])[:SHORT_BYTES] for first, end in chunk_bounds(len(digests))
+    )
+
 
 _FIRST = "p2pavg/lineage/first/2"
 _NEXT = "p2pavg/lineage/next/2"

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from p2pavg.optim.base.digest import DIGEST_BYTES
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.lineage import DIGEST_BYTES, Lineage
 from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.state.nested import plain_number
 

@@ -8,9 +8,11 @@ through ``parameter.data``, which torch does not count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 
 class TouchedCheck:
@@ -51,3 +53,59 @@ class TouchedCheck:
 
     def _present(self) -> list[tuple[int, int]]:
         return [(tensor._version, tensor.data_ptr()) for tensor in self._tensors]
+
+
+# The modules to which an optimizer's parameters belong, as far as they can be found: an optimizer knows none of them.
+#
+# A parameter has no reference to its module. So the garbage collector is asked what refers to the parameters, once
+# for an optimizer that was made without `model=`, and only for a warning.
+
+
+def modules_around(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
+    """Return the modules that have these parameters, and the modules that have those.
+
+    Not ``gc.get_objects``: it also returns tuples that another thread is still making, and making them then fails.
+    """
+    found: dict[int, nn.Module] = {}
+    inner: list[object] = list(parameters)
+    while inner:
+        outer = [module for module in _owners(inner) if id(module) not in found]
+        found.update((id(module), module) for module in outer)
+        inner = list(outer)
+    return list(found.values())
+
+
+def _owners(parts: Sequence[object]) -> list[nn.Module]:
+    """Return the modules whose dicts of parameters or modules hold any of these."""
+    holders: list[object] = [found for found in gc.get_referrers(*parts) if isinstance(found, dict)]
+    if not holders:
+        return []
+    # A module's attributes are in a dict of their own, or in the module itself, as the interpreter has chosen.
+    around = gc.get_referrers(*holders)
+    direct = [found for found in around if issubclass(type(found), nn.Module)]
+    if attributes := [found for found in around if type(found) is dict]:
+        direct += [found for found in gc.get_referrers(*attributes) if issubclass(type(found), nn.Module)]
+    return list({id(module): module for module in direct}.values())
+
+
+def saved_buffers(trained: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:
+    """Return the buffers that go with trained parameters, as ``Class.name``, without those that no state has.
+
+    They are the persistent floating-point buffers of the modules whose trained parameters all are among ``trained``. A
+    module that has others' parameters too, such as one that holds both networks of a GAN, does not count.
+    """
+    known = {id(parameter) for parameter in trained}
+    found: dict[str, None] = {}
+    for module in modules:
+        if "_parameters" not in vars(module):
+            continue  # another thread is making it
+        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        if not own or not own <= known:
+            continue
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is None or name in part._non_persistent_buffers_set:
+                    continue
+                if buffer.is_floating_point():
+                    found[f"{type(part).__name__}.{name}"] = None
+    return list(found)

@@ -32,12 +32,11 @@ from p2pavg.optim.base.batches import Batches
 from p2pavg.optim.base.joined import joined, kind_of
 from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
-from p2pavg.optim.base.owners import modules_around, saved_buffers
 from p2pavg.optim.base.recipe import VERSION, Recipe, Settings, hyperparameters, named
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import checked_period
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
-from p2pavg.optim.base.touched import TouchedCheck
+from p2pavg.optim.base.touched import TouchedCheck, modules_around, saved_buffers
 from p2pavg.optim.base.zeroing import ZeroingCheck
 from p2pavg.optim.catching_up.checkpoints import Owner
 from p2pavg.optim.catching_up.common_state import CommonState

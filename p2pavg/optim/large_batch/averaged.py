@@ -19,7 +19,7 @@ from p2pavg.base.errors import AccumulateError, P2PAvgError
 from p2pavg.base.result import Failed, InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.batches import Batches, SamplesOf
-from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.base.lineage import digest_of
 from p2pavg.optim.base.recipe import hyperparameters
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from p2pavg.optim.base.recipe import Settings, hyperparameters
-from p2pavg.optim.local.fragments import Fragment, Piece, elements_in
+from p2pavg.optim.local.local_options import Fragment, Piece, elements_in
 from p2pavg.optim.ranks.shards import local_of
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
@@ -29,7 +29,7 @@ class Anchor:
     Args:
         parameters: this peer's parameters, which its inner steps move away from the anchor.
         outer: factory of the outer optimizer.
-        fragments: of the parameters; see :func:`~p2pavg.optim.local.fragments.fragments_of`.
+        fragments: of the parameters; see :func:`~p2pavg.optim.local.local_options.fragments_of`.
         offload: keep the copies, and so the outer optimizer's state, in the memory of the CPU.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from p2pavg.base.codes import FailedCode
 from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.batches import Batches, SamplesOf
-from p2pavg.optim.base.digest import digest_of
+from p2pavg.optim.base.lineage import digest_of
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.base.wrapper import PeerOptimizer
@@ -26,17 +27,87 @@ from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.progress import Average
 from p2pavg.optim.local.anchor import Anchor, Outer
 from p2pavg.optim.local.feedback import ErrorFeedback, feedback_for, warn_of_momentum
-from p2pavg.optim.local.fragments import fragments_of
-from p2pavg.optim.local.inner_schedule import advance
-from p2pavg.optim.local.intervals import Boundaries, SyncEvery
-from p2pavg.optim.local.local_options import checked_options
-from p2pavg.optim.local.mending import are_finite, destroyed, mend
+from p2pavg.optim.local.local_options import Boundaries, SyncEvery, checked_options, fragments_of
 from p2pavg.optim.local.outer_steps import OuterSteps
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import local_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+# Parameters and optimizer states that are not finite after an inner step.
+
+
+@torch.no_grad()
+def are_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether all values of the parameters are finite."""
+    # One pass and one synchronisation; minimum and maximum propagate NaN. On a CPU this takes a sixteenth of the time
+    # of a maximum norm, which was most of the time of a step.
+    extremes = [
+        torch.stack(torch.aminmax(parameter.detach())).float()
+        for parameter in parameters
+        if parameter.numel()
+    ]
+    if not extremes:
+        return True
+    devices = {found.device for found in extremes}
+    found = torch.stack(extremes if len(devices) <= 1 else [pair.cpu() for pair in extremes])
+    return bool(found.isfinite().all())
+
+
+def destroyed(labels: Sequence[str], parameters: Sequence[torch.Tensor]) -> str:
+    """Return the name of the first parameter that is not finite, and the number of the others.
+
+    Args:
+        labels: names of the parameters; there may be more of them.
+    """
+    pairs = zip(labels, parameters, strict=False)
+    names = [label for label, parameter in pairs if not bool(parameter.isfinite().all())]
+    more = f", like {len(names) - 1} other parameters," if len(names) > 1 else ""
+    return f"{names[0] if names else 'a parameter'}{more}"
+
+
+@torch.no_grad()
+def mend(optimizer: Optimizer, *, fills_at_first_step: bool) -> None:
+    """Remove NaN and infinity from an optimizer's state.
+
+    Args:
+        fills_at_first_step: true if the optimizer makes its state at its first step, and not at construction.
+    """
+    wrong = [tensor for tensor in _tensors_of(optimizer) if not bool(tensor.isfinite().all())]
+    if wrong and fills_at_first_step:
+        optimizer.state.clear()  # as before its first step
+        return
+    for tensor in wrong:  # a state made at construction, e.g. Adagrad's, is not made again if cleared
+        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    tensors = [value for value in kept if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return [local_of(tensor) for tensor in tensors]
+
+
+# The schedule of a peer's inner steps, for a peer that joins a run.
+
+MAX_SCHEDULE_STEPS = 10**7
+"""Steps that an inner schedule is advanced at once, in about a minute. A state from a stranger may claim any update."""
+
+
+def advance(scheduler: LRScheduler | None, steps: int) -> None:
+    """Bring a schedule to the place of a peer that has taken this many inner steps, if it is behind it."""
+    if scheduler is None:
+        return
+    behind = steps - scheduler.last_epoch
+    if behind > MAX_SCHEDULE_STEPS:
+        logger.warning("the inner schedule stays where it is: the run is %d steps ahead of it", behind)
+        return
+    with warnings.catch_warnings():  # torch warns of a schedule that goes on before the first step
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(behind):
+            scheduler.step()
+
 
 logger = logging.getLogger(__name__)
 

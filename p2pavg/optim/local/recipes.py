@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.local.intervals import SyncEvery
 from p2pavg.optim.local.local import LocalUpdates
+from p2pavg.optim.local.local_options import SyncEvery
 from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
 from p2pavg.optim.mixing.mixed import MixedUpdates
 from p2pavg.optim.mixing.mixing import check_rates, group_size_in

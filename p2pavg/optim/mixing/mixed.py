@@ -16,8 +16,8 @@ from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.local.anchor import Outer
 from p2pavg.optim.local.feedback import ErrorFeedback
-from p2pavg.optim.local.intervals import SyncEvery
 from p2pavg.optim.local.local import LocalUpdates
+from p2pavg.optim.local.local_options import SyncEvery
 from p2pavg.optim.local.outer_steps import OuterSteps
 from p2pavg.optim.mixing.meetings import Meetings
 from p2pavg.optim.mixing.mixed_steps import MixedSteps, check_sketch

@@ -17,17 +17,15 @@ from p2pavg.net.addresses import parse_peer_address
 from p2pavg.net.transport import Buffer
 from p2pavg.peer.host import Host
 from p2pavg.peer.joining.home import Home
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.job_release import MAX_RELEASE_BYTES, JobRelease
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.state.blobs import BlobKind
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.sink import FileSink
-from p2pavg.state.manifest import BlobManifest
-from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, chunk_count, chunk_digests, root_of
+from p2pavg.state.messages import BlobManifest
+from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, BlobKind, chunk_count, chunk_digests, root_of
 
 logger = logging.getLogger(__name__)
 

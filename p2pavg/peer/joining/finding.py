@@ -19,8 +19,7 @@ from p2pavg.peer.joining.home import Home, data_folder, default_home
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import Certificate
 from p2pavg.runs.membership.files import read_certificate_file, read_run_file
-from p2pavg.runs.membership.peer_files import PeerFiles
-from p2pavg.runs.membership.run_file import MAX_BOOTSTRAP, RunFile
+from p2pavg.runs.membership.run_file import MAX_BOOTSTRAP, PeerFiles, RunFile
 from p2pavg.runs.membership.tokens import SCHEME, InvitationLink, parse_link
 from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.runs.records.invitations import redeem

@@ -25,13 +25,11 @@ from p2pavg.peer.joining.links import open_delegate, serving_links
 from p2pavg.peer.joining.remembering import join_again, remembering
 from p2pavg.peer.peer import Peer, check_openness, open_peer, peer_over
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.files import read_run_file
-from p2pavg.runs.membership.membership import Membership
-from p2pavg.runs.membership.notice import NewestNotice
-from p2pavg.runs.membership.peer_files import PeerFiles
-from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.membership import Membership, RunAccess
+from p2pavg.runs.membership.revocation import NewestNotice
+from p2pavg.runs.membership.run_file import PeerFiles, RunFile
 from p2pavg.runs.membership.tokens import SCHEME
 from p2pavg.runs.records.notices import NoticeSpreading, releases_of
 from p2pavg.runs.records.run_records import RunRecords

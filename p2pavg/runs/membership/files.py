@@ -9,9 +9,9 @@ from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.armour import MAX_TEXT_CHARS, parse_certificate, parse_revocations
 from p2pavg.runs.membership.certificate import Certificate
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.membership.run_file import MAX_EDITED_BYTES, RunFile, parse_run_file
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Generic, Protocol, TypeVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -18,7 +18,49 @@ from msgspec.structs import replace
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Hash, Message
 from p2pavg.runs.membership.certificate import IDENTIFIER_BYTES, SIGNATURE_BYTES
-from p2pavg.runs.membership.notice import NewestNotice
+
+# Notices: what a run's authority signs after the run has begun.
+#
+# A notice is complete: of one kind, the one with the highest number replaces all others.
+
+
+class SignedNotice(Protocol):
+    """A message that an authority has signed."""
+
+    @property
+    def number(self) -> int:
+        """Grows with every notice of its kind."""
+        ...
+
+    def encode(self) -> bytes:
+        """Return the notice as bytes."""
+        ...
+
+
+N = TypeVar("N", bound=SignedNotice)
+
+
+class NewestNotice(Generic[N]):
+    """The newest notice of one kind that this peer has seen. All of its users at this peer share one object.
+
+    Args:
+        first: the one that is known from the beginning.
+    """
+
+    def __init__(self, first: N) -> None:
+        self.newest = first
+        self.changed: list[Callable[[], None]] = []
+        """Called after a newer one was learned."""
+
+    def learn(self, notice: N) -> bool:
+        """Take a notice, which was checked; return whether it is newer than all others."""
+        if notice.number <= self.newest.number:
+            return False
+        self.newest = notice
+        for changed in tuple(self.changed):
+            changed()
+        return True
+
 
 DOMAIN = b"p2pavg-revoked/3\0"
 MAX_REVOKED = 200

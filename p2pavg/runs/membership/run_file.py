@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from p2pavg.base.errors import ConfigError
@@ -31,10 +32,10 @@ from p2pavg.group.aggregation import MOST_NORMS, Aggregation, check_codec_for, c
 from p2pavg.group.audits import resolve_audits
 from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
 from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups
-from p2pavg.runs.membership.access import SECRET_BYTES
 from p2pavg.runs.membership.certificate import AUTHORITY_BYTES
 from p2pavg.runs.membership.job_release import MAX_RELEASE_CHARS, JobRelease, read_release
-from p2pavg.runs.membership.peer_addresses import MAX_ADDRESS_CHARS, is_peer_address
+from p2pavg.runs.membership.membership import SECRET_BYTES
+from p2pavg.runs.membership.tokens import MAX_ADDRESS_CHARS, is_peer_address
 from p2pavg_compression import resolve_codec
 
 VERSION = 1
@@ -280,3 +281,19 @@ def _shown(value: object) -> str:
 
 def _is_long(value: object) -> bool:
     return isinstance(value, int) and value.bit_length() > 64  # its text may have too many digits for Python
+
+
+# The files with which one peer takes part in a run that has an authority.
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFiles:
+    """The folder of a peer in a run, and its files, which may be elsewhere."""
+
+    folder: Path
+    """It also has the peer's port, and the addresses of peers that it knew."""
+    run_file: Path
+    certificate: Path
+    identity: Path
+    gate: Path | None = None
+    """Socket of the process that has this peer's network and key; ``None``: this process has them."""

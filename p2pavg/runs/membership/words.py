@@ -9,7 +9,7 @@ from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.strategy import read_table
-from p2pavg.runs.membership.armour import read_armour
+from p2pavg.runs.membership.armour import parse_ledger, read_armour
 from p2pavg.runs.membership.certificate import (
     Certificate,
     MemberCertificateError,
@@ -18,7 +18,6 @@ from p2pavg.runs.membership.certificate import (
     read_certificate,
 )
 from p2pavg.runs.membership.job_release import JobRelease
-from p2pavg.runs.membership.ledger import parse_ledger
 from p2pavg.runs.membership.revocation import RevocationList, authority_of, read_revocations
 from p2pavg.runs.membership.run_file import RunFile, parse_run_file
 

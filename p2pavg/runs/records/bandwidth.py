@@ -4,7 +4,7 @@ The peer that measures asks; the other one sends blocks, and then receives as ma
 8 and 16, and the receiver confirms each round. The sender begins no further round after SENDING_SECONDS, so a slow link
 is not clogged by blocks that wait in buffers. The last round counts.
 
-The serving side has a budget (:mod:`p2pavg.net.limits.bandwidth_budget`). On links that are fast or far, the window of
+The serving side has a budget (:mod:`p2pavg.net.limits.rate`). On links that are fast or far, the window of
 libp2p's streams is the limit; rounds use direct lanes, which are faster.
 """
 
@@ -19,7 +19,7 @@ from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import Count, Message
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.limits.bandwidth_budget import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
+from p2pavg.net.limits.rate import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
 from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.transport import Stream
 

@@ -6,15 +6,18 @@ round begins with a call to each of the peers that are nearest to the run's key.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+from collections import Counter, OrderedDict
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import IDLE_STREAM_SECONDS
+from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.call_budget import CallBudget
+from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import PeerId, Stream, Transport
-from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, RpcError
+from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, MessageError, RecordNode, RpcError
 
 MAX_KEPT = 64  # streams; beyond that, the least recently used one is closed
 
@@ -106,3 +109,50 @@ class RecordCalls:
             _, before = self._kept.popitem(last=False)
         if before is not None:
             await before[0].aclose()
+
+
+logger = logging.getLogger(__name__)
+
+
+# Answers the record calls of other peers, within their budgets.
+
+
+class RecordService:
+    """Serves the record protocol of one peer."""
+
+    def __init__(self, records: RecordNode, budget: CallBudget | None = None) -> None:
+        self._records = records
+        self._messages = FirstMessages(budget)
+        self._streams: Counter[str] = Counter()
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one call after the other, until the caller closes the stream or is idle for too long.
+
+        Raises:
+            RemoteProtocolError: the caller has too many streams, or makes calls faster than its budget allows.
+        """
+        if self._streams[stream.remote] >= MAX_STREAMS_PER_PEER:
+            raise RemoteProtocolError(f"it has {MAX_STREAMS_PER_PEER} record streams already")
+        self._streams[stream.remote] += 1
+        try:
+            while await self._answer_next(stream):
+                pass
+        finally:
+            self._streams[stream.remote] -= 1
+            self._streams += Counter()  # drops the peers without streams
+
+    async def _answer_next(self, stream: Stream) -> bool:
+        with trio.move_on_after(IDLE_STREAM_SECONDS) as scope:
+            request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+        if scope.cancelled_caught or request is None:
+            return False
+        await self._messages.admit(stream)
+        try:
+            with self._messages.charged(stream) as bill:
+                answer = self._records.answer(stream.remote, request)
+                bill.count = len(answer)
+        except MessageError as error:
+            raise RemoteProtocolError(str(error)) from None
+        with trio.move_on_after(REPLY_SECONDS) as scope:
+            await send_message(stream, answer)
+        return not scope.cancelled_caught

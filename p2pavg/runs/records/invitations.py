@@ -41,8 +41,16 @@ from p2pavg.runs.membership.certificate import (
 )
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.run_file import MAX_RUN_FILE_BYTES, RunFile, parse_run_file
-from p2pavg.runs.membership.tokens import MAX_TOKEN_BYTES, InvitationLink, certify, read_token, token_key
-from p2pavg.runs.membership.used_tokens import MAX_USED_BYTES, UsedTokens, parse_used_tokens
+from p2pavg.runs.membership.tokens import (
+    MAX_TOKEN_BYTES,
+    MAX_USED_BYTES,
+    InvitationLink,
+    UsedTokens,
+    certify,
+    parse_used_tokens,
+    read_token,
+    token_key,
+)
 from p2pavg.runs.records.bootstrap import BootstrapDials
 from p2pavg_dht import Ed25519Signer
 

@@ -15,8 +15,13 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import FAREWELL_SECONDS, LOOK_SECONDS, RECORD_LIFE_SECONDS, SPREAD_LOOK_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.runs.membership.job_release import JobRelease, decode_release
-from p2pavg.runs.membership.notice import N, NewestNotice
-from p2pavg.runs.membership.revocation import RevocationList, known_revocations, read_revocations
+from p2pavg.runs.membership.revocation import (
+    N,
+    NewestNotice,
+    RevocationList,
+    known_revocations,
+    read_revocations,
+)
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg_dht import Record

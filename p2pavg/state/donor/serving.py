@@ -39,9 +39,9 @@ from p2pavg.state.messages import (
     FrameKind,
     encode_frame,
     encode_refusal,
+    of_the_remote,
     read_request,
 )
-from p2pavg.state.session_errors import of_the_remote
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from p2pavg.net.transport import DirectLane, PeerId, Stream
 from p2pavg.runs.context import PeerContext
 from p2pavg.state.joiner.answers import DonorRequest, PendingRequests
 from p2pavg.state.messages import (
+    ENDINGS,
     MAX_WELCOME_BYTES,
     PROTOCOL,
     TICKET_BYTES,
@@ -30,8 +31,8 @@ from p2pavg.state.messages import (
     Request,
     SessionHello,
     Welcome,
+    of_the_remote,
 )
-from p2pavg.state.session_errors import ENDINGS, of_the_remote
 
 logger = logging.getLogger(__name__)
 

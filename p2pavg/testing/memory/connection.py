@@ -12,8 +12,7 @@ import trio
 
 from p2pavg.base.errors import P2PAvgError
 from p2pavg.net.transport import PeerId, StreamHandler
-from p2pavg.testing.memory.links import Links
-from p2pavg.testing.memory.locations import Locations
+from p2pavg.testing.memory.links import Links, Locations
 from p2pavg.testing.memory.machine import Machine
 from p2pavg.testing.memory.stream import MemoryStream
 

@@ -22,8 +22,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from p2pavg.base.errors import BusyError, ConfigError, ControlError
 from p2pavg.base.files import PRIVATE, PUBLIC, create_file, locked, read_text, replace_file, what_to_do
 from p2pavg.net.addresses import parse_peer_address
-from p2pavg.runs.membership.access import SECRET_BYTES
-from p2pavg.runs.membership.armour import certificate_text, revocations_text
+from p2pavg.runs.membership.armour import (
+    COMMENT,
+    certificate_text,
+    identifiers_of,
+    ledger_line,
+    parse_ledger,
+    revocations_text,
+    still_revoked,
+)
 from p2pavg.runs.membership.certificate import (
     SERIAL_BYTES,
     Certificate,
@@ -35,7 +42,7 @@ from p2pavg.runs.membership.certificate import (
 )
 from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
 from p2pavg.runs.membership.job_release import sign_release
-from p2pavg.runs.membership.ledger import COMMENT, identifiers_of, ledger_line, parse_ledger, still_revoked
+from p2pavg.runs.membership.membership import SECRET_BYTES
 from p2pavg.runs.membership.revocation import no_revocations
 from p2pavg.runs.membership.revocation import revoke as sign_revocations
 from p2pavg.runs.membership.run_file import RunFile

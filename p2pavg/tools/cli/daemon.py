@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +25,45 @@ from p2pavg.peer.joining.member import forwarded, listens_for
 from p2pavg.peer.joining.remembering import join_again
 from p2pavg.peer.peer import Peer, open_peer_or_asker
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.files import read_access, read_run_file
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.invitations import Delegate
-from p2pavg.tools.cli.metrics import serving_metrics
 from p2pavg.tools.cli.monitor import check_monitor, serving_monitor
 from p2pavg.tools.cli.training import train
 from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
 from p2pavg.tools.jobs.versions import TrainingOptions
 from p2pavg_dht import Ed25519Signer
+
+# The metrics of a daemon: `p2pavg peer --metrics PORT`.
+
+
+@asynccontextmanager
+async def serving_metrics(peer: Peer, port: int | None, runs: Collection[str]) -> AsyncIterator[None]:
+    """Serve the metrics of a peer on this machine as long as the block runs; do nothing without a port.
+
+    Raises:
+        ConfigError: ``prometheus-client`` is not installed.
+        ListenError: the port is taken.
+    """
+    if port is None:
+        yield
+        return
+    from p2pavg.metrics import PeerMetrics
+
+    try:
+        metrics = PeerMetrics(peer, runs)
+    except ImportError as error:
+        raise ConfigError(f"--metrics: {error}", remedy="pip install 'p2pavg[prometheus]'") from None
+    try:
+        logger.info("metrics are at http://127.0.0.1:%d/metrics", metrics.serve(port))
+        yield
+    finally:
+        with trio.CancelScope(shield=True):  # half a second at most: the server looks so often for its end
+            await trio.to_thread.run_sync(metrics.close)
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from p2pavg.base.errors import (
     P2PAvgError,
     UnreachableError,
 )
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming

@@ -19,18 +19,16 @@ from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.peer.joining.finding import files_in
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import peer_over
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Role, issue
 from p2pavg.runs.membership.files import read_revocations_file
 from p2pavg.runs.membership.job_release import JobRelease, SeenProgress, sign_release
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.runs.records.notices import releases_of, revocations_of, spread
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.tools.cli.authority import Authority, open_authority
-from p2pavg.tools.jobs.progress import read_progress
-from p2pavg.tools.jobs.releases import keep_releases, kept_releases
+from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
 from p2pavg.tools.jobs.words import read_job
 from p2pavg_dht import Ed25519Signer
 

@@ -15,8 +15,8 @@ from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import PEER_PROTOCOLS, Peer
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.job_release import JobRelease
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.strategies import job as program

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,24 +15,55 @@ from dataclasses import dataclass
 import trio
 
 from p2pavg import __version__
-from p2pavg.base.formats import count, in_bytes
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText, count, in_bytes
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.helping import HelpedRounds
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.remembering import remembering
 from p2pavg.peer.peer import Peer
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import date_of, read_certificate
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.words import DAY_SECONDS
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import MAX_TEXTS, Answer, DaemonStatus, Done, Question
 from p2pavg.tools.control.service import control_handler
-from p2pavg.tools.daemon.notify import READY, STOPPING, notify, reloading
 from p2pavg.tools.daemon.progress import in_words, progress_of
 from p2pavg.tools.daemon.words import helped
 from p2pavg.tools.jobs.given import GivenWork
+
+# The service manager's socket (`sd_notify`): it tells systemd that a daemon is ready, ends, or starts again.
+
+VARIABLE = "NOTIFY_SOCKET"
+
+READY = "READY=1"
+STOPPING = "STOPPING=1"
+
+
+def reloading() -> str:
+    """Return the state of a daemon that starts again in the same process."""
+    return f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}"
+
+
+def notify(state: str, status: str = "") -> None:
+    """Tell the service manager, if there is one. A manager that does not listen costs a line in the log.
+
+    Args:
+        state: one of the states of this module; empty for the status only.
+        status: one line for people, which ``systemctl status`` shows.
+    """
+    address = os.environ.get(VARIABLE, "")
+    if not address:
+        return
+    text = "\n".join(filter(None, [state, status and f"STATUS={status}"]))
+    if address.startswith("@"):  # an abstract socket
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
+            told.setblocking(False)
+            told.sendto(text.encode(), address)
+    except OSError as error:
+        logger.warning("cannot tell the service manager %r: %s", text, error.strerror)
+
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ from p2pavg.tools.doctor.probes import run as run_probes
 from p2pavg.tools.doctor.rules import files as file_rules
 from p2pavg.tools.doctor.rules import network as network_rules
 from p2pavg.tools.doctor.rules import run as run_rules
-from p2pavg.tools.doctor.rules.announced import judge_announced
-from p2pavg.tools.doctor.rules.network import Dialled, DialOutcome, Port, PortState
+from p2pavg.tools.doctor.rules.network import Dialled, DialOutcome, Port, PortState, judge_announced
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.formats import count, in_time
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText, count, in_time
 
 KNOWN_UPDATES = 64
 """A program may tell of an update twice. It counts once, as long as not so many came between."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText
 from p2pavg.tools.jobs.packages import read_packages
 
 MANIFEST = "job.toml"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from p2pavg.base.shortage import is_shortage
+from p2pavg.base.errors import is_shortage
 from p2pavg.tools.jobs.limits import MAX_PROCESSES, MAX_SCRATCH_FILES, JobUsage
 
 MAX_DEPTH = 32

@@ -18,9 +18,8 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from p2pavg.base.errors import BusyError, ConfigError
 from p2pavg.base.files import locked, what_to_do
-from p2pavg.base.formats import in_bytes
+from p2pavg.base.formats import PeerText, in_bytes
 from p2pavg.base.limits import LOOK_SECONDS, STALL_SECONDS
-from p2pavg.base.peer_text import PeerText
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.tools.jobs.folder import large_files
 from p2pavg.tools.jobs.manifest import MANIFEST, LargeFile

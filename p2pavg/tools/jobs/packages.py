@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText
 
 MAX_PACKAGES = 1000
 MAX_HASHES = 200

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pavg.base.formats import count, in_bytes
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText, count, in_bytes
 from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.tools.jobs.manifest import JobManifest
 

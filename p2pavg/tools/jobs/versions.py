@@ -23,7 +23,6 @@ from p2pavg.optim.coordination.job_change import NOTE, JobNote
 from p2pavg.peer.joining.carrying import fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import read_certificate
 from p2pavg.runs.membership.job_release import (
@@ -32,8 +31,8 @@ from p2pavg.runs.membership.job_release import (
     decode_release,
     release_to_start,
 )
-from p2pavg.runs.membership.membership import Membership
-from p2pavg.runs.membership.notice import NewestNotice
+from p2pavg.runs.membership.membership import Membership, RunAccess
+from p2pavg.runs.membership.revocation import NewestNotice
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.runs.records.notices import poll_notices, releases_of
 from p2pavg.runs.records.run_records import RunRecords
@@ -52,8 +51,7 @@ from p2pavg.tools.jobs.manifest import JobManifest
 from p2pavg.tools.jobs.mirrors import MirrorFiles
 from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
-from p2pavg.tools.jobs.progress import read_progress
-from p2pavg.tools.jobs.releases import keep_releases, kept_releases
+from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
 
 logger = logging.getLogger(__name__)
 

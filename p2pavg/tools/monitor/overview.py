@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from p2pavg.telemetry.events import RoundKind, Way
-from p2pavg.telemetry.status import PeerStatus
-from p2pavg.telemetry.text import key_of
+from p2pavg.telemetry.status import PeerStatus, key_of
 from p2pavg.tools.monitor.lineages import Compared, Reported, branches
 from p2pavg.tools.monitor.rounds import MergedRound, MergedRounds
 from p2pavg.tools.monitor.series import Series

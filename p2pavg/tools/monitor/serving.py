@@ -19,7 +19,7 @@ from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.blocking import Averager
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.host import Host
-from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.tools.monitor.connections import Answer, Connection, serving
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
 from p2pavg.tools.monitor.watching import AveragerSource, StatusSource, board_source, watching

@@ -17,9 +17,9 @@ from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.host import Host
 from p2pavg.peer.joined_run import JoinedRun
 from p2pavg.peer.statuses import HeardStatuses, Statuses
-from p2pavg.runs.membership.access import RunAccess
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.records.board import Board, board_key
-from p2pavg.runs.records.departures import Departures
+from p2pavg.runs.records.boards import Departures
 from p2pavg.runs.records.spread_records import WholeRun
 from p2pavg.telemetry.status import TOPIC, PeerStatus
 from p2pavg.tools.monitor.overview import Overview

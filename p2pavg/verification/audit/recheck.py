@@ -17,15 +17,13 @@ from collections.abc import Sequence
 
 import torch
 
-from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.norm_check import NormCheck
-from p2pavg.allreduce.reduction import PartContribution, bytes_of, decoded, reduce_part, scaled
+from p2pavg.allreduce.events import BadContributionError
+from p2pavg.allreduce.reduction import NormCheck, PartContribution, bytes_of, decoded, reduce_part, scaled
 from p2pavg.allreduce.robust import largest_kept
 from p2pavg.allreduce.vector.buffers import fresh_floats
-from p2pavg.base.weights import bounded_weights
+from p2pavg.base.numbers import bounded_weights
 from p2pavg.group.aggregation import Aggregation, RobustRule
-from p2pavg.group.norms import norm_factors
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, norm_factors
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 

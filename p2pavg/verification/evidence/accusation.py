@@ -15,7 +15,7 @@ from typing import Annotated
 from blake3 import blake3
 from msgspec import Meta
 
-from p2pavg.allreduce import two_averages
+from p2pavg.allreduce import proofs
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Hash, Message, first_text
 from p2pavg.consensus import statements
@@ -101,7 +101,7 @@ def _read_false_average(data: bytes) -> tuple[str, str]:
 
 
 def _read_two_averages(data: bytes) -> tuple[str, str]:
-    reducer, subject = two_averages.read_two_averages(data)
+    reducer, subject = proofs.read_two_averages(data)
     group = subject.group_id.hex()[:8]
     return reducer, f"it signed two averages of its share in attempt {subject.attempt} of group {group}"
 
@@ -110,7 +110,7 @@ KINDS: Mapping[str, EvidenceKind] = MappingProxyType(
     {
         statements.CONTRADICTION: EvidenceKind(statements.MAX_EVIDENCE_BYTES, _read_contradiction),
         false_average.FALSE_AVERAGE: EvidenceKind(false_average.MAX_EVIDENCE_BYTES, _read_false_average),
-        two_averages.TWO_AVERAGES: EvidenceKind(two_averages.MAX_EVIDENCE_BYTES, _read_two_averages),
+        proofs.TWO_AVERAGES: EvidenceKind(proofs.MAX_EVIDENCE_BYTES, _read_two_averages),
     }
 )
 """The kinds of evidence that this version verifies, by the first field of their bytes."""

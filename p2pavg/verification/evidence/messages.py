@@ -11,8 +11,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.base.messages import Hash, Message, cut, pack
 from p2pavg.verification.evidence.accusation import Named
-from p2pavg_dht.contact import check_addresses
-from p2pavg_dht.identity import PeerIdError, public_key_of
+from p2pavg_dht.identity import PeerIdError, check_addresses, public_key_of
 
 PROTOCOL = "/p2pavg/evidence/1"
 MAX_NAMED = 16

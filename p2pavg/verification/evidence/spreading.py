@@ -40,7 +40,7 @@ from p2pavg.verification.evidence.messages import (
     read_notice,
 )
 from p2pavg_dht import Record
-from p2pavg_dht.contact import MAX_ADDRESS_LENGTH
+from p2pavg_dht.identity import MAX_ADDRESS_LENGTH
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 from transformers import Trainer, TrainingArguments
 
-from p2pavg.integrations.samples import SampleCounter
+from p2pavg.integrations.lightning import SampleCounter
 from p2pavg.integrations.transformers import PeerCallback, optimizers
 from p2pavg.optim import AveragedOptimizer
 from p2pavg.optim.coordination import attendance

@@ -19,8 +19,7 @@ from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.messages import PunchAnswer, PunchProposal, PunchVerdict, Sync
-from p2pavg.net.nat.punch.plan import Endpoint, OwnSide
+from p2pavg.net.nat.punch.plan import Endpoint, OwnSide, PunchAnswer, PunchProposal, PunchVerdict, Sync
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched

@@ -12,7 +12,7 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import pool
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.conversation import LaneSearch
+from p2pavg.net.lanes.halfway import LaneSearch
 from p2pavg.net.lanes.messages import PROTOCOL, LaneOffer, LaneRequest
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport

@@ -16,10 +16,10 @@ import torch
 import p2pavg
 from p2pavg.base.result import Success
 from p2pavg.optim import AveragedOptimizer, RunState, StepReport
-from p2pavg.state.blobs import BlobKind
 from p2pavg.state.donor.shelf import Shelf
 from p2pavg.state.joiner.fetching import BlobDownload
 from p2pavg.state.progress import StateProgress
+from p2pavg.state.tree import BlobKind
 from p2pavg.testing.swarm import Member
 
 INPUTS = 8

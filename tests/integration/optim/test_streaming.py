@@ -13,7 +13,7 @@ from torch.optim import SGD
 import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates, RunState, StepReport, diloco
-from p2pavg.optim.local.fragments import Fragment, fragments_of
+from p2pavg.optim.local.local_options import Fragment, fragments_of
 from tests.integration.optim.company import (
     Batches,
     config,

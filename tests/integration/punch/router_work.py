@@ -13,8 +13,7 @@ from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.messages import PunchProposal
-from p2pavg.net.nat.punch.plan import OwnSide
+from p2pavg.net.nat.punch.plan import OwnSide, PunchProposal
 from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Buffer, PeerId, Stream
 from tests.integration.punch.peers import new_gate, shake_hands

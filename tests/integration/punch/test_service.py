@@ -12,10 +12,18 @@ import trio
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import HOST_FAILURES, NOT_REACHED
-from p2pavg.net.nat.punch import limits, plan, service
+from p2pavg.net.nat.punch import meeting, plan, service
 from p2pavg.net.nat.punch.meeting import RefusedPunchError
-from p2pavg.net.nat.punch.messages import PROTOCOL, PunchAnswer, PunchProposal, PunchVerdict, Sync
-from p2pavg.net.nat.punch.plan import TRIES, Endpoint, OwnSide
+from p2pavg.net.nat.punch.plan import (
+    PROTOCOL,
+    TRIES,
+    Endpoint,
+    OwnSide,
+    PunchAnswer,
+    PunchProposal,
+    PunchVerdict,
+    Sync,
+)
 from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import watched
@@ -178,13 +186,13 @@ class TestHostileAskers:
     async def test_tries_of_one_peer_are_limited(self) -> None:
         async with two_sides() as (here, there):
             taken = 0
-            for _ in range(limits.PEER_TRIES + 3):
+            for _ in range(meeting.PEER_TRIES + 3):
                 stream = await hostile_stream(here, there)
                 await send_message(stream, PunchProposal(1, (Endpoint("127.0.0.1", 4001),)).encode())
                 taken += not (await answered(stream)).refusal
                 await stream.reset()
                 await until(lambda: not there.puncher._limits._under_way)
-            assert taken == limits.PEER_TRIES
+            assert taken == meeting.PEER_TRIES
 
     @watched
     async def test_a_try_without_a_signal_holds_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +317,7 @@ class TestDialMe:
     @watched
     async def test_dials_count_as_tries(self) -> None:
         async with two_sides() as (here, there):
-            for _ in range(limits.PEER_TRIES):
+            for _ in range(meeting.PEER_TRIES):
                 await here.service.ask_to_dial(there.peer_id, ["/good/1"], timeout=BOUND)
             with pytest.raises(UnreachableError, match="asked for too many"):
                 await here.service.ask_to_dial(there.peer_id, ["/good/1"], timeout=BOUND)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.norm_check import NormCheck, vector_norm
-from p2pavg.allreduce.reduction import PartContribution, average_part, reduce_part
+from p2pavg.allreduce.events import BadContributionError
+from p2pavg.allreduce.reduction import NormCheck, PartContribution, average_part, reduce_part, vector_norm
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg_compression import MAX_MAGNITUDE, NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 from p2pavg_dht import Signer

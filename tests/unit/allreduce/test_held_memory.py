@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2pavg.allreduce import combiner
+from p2pavg.allreduce import values
 from p2pavg.allreduce.reduction import average_part
 from p2pavg.group.aggregation import Aggregation, Median
 from p2pavg_compression import Blockwise8, Codec, Fp32
@@ -99,7 +99,7 @@ def test_a_robust_rule_has_one_part_decoded_at_a_time(monkeypatch: pytest.Monkey
         running[0] -= 1
         return average_part(*given, **named)
 
-    monkeypatch.setattr(combiner, "average_part", slow)
+    monkeypatch.setattr(values, "average_part", slow)
     held = Held(Fp32(), aggregation=Aggregation(Median() if robust else None))
     for index in range(2):
         for member in (1, 2):

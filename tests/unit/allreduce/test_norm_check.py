@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from p2pavg.allreduce.errors import FalseNormError, UndecodableError
-from p2pavg.allreduce.norm_check import SLACK, NormCheck, vector_norm
-from p2pavg.allreduce.reduction import PartContribution, average_part
+from p2pavg.allreduce.events import FalseNormError, UndecodableError
+from p2pavg.allreduce.reduction import SLACK, NormCheck, PartContribution, average_part, vector_norm
 from p2pavg.group.aggregation import Median, RobustRule
 from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 from tests.unit.group.samples import SIGNERS, candidate, roster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.movers.resting import MAX_RESTING, RestingStreams
+from p2pavg.allreduce.movers.lobby import MAX_RESTING, RestingStreams
 from p2pavg.base.limits import IDLE_STREAM_SECONDS
 from tests.unit.allreduce.streams import Silent
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from p2pavg.allreduce import robust
-from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.allreduce.robust import combine, largest_kept, merge_exchange
 from p2pavg.base.limits import MAX_WEIGHT
-from p2pavg.base.weights import bounded_weights, lower_median, units_of
+from p2pavg.base.numbers import bounded_weights, lower_median, units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
 from p2pavg_compression import MAX_MAGNITUDE, Blockwise8, Codec, Fp32
 

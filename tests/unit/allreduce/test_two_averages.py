@@ -6,8 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Subject
-from p2pavg.allreduce.two_averages import MAX_EVIDENCE_BYTES, Output, encode_two_averages, read_two_averages
+from p2pavg.allreduce.proofs import (
+    MAX_EVIDENCE_BYTES,
+    PART_DIGEST_BYTES,
+    Output,
+    Subject,
+    encode_two_averages,
+    read_two_averages,
+)
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_MEMBERS
 from p2pavg.consensus.votes import SIGNATURE_BYTES

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.values import check_index
 from p2pavg.base.errors import RemoteProtocolError

@@ -1,7 +1,7 @@
 """The records that are remembered between two lookups of a key, and the limits of their memory."""
 
 from p2pavg_dht import Ed25519Signer, Record, sign_record
-from p2pavg_dht.heard import MAX_HEARD_BYTES, MAX_KEYS, RecordCache
+from p2pavg_dht.node import MAX_HEARD_BYTES, MAX_KEYS, RecordCache
 from p2pavg_dht.record import MAX_VALUE_BYTES
 
 SIGNER = Ed25519Signer(bytes(32))

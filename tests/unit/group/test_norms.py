@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_NORM
 from p2pavg.group.aggregation import Aggregation, Median, read_aggregation
-from p2pavg.group.norms import norm_factors
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, norm_factors
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
 IDS = [signer.peer_id for signer in SIGNERS]

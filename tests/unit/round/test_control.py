@@ -9,8 +9,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import LaneHeader
-from p2pavg.allreduce.movers.lobby import StreamRouter
-from p2pavg.allreduce.movers.resting import RestingStreams
+from p2pavg.allreduce.movers.lobby import RestingStreams, StreamRouter
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, never_waits

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.state.joiner.fetching import Wanted
 from p2pavg.state.joiner.sink import digest_of
-from p2pavg.state.manifest import BlobManifest
+from p2pavg.state.messages import BlobManifest
 
 KIND = 1
 MAX_MANIFEST_BYTES = 1 << 20

@@ -10,9 +10,9 @@ import trio.testing
 
 from p2pavg.net.transport import Buffer
 from p2pavg.state.joiner.answers import WrongPieceError
-from p2pavg.state.joiner.keeping import Keeping
+from p2pavg.state.joiner.fetching import Keeping
 from p2pavg.state.joiner.sink import MemorySink
-from p2pavg.state.manifest import BlobManifest
+from p2pavg.state.messages import BlobManifest
 from tests.unit.state.blobs import Blob
 
 BLOB = Blob(0, 3, 100)

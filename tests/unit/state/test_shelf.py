@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.state.average import LoggedAverage
-from p2pavg.state.blobs import BlobKind
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.news import MAX_LOG, SnapshotOffer
-from p2pavg.state.tree import CHUNK_BYTES, chunk_digests, root_of
+from p2pavg.state.tree import CHUNK_BYTES, BlobKind, chunk_digests, root_of
 
 DATA = memoryview(bytes(CHUNK_BYTES) + b"the last chunk")
 

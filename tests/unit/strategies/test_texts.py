@@ -10,7 +10,7 @@ import pytest
 
 from p2pavg import AveragingConfig, Median, RunFile
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.peer_text import PeerText
+from p2pavg.base.formats import PeerText
 from p2pavg.group.strategy import MAX_STRATEGY_CHARS, canonical, check_text, mark, mark_in, read_table
 from p2pavg.optim import Cells
 from p2pavg.population import Choice

@@ -14,8 +14,8 @@ from p2pavg.telemetry.status import (
     PeerStatus,
     RoundClaim,
     TransferClaim,
+    key_of,
 )
-from p2pavg.telemetry.text import key_of
 
 FULL = PeerStatus(
     name="garage, 3090",

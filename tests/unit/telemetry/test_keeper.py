@@ -20,10 +20,8 @@ from p2pavg.telemetry.events import (
     StateMoved,
     UpdateTaken,
 )
-from p2pavg.telemetry.history import SeriesHistory
-from p2pavg.telemetry.keeper import TRANSFER_SECONDS, StatusKeeper
-from p2pavg.telemetry.status import Activity, PeerStatus, encode_status, read_status
-from p2pavg.telemetry.text import key_of
+from p2pavg.telemetry.keeper import TRANSFER_SECONDS, SeriesHistory, StatusKeeper
+from p2pavg.telemetry.status import Activity, PeerStatus, encode_status, key_of, read_status
 
 ROUND = RoundEnded(
     time=100.0,

@@ -20,9 +20,10 @@ from p2pavg.telemetry.status import (
     PeerStatus,
     RoundClaim,
     encode_status,
+    harmless,
+    key_of,
     read_status,
 )
-from p2pavg.telemetry.text import harmless, key_of
 from tests.unit.telemetry.statuses import FULL, statuses
 
 GOLDEN = "4c638cd8131ce19b289732b137ccbdd402775771f73352d436f64846e06b4139"

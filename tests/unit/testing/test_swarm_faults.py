@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from p2pavg.testing import After, At, Crash, Cut, Fault, FaultPlan, Milestone, Stop, Throttle
-from p2pavg.testing.swarm_faults import carrying_out, signals_of
+from p2pavg.testing.swarm import carrying_out, signals_of
 
 
 class FakeProcess:

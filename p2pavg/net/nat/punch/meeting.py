@@ -4,7 +4,7 @@ What it guarantees:
 
 * A punch ends with a connection whose handshakes are done at both ends, or with UnreachableError, within a bound.
 * A peer that is asked sends packets only to endpoints that pass the dial gate, and no more tries than
-  :mod:`p2pavg.net.nat.punch.limits` allows.
+  :mod:`p2pavg.net.nat.punch.meeting` allows.
 * Every fresh port is closed at the end of its try.
 
 What an attacker can do. A peer that asks for a punch, or answers one, names the endpoint to which this process
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -43,19 +44,75 @@ from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.dial_policy import NOT_REACHED
+from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.nat.punch import plan
-from p2pavg.net.nat.punch.limits import PunchLimits
-from p2pavg.net.nat.punch.messages import (
+from p2pavg.net.nat.punch.plan import (
     MAX_BUSY_SECONDS,
     MAX_MESSAGE_BYTES,
+    Endpoint,
+    OwnSide,
     PunchAnswer,
     PunchProposal,
     PunchVerdict,
     Sync,
 )
-from p2pavg.net.nat.punch.plan import Endpoint, OwnSide
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.transport import PeerId, Stream
+
+# The limits of punches and dials that other peers ask for.
+
+# The tries that one peer may ask for. A peer asks for one connection, and for a lane or two in each direction when a
+# group begins. Each may take three tries, after which a peer waits for a minute before it searches for a lane again.
+PEER_TRIES = 16
+PEER_TRIES_PER_SECOND = 0.25
+
+# The tries that all peers together may ask for. p2pavg.net.limits.dial_policy bounds those that fail at one host.
+ALL_TRIES = 128
+ALL_TRIES_PER_SECOND = 8.0
+
+# Tries that are under way. Each one occupies up to four sockets for a few seconds.
+PEER_AT_ONCE = 4
+ALL_AT_ONCE = 32
+
+# The account of the peer that has asked least recently is forgotten. By then, ALL_TRIES was used up many times.
+MAX_ACCOUNTS = 4096
+
+
+class PunchLimits:
+    """The accounts of the peers that ask this one to connect to them."""
+
+    def __init__(self) -> None:
+        self._all = TokenBucket(ALL_TRIES_PER_SECOND, ALL_TRIES)
+        self._peers: OrderedDict[PeerId, TokenBucket] = OrderedDict()
+        self._under_way: Counter[PeerId] = Counter()
+
+    def refusal(self, now: float, peer_id: PeerId) -> str:
+        """Return the reason for which a peer may ask for no try now; empty if it may."""
+        if self._under_way[peer_id] >= PEER_AT_ONCE or self._under_way.total() >= ALL_AT_ONCE:
+            return "too many tries are under way"
+        account = self._peers.get(peer_id)
+        if account is not None and account.level(now) < 1.0:
+            return "the peer has asked for too many tries"
+        if self._all.level(now) < 1.0:
+            return "other peers have asked for too many tries"
+        return ""
+
+    def begin(self, now: float, peer_id: PeerId) -> None:
+        """Count a try that begins."""
+        self._under_way[peer_id] += 1
+        self._all.take(now, 1.0)
+        if peer_id not in self._peers:
+            self._peers[peer_id] = TokenBucket(PEER_TRIES_PER_SECOND, PEER_TRIES)
+        self._peers[peer_id].take(now, 1.0)
+        self._peers.move_to_end(peer_id)
+        while len(self._peers) > MAX_ACCOUNTS:
+            self._peers.popitem(last=False)
+
+    def end(self, peer_id: PeerId) -> None:
+        """Count a try that has ended."""
+        self._under_way[peer_id] -= 1
+        self._under_way += Counter()  # drops the peers without a try
+
 
 logger = logging.getLogger(__name__)
 

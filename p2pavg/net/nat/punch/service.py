@@ -25,7 +25,7 @@ from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.punch.meeting import Puncher, RefusedPunchError, receive_bounded
-from p2pavg.net.nat.punch.messages import (
+from p2pavg.net.nat.punch.plan import (
     MAX_ADDRESSES,
     PROTOCOL,
     DialMe,

@@ -14,8 +14,7 @@ from typing import TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
-from p2pavg.net.nat.reach.gateway import default_gateway
-from p2pavg.net.nat.reach.router_udp import PORT, Granted, OtherVersionError, ask_router
+from p2pavg.net.nat.reach.gateway import PORT, Granted, OtherVersionError, ask_router, default_gateway
 
 Answer = TypeVar("Answer")
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.net.limits.sources import parse_host
-from p2pavg.net.nat.reach.gateway import default_gateway
-from p2pavg.net.nat.reach.router_udp import PORT, Granted, OtherVersionError, ask_router
+from p2pavg.net.nat.reach.gateway import PORT, Granted, OtherVersionError, ask_router, default_gateway
 
 NONCE_BYTES = 12
 

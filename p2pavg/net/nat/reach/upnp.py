@@ -25,8 +25,7 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.nat.reach.gateway import default_gateway
-from p2pavg.net.nat.reach.router_udp import Granted
+from p2pavg.net.nat.reach.gateway import Granted, default_gateway
 from p2pavg.net.nat.reach.upnp_messages import (
     CONFLICT,
     MAX_PACKET_BYTES,

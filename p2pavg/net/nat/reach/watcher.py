@@ -29,9 +29,8 @@ from collections.abc import Callable, Sequence
 import psutil
 import trio
 
-from p2pavg.base.errors import UnreachableError
+from p2pavg.base.errors import UnreachableError, is_shortage
 from p2pavg.base.limits import CALM_LOOK_SECONDS
-from p2pavg.base.shortage import is_shortage
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of

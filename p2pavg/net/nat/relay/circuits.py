@@ -18,7 +18,7 @@ from p2pavg.net.nat.relay.messages import (
     Incoming,
     RelayRefusal,
 )
-from p2pavg.net.nat.relay.receiving import receive
+from p2pavg.net.nat.relay.service import receive
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from p2pavg.net.nat.relay.messages import (
     Reserved,
     decode,
 )
-from p2pavg.net.nat.relay.receiving import receive
-from p2pavg.net.nat.relay.service import RELAY_PING_SECONDS
+from p2pavg.net.nat.relay.service import RELAY_PING_SECONDS, receive
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)

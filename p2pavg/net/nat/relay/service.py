@@ -48,13 +48,13 @@ from p2pavg.net.nat.relay.messages import (
     Connect,
     Connected,
     Incoming,
+    RelayMessage,
     RelayPing,
     RelayRefusal,
     Reserve,
     Reserved,
     decode,
 )
-from p2pavg.net.nat.relay.receiving import receive
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -278,3 +278,19 @@ class RelayService:
 async def _refuse(stream: Stream, reason: str) -> None:
     await send_message(stream, RelayRefusal(reason).encode())
     await stream.aclose()
+
+
+# Receive the messages of the relay protocols.
+
+
+async def receive(stream: Stream) -> RelayMessage:
+    """Return the next message of a stream.
+
+    Raises:
+        RemoteProtocolError: it is malformed or too long.
+        StreamBrokenError: the stream broke, or was closed without a message.
+    """
+    data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+    if data is None:
+        raise StreamBrokenError(f"{stream.remote} closed the stream without an answer")
+    return decode(data)

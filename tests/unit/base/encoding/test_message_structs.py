@@ -12,8 +12,8 @@ from msgspec import Meta, inspect
 
 import p2pavg
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.formats import PeerText
 from p2pavg.base.messages import Count, Message, Seconds, cut, decoded, pack
-from p2pavg.base.peer_text import PeerText
 
 
 class Sample(Message, frozen=True, tag="sample"):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from p2pavg.base.formats import PeerText
 from p2pavg.base.messages import pack
-from p2pavg.base.peer_text import PeerText
 from p2pavg.matchmaking import messages as matches
 from p2pavg.net.lanes import messages as lanes
-from p2pavg.net.nat.punch import messages as punches
+from p2pavg.net.nat.punch import plan as punches
 from p2pavg.net.nat.reach.messages import NONCE_BYTES, DialBackOutcome, DialledBack, read_dialled_back
 from p2pavg.net.nat.relay import messages as relays
 from p2pavg.state.messages import Welcome, read_reason

@@ -13,8 +13,7 @@ import pytest
 import trio
 
 from p2pavg.base.threads import trio_thread
-from p2pavg.base.threads.loop_clock import LONGEST_SLEEP_SECONDS, LONGEST_STEP, LoopClock
-from p2pavg.base.threads.trio_thread import TrioThread
+from p2pavg.base.threads.trio_thread import LONGEST_SLEEP_SECONDS, LONGEST_STEP, LoopClock, TrioThread
 
 HOLD_SECONDS = 1.5
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.net.limits.bandwidth_budget import (
+from p2pavg.net.limits.rate import (
     COST_BYTES,
     MAX_ACCOUNTS,
     MAX_AT_ONCE,

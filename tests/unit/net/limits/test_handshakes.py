@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.net.limits.call_budget import OVERHEAD, CallBudget, CallRates
-from p2pavg.net.limits.handshakes import Handshakes
+from p2pavg.net.limits.first_messages import Handshakes
 
 RATES = CallRates(peer_seconds=0.1, peer_burst_seconds=1.0, prefix_factor=2.0)
 HOST, NEIGHBOUR, ELSEWHERE = "203.0.113.9", "203.0.113.77", "198.51.100.1"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from p2pavg.optim.base.owners import modules_around, saved_buffers
+from p2pavg.optim.base.touched import modules_around, saved_buffers
 from tests.unit.optim.fakes import Alone, Make, both
 from tests.unit.optim.loops import plain, small
 

@@ -17,7 +17,7 @@ from p2pavg.optim.coordination.job_change import NOTE
 from p2pavg.optim.coordination.progress import LeftBehind, PeerProgress
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.peer_files import PeerFiles
+from p2pavg.runs.membership.run_file import PeerFiles
 from p2pavg.runs.records.board import Entry
 from p2pavg.testing.simulation import simulated_signer
 from tests.unit.runs.membership.runs import Authority

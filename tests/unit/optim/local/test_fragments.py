@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.optim.local.fragments import Piece, elements_in, fragments_of, layer_of, layout_digest
+from p2pavg.optim.local.local_options import Piece, elements_in, fragments_of, layer_of, layout_digest
 
 GPT = [
     ("wte.weight", (50, 8)),

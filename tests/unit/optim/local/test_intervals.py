@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.optim.local.intervals import Boundaries, Interval, checked_interval
+from p2pavg.optim.local.local_options import Boundaries, Interval, checked_interval
 
 
 @pytest.mark.parametrize(

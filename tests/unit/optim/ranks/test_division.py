@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.optim.ranks.copies import are_common, first_difference, sharing_of
-from p2pavg.optim.ranks.division import Division
+from p2pavg.optim.ranks.mesh import Division
+from p2pavg.optim.ranks.shards import are_common, first_difference, sharing_of
 
 NAMES = ("pp", "dp", "tp")
 sizes = st.tuples(*[st.integers(1, 3)] * 3)

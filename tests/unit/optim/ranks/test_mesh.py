@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from p2pavg import AveragingConfig
 from p2pavg.optim import PeerMesh
-from p2pavg.optim.ranks.copies import Sharing
-from p2pavg.optim.ranks.shards import Ranks
+from p2pavg.optim.ranks.shards import Ranks, Sharing
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Certificate, Role, issue
+from p2pavg.runs.membership.membership import RunAccess
 from p2pavg_dht import Ed25519Signer
 
 NOW = 1_800_000_000.0

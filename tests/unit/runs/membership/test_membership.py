@@ -9,9 +9,8 @@ import pytest
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.runs.membership.access import RunAccess
 from p2pavg.runs.membership.certificate import Role
-from p2pavg.runs.membership.membership import Membership
+from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.revocation import revoke
 from p2pavg.runs.membership.sealing import OVERHEAD_BYTES, seal, sealed_key, unseal
 from tests.unit.runs.membership.runs import NOW, SECRET, Authority, signer

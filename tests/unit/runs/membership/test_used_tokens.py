@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.runs.membership.certificate import MAX_TIME, Role
-from p2pavg.runs.membership.tokens import Token
-from p2pavg.runs.membership.used_tokens import (
+from p2pavg.runs.membership.tokens import (
     KEEP_TOKEN_SECONDS,
     MAX_USED,
     MAX_USED_BYTES,
+    Token,
     Use,
     UsedTokens,
     parse_used_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.tools.daemon.notify import READY, notify, reloading
+from p2pavg.tools.daemon.life import READY, notify, reloading
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.runs.membership.job_release import SeenProgress
-from p2pavg.tools.jobs.progress import seen_progress
+from p2pavg.tools.jobs.releases import seen_progress
 
 
 @pytest.mark.parametrize(

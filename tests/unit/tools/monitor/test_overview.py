@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from p2pavg.telemetry.events import RoundKind
-from p2pavg.telemetry.status import Activity, PeerStatus, RoundClaim, TransferClaim
-from p2pavg.telemetry.text import key_of
+from p2pavg.telemetry.status import Activity, PeerStatus, RoundClaim, TransferClaim, key_of
 from p2pavg.tools.monitor import overview as overview_module
 from p2pavg.tools.monitor.lineages import Compared, branches
 from p2pavg.tools.monitor.overview import FEW_PEERS, GONE_SECONDS, MAX_GONE, MAX_NEWS, MAX_PEERS, Overview

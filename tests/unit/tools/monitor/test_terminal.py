@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from p2pavg.base.formats import bars
-from p2pavg.telemetry.status import PeerStatus
-from p2pavg.telemetry.text import key_of
+from p2pavg.telemetry.status import PeerStatus, key_of
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg.tools.monitor.terminal import screen
 from tests.unit.telemetry.statuses import FULL, HOSTILE_TEXTS

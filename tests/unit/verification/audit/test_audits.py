@@ -234,7 +234,7 @@ def test_rounding_errors_are_no_lies(codec: Codec, rule: Aggregation) -> None:
 
 def _exact(played: Played, values: object) -> torch.Tensor:
     from p2pavg.allreduce.reduction import PartContribution, reduce_part
-    from p2pavg.group.norms import norm_factors
+    from p2pavg.group.roster import norm_factors
 
     factors = norm_factors(played.members, played.aggregation.max_norm)
     contributions = [

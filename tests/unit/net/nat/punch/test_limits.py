@@ -1,6 +1,6 @@
 """The limits of tries that other peers ask for."""
 
-from p2pavg.net.nat.punch.limits import (
+from p2pavg.net.nat.punch.meeting import (
     ALL_AT_ONCE,
     ALL_TRIES,
     MAX_ACCOUNTS,

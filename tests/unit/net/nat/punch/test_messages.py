@@ -4,16 +4,16 @@ import pytest
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
-from p2pavg.net.nat.punch.messages import (
+from p2pavg.net.nat.punch.plan import (
     MAX_BUSY_SECONDS,
     DialMe,
+    Endpoint,
     PunchAnswer,
     PunchProposal,
     PunchVerdict,
     Sync,
     decode_request,
 )
-from p2pavg.net.nat.punch.plan import Endpoint
 
 FOUR, SIX = Endpoint("203.0.113.1", 4001), Endpoint("2001:db8::1", 4001)
 Any_ = PunchProposal | PunchAnswer | Sync | PunchVerdict | DialMe

@@ -11,13 +11,13 @@ from trio.testing import MockClock
 from p2pavg.base.errors import UnreachableError
 from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.nat.reach.facts import Mapped
+from p2pavg.net.nat.reach.gateway import Granted
 from p2pavg.net.nat.reach.mapping import (
     ASK_ROUTER_AGAIN_SECONDS,
     CHECK_MAPPING_SECONDS,
     LEASE_SECONDS,
     PortMapper,
 )
-from p2pavg.net.nat.reach.router_udp import Granted
 
 PORT = 4001
 

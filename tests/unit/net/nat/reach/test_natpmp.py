@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
-from p2pavg.net.nat.reach import router_udp
+from p2pavg.net.nat.reach import gateway
+from p2pavg.net.nat.reach.gateway import Granted
 from p2pavg.net.nat.reach.natpmp import NatPmp, encode_map, read_address, read_map
-from p2pavg.net.nat.reach.router_udp import Granted
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = b"\0\x80\0\0" + (100).to_bytes(4, "big") + bytes([5, 0, 0, 1])
@@ -83,7 +83,7 @@ async def router() -> AsyncIterator[tuple[Router, NatPmp]]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test of silence take a few milliseconds."""
-    monkeypatch.setattr(router_udp, "PAUSES", (0.05, 0.1))
+    monkeypatch.setattr(gateway, "PAUSES", (0.05, 0.1))
 
 
 class TestMapping:
@@ -158,7 +158,7 @@ class TestHostileRouters:
             found.answers = lambda _: []
             with pytest.raises(UnreachableError, match="does not answer"):
                 await client.add(PORT, PORT, LEASE)
-            assert len(found.requests) == len(router_udp.PAUSES)
+            assert len(found.requests) == len(gateway.PAUSES)
 
     @pytest.mark.parametrize(
         ("result", "reason"), [(1, "version"), (2, "forbid"), (3, "no connection"), (4, "room"), (77, "77")]

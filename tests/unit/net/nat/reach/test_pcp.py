@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
-from p2pavg.net.nat.reach import router_udp
+from p2pavg.net.nat.reach import gateway
+from p2pavg.net.nat.reach.gateway import Granted
 from p2pavg.net.nat.reach.pcp import NONCE_BYTES, Pcp, encode_map, read_map
-from p2pavg.net.nat.reach.router_udp import Granted
 
 LOOPBACK, PORT, LEASE = "127.0.0.1", 4001, 3600
 NONCE = bytes(range(NONCE_BYTES))
@@ -55,7 +55,7 @@ async def router(answers: Callable[[bytes], list[bytes]]) -> AsyncIterator[tuple
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test of silence take a few milliseconds."""
-    monkeypatch.setattr(router_udp, "PAUSES", (0.05, 0.1))
+    monkeypatch.setattr(gateway, "PAUSES", (0.05, 0.1))
 
 
 async def test_port_is_mapped_checked_and_removed_with_one_nonce() -> None:

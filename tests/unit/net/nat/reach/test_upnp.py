@@ -15,7 +15,7 @@ from trio_typing import TaskStatus
 
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.nat.reach import upnp
-from p2pavg.net.nat.reach.router_udp import Granted
+from p2pavg.net.nat.reach.gateway import Granted
 from p2pavg.net.nat.reach.upnp import Upnp
 from p2pavg.net.nat.reach.upnp_messages import MAX_BODY_BYTES, MAX_HEAD_BYTES
 

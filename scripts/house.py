@@ -197,8 +197,8 @@ def figures(house: House) -> list[Figure]:
     functions = sum(len(file.functions) for file in files)
     pages = [path.stat().st_size / 1000 for path in _pages()]
     return [
-        Figure("code lines of p2pavg, dht, compression", code, 55_275, 56_520, 43_000),
-        Figure("files", len(files), 560, 531, 380),
+        Figure("code lines of p2pavg, dht, compression", code, 55_275, 56_529, 43_000),
+        Figure("files", len(files), 560, 534, 380),
         Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 77_627, 52_000),
         Figure("rooms", len(house.arrows), 46, 25, 24),
         Figure("floors", house.floors, 16, 13, 13),

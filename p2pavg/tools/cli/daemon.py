@@ -193,6 +193,8 @@ class DaemonOptions:
             raise ConfigError(
                 "--job names a job, and this run has none, or --only-help is given: leave out --yes --job"
             )
+        if self.files is not None and not self.files.is_dir():
+            raise ConfigError(f"--files {self.files} is no folder")
         out = way_out(self.listens, self.named, self.announce)
         if self.open_run and self.member is not None:
             raise ConfigError("--open and --run exclude each other: a run with an authority has members")

@@ -20,9 +20,8 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job's fi
 @app.command()
 def check(folder: FolderArgument) -> None:
     """Say what a folder lacks to be a job. The exit code is 1 if it lacks anything."""
-    from p2pavg.tools.jobs.folder import read_folder
+    from p2pavg.tools.jobs.folder import read_folder, wrong_copies
     from p2pavg.tools.jobs.manifest import problems
-    from p2pavg.tools.jobs.mirrors import wrong_copies
 
     found = problems(read_folder(folder)) + wrong_copies(folder)
     for sentence in found:

@@ -91,7 +91,7 @@ async def train(
                     lambda message: message.startswith(SIGNED),
                     named=run.bootstrap,
                     upload=RateLimit(options.max_upload_mbps),
-                    download=RateLimit(options.max_download_mbps),
+                    download=versions.download,
                     otherwise={STATE_PROTOCOL: peer.state.serve},
                 ) as gate,
             ):

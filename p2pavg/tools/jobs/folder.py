@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -63,6 +64,39 @@ def large_files(folder: Path) -> tuple[LargeFile, ...]:
             return read_manifest(opened.read(MAX_MANIFEST_BYTES + 1)).files
     except (FileNotFoundError, ConfigError):
         return ()
+
+
+def has_bytes(place: Path, file: LargeFile) -> bool:
+    """Return whether there is a file with the bytes that a manifest names.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return place.is_file() and place.stat().st_size == file.bytes and _digest(place) == file.sha256
+
+
+def _digest(place: Path) -> str:
+    with place.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def wrong_copies(folder: Path) -> list[str]:
+    """Return sentences on the larger files that lie in a job's folder and are not those that its manifest names.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    found = []
+    try:
+        for file in large_files(folder):
+            place = folder / file.name
+            if place.is_file() and not has_bytes(place, file):
+                own = f"bytes = {place.stat().st_size}, sha256 = {_digest(place)!r}"
+                found.append(f"{place} has {own}, and {MANIFEST} names others")
+    except OSError as error:
+        named = error.filename or folder
+        raise ConfigError(f"{named} cannot be read: {error.strerror}; {what_to_do(error, named)}") from None
+    return found
 
 
 def _files(folder: Path) -> Iterator[Path]:

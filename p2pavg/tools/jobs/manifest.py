@@ -29,6 +29,8 @@ MAX_FILES = 4096
 MAX_LARGE_FILES = 256
 MAX_LARGE_BYTES = 2**40
 MAX_MIRRORS = 8
+MAX_HOST_CHARS = 100
+"""More would fill the page that a volunteer reads."""
 MAX_NAME_CHARS = 200
 MAX_DEPTH = 16
 MAX_ABOUT_LINES = 20
@@ -61,11 +63,6 @@ class LargeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Meta(max_length=MAX_MIRRORS),
     ] = ()
     """Of its mirrors, which are asked in this order. Whoever answers, only these bytes are taken."""
-
-    @property
-    def hosts(self) -> list[str]:
-        """The hosts of the mirrors; empty for a URL without one."""
-        return [_host_of(url) for url in self.urls]
 
 
 class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -128,8 +125,10 @@ def read_manifest(text: bytes) -> JobManifest:
         if why := what_is_wrong_with(name):
             raise ConfigError(f"{MANIFEST}: {name!r} cannot be a file of a job: {why}")
     for file in found.files:
-        if not all(map(_is_plain_host, file.hosts)):
-            raise ConfigError(f"{MANIFEST}: a URL of {file.name!r} names no host, or one with other signs")
+        if not all(map(origin_of, file.urls)):
+            raise ConfigError(
+                f"{MANIFEST}: a URL of {file.name!r} has no host, or none that a person can read"
+            )
     for text_of in (found.author, found.about):
         if not text_of.replace("\n", "").isprintable():
             raise ConfigError(f"{MANIFEST}: author and about must be printable text")
@@ -173,16 +172,21 @@ def problems(files: Mapping[str, bytes]) -> list[str]:
     return found
 
 
-def _host_of(url: str) -> str:
+def origin_of(url: str) -> str:
+    """Return the server of a URL as a volunteer reads it, such as "http://10.0.0.1:8080"; empty if it names none."""
     try:
-        return urlsplit(url).hostname or ""
+        found = urlsplit(url)
+        host, port = found.hostname or "", found.port
     except ValueError:
         return ""
-
-
-def _is_plain_host(host: str) -> bool:
-    """Return whether a host is one that a volunteer can read on the page: "xn--…" in place of other letters."""
-    return bool(host) and all(sign.isalnum() or sign in ".-:" for sign in host)
+    labels = host.removesuffix(".").split(".")
+    if ":" in host:  # an address of IPv6
+        host = f"[{host}]"
+    elif len(host) > MAX_HOST_CHARS or not all(0 < len(each) < 64 for each in labels):
+        return ""
+    if not all(sign.isalnum() or sign in ".-_:[]" for sign in host):
+        return ""
+    return f"{found.scheme}://{host}" + ("" if port is None else f":{port}")
 
 
 def _clashes(names: Iterable[str]) -> list[str]:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from p2pavg.base.formats import PeerText, count, in_bytes
 from p2pavg.runs.membership.job_release import JobRelease
-from p2pavg.tools.jobs.manifest import JobManifest
+from p2pavg.tools.jobs.manifest import JobManifest, origin_of
+
+MAX_ORIGINS = 5
+"""Servers that are named. More would scroll away what the page says before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,12 @@ class JobPage:
     @property
     def _fetches(self) -> str:
         files = self.manifest.files
-        hosts = ", ".join(dict.fromkeys(host for file in files for host in file.hosts))
+        origins = list(dict.fromkeys(origin_of(url) for file in files for url in file.urls))
+        shown = origins[:MAX_ORIGINS] + (["others"] if len(origins) > MAX_ORIGINS else [])
+        shown += ["your --files"] if not all(file.urls for file in files) else []
         return (
             f"{count(len(files), 'larger file')}, {in_bytes(sum(file.bytes for file in files))}, from"
-            f" {hosts or '--files'}; kept in {self.kept_files}"
+            f" {', '.join(shown)}; kept in {self.kept_files}"
         )
 
     @property

@@ -15,7 +15,7 @@ from p2pavg import verify_certificate
 from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, RemoteProtocolError, StateError
 from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text, what_to_do
 from p2pavg.base.formats import in_bytes
-from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, START_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, REPLY_SECONDS, RETRY_SECONDS, START_SECONDS
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
 from p2pavg.net.limits.rate import RateLimit
@@ -48,7 +48,6 @@ from p2pavg.tools.jobs.fence import (
 from p2pavg.tools.jobs.folder import write_folder
 from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest
-from p2pavg.tools.jobs.mirrors import MirrorFiles
 from p2pavg.tools.jobs.packages import read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
 from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
@@ -118,6 +117,8 @@ class JobVersions:
         self._given_file = home.folder / "given"
         self.given = _given_before(self._given_file)
         """The work of all starts."""
+        self.download = RateLimit(options.max_download_mbps)
+        """The user's limit, of the rounds and of larger files together."""
         self._warns = True
 
     def _note_newer(self) -> None:
@@ -216,7 +217,7 @@ class JobVersions:
 
         Raises:
             ConfigError: the user does not agree, or something of this machine is in the way.
-            StateError: no member has it.
+            StateError: no member has it, or no mirror has one of its larger files.
         """
         home, options = self._home, self._options
         began = trio.current_time()
@@ -252,19 +253,13 @@ class JobVersions:
         return ReadyJob(release, manifest, folder, python, larger, no_fence)
 
     async def _larger_files(self, manifest: JobManifest) -> dict[str, Path]:
-        options = self._options
         if not manifest.files:
             return {}
-        mirrors = MirrorFiles(
-            options.files, _files_folder(), RateLimit(options.max_download_mbps), print_line
-        )
+        from p2pavg.tools.jobs.mirrors import MirrorFiles  # most jobs have none, and need no client of HTTP
+
+        mirrors = MirrorFiles(self._options.files, _files_folder(), self.download, tell)
         began = trio.current_time()
-        try:
-            found = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-                mirrors.find, manifest.files, abandon_on_cancel=True
-            )
-        finally:
-            mirrors.stop()
+        found = await mirrors.find(manifest.files)
         await tell(f"its larger files are here, after {trio.current_time() - began:.1f} s")
         return found
 
@@ -277,9 +272,14 @@ class JobVersions:
         shutil.rmtree(folder, ignore_errors=True)
         # Where the fence shows the larger files. Without one, links to them.
         write_folder(folder, files | dict.fromkeys(larger, b""))
-        for name, place in larger.items() if has_links else ():
-            (folder / name).unlink()
-            (folder / name).symlink_to(place)
+        try:
+            for name, place in larger.items() if has_links else ():
+                (folder / name).unlink()
+                (folder / name).symlink_to(place)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot link to {place} in {folder}: {error.strerror}", remedy=what_to_do(error, folder)
+            ) from None
         return folder
 
     @property
@@ -377,6 +377,7 @@ class JobVersions:
         Raises:
             ConfigError: see :meth:`ready`.
         """
+        pause = ASK_AGAIN_SECONDS
         while True:
             await self._prepared.wait()
             found, newest = self._next, self._known.newest
@@ -388,7 +389,9 @@ class JobVersions:
                     try:
                         return await self.ready(newest)
                     except StateError as error:
-                        await tell(f"no member has version {newest.number} yet: {error}")
+                        await tell(f"version {newest.number} cannot be had yet: {error}")
+                        await trio.sleep(pause)
+                        pause = min(2.0 * pause, RETRY_SECONDS)
                 case P2PAvgError():
                     raise found
 

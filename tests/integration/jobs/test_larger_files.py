@@ -61,9 +61,12 @@ def test_the_program_reads_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         words += ["--no-fence"] if source == "unfenced" else []
         with started(tmp_path, "one", "join", "lab", "--yes", "--job", root, *words) as one:
             assert one.end() == 0, one.text
-        assert "fetches   1 larger file, 256.0 kB, from 127.0.0.1; kept in" in one.text
+        assert (
+            f"fetches   1 larger file, 256.0 kB, from http://127.0.0.1:{server.server_port}; kept in"
+            in one.text
+        )
         assert f"its digest is {digest}" in one.text
-        kept = tmp_path / "cache" / "p2pavg" / "files" / digest
+        kept = tmp_path / "cache" / "p2pavg" / "files" / f"{digest}-{len(BASE)}"
         assert kept.exists() == (source != "own")
         if source != "unfenced":
             assert f"it cannot be changed: {os.strerror(30)}" in one.text  # a read-only file system

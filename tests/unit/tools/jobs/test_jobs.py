@@ -13,9 +13,8 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.messages import pack
 from p2pavg.tools.jobs import archive, manifest
 from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
-from p2pavg.tools.jobs.folder import read_folder, write_folder
+from p2pavg.tools.jobs.folder import read_folder, write_folder, wrong_copies
 from p2pavg.tools.jobs.manifest import problems, read_manifest, what_is_wrong_with
-from p2pavg.tools.jobs.mirrors import wrong_copies
 
 MANIFEST = b"""
 name = "small-gpt"
@@ -113,7 +112,10 @@ def test_a_folder_with_a_link_or_a_pipe_is_no_job(tmp_path: Path, make: object) 
         (FILES | {"job.toml": with_file("model")}, "are one place on some systems"),
         (FILES | {"job.toml": with_file("base", urls="file:///etc/passwd")}, "urls"),
         (FILES | {"job.toml": with_file("base", urls="https://")}, "urls"),
-        (FILES | {"job.toml": with_file("base", urls="http://[")}, "names no host"),
+        (FILES | {"job.toml": with_file("base", urls="http://[")}, "has no host"),
+        (FILES | {"job.toml": with_file("base", urls="http://a..b/")}, "has no host"),
+        (FILES | {"job.toml": with_file("base", urls="http://a:99999999999/")}, "has no host"),
+        (FILES | {"job.toml": with_file("base", urls=f"http://{'a' * 64}/")}, "has no host"),
         (FILES | {"job.toml": with_file("base", digest="0F")}, "sha256"),
     ],
 )

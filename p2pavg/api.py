@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from p2pavg import blocking, optim  # noqa: F401 - p2pavg.optim can be used without an import of its own
-from p2pavg.base.codes import FailedCode, NoPeersCode
 from p2pavg.base.errors import (
     AccumulateError,
     AddressError,
@@ -19,10 +18,18 @@ from p2pavg.base.errors import (
     RunEndedError,
     StateError,
 )
-from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.base.result import (
+    Failed,
+    FailedCode,
+    InProgress,
+    NoPeers,
+    NoPeersCode,
+    RoundResult,
+    Success,
+    Tensors,
+)
 from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
-from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
-from p2pavg.group.audits import Audits
+from p2pavg.group.aggregation import Audits, CenteredClip, Median, TrimmedMean
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
 from p2pavg.net.nat.reach.reachability import Reachability
@@ -30,11 +37,10 @@ from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.joining.member import join_run
 from p2pavg.peer.peer import Peer, open_peer
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.files import read_run_file
 from p2pavg.runs.membership.membership import RunAccess
-from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.run_file import RunFile, read_run_file
 from p2pavg.strategies.job import Job, job
-from p2pavg.telemetry.members import RunPeer
+from p2pavg.telemetry.status import RunPeer
 from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, TopK
 
 __all__ = [

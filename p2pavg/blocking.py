@@ -24,7 +24,7 @@ from p2pavg.base.limits import CALM_LOOK_SECONDS, GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
 from p2pavg.base.threads.program_end import at_the_end
 from p2pavg.base.threads.trio_thread import TrioThread
-from p2pavg.group.places.meeting import SearchPlace, SearchStage
+from p2pavg.group.places.gossip import SearchPlace, SearchStage
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.averager import DecentralizedAverager, waiting_round
@@ -36,7 +36,7 @@ from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.records.board import Topic
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
-from p2pavg.telemetry.members import RunPeer
+from p2pavg.telemetry.status import RunPeer
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.graph import increment_version
 
-from .base import CheckedCodec
-from .buffers import CPU, is_aligned, typed
-from .codec import CodecError
-from .cuda import copy_to_host, default_stream
+from .codec import CPU, CheckedCodec, CodecError, is_aligned, typed
 from .kernels import Kernel, kernels
-from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges
+from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, default_stream
 
 __all__ = ["BlockCodec", "reciprocals_of_scales"]
 

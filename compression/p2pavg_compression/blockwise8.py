@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from .base import check_block_size, check_encodable
 from .blocks import BlockCodec, reciprocals_of_scales
-from .buffers import typed
-from .dynamic_map import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
+from .codec import check_block_size, check_encodable, typed
+from .kernels import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
 from .scratch import scratch
 
 __all__ = ["Blockwise8"]

@@ -5,11 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from .base import CheckedCodec, check_encodable
-from .buffers import is_aligned, typed
-from .codec import CodecError
-from .cuda import copy_to_host
-from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, scratch
+from .codec import CheckedCodec, CodecError, check_encodable, is_aligned, typed
+from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, scratch
 
 __all__ = ["Bf16", "Fp16", "Fp32"]
 

@@ -15,13 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .base import check_block_size, check_encodable
 from .blocks import BlockCodec, reciprocals_of_scales
-from .buffers import CPU, typed
-from .codec import CodecError
-from .cuda import copy_to_host
-from .dynamic_map import codes_of_halves
-from .scratch import CHUNK_ELEMENTS, chunk_ranges, scratch
+from .codec import CPU, CodecError, check_block_size, check_encodable, typed
+from .kernels import codes_of_halves
+from .scratch import CHUNK_ELEMENTS, chunk_ranges, copy_to_host, scratch
 
 __all__ = ["NF4", "FourBitCodec", "Int4"]
 

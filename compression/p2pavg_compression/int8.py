@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from .base import check_block_size, check_encodable
 from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import CodecError
+from .codec import CodecError, check_block_size, check_encodable
 from .scratch import scratch
 
 __all__ = ["Int8"]

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .base import CheckedCodec, check_encodable
-from .codec import MAX_MAGNITUDE, CodecError
+from .codec import MAX_MAGNITUDE, CheckedCodec, CodecError, check_encodable
 from .records import ChunkForm, Records, record_of
 from .scratch import CHUNK_ELEMENTS
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
-from p2pavg_dht.distance import K, nearest
 from p2pavg_dht.identity import Contact
+from p2pavg_dht.routing import K, nearest
 
 # The paper's alpha: the number of parallel calls while answers still bring nearer peers.
 ALPHA = 4

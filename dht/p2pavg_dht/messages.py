@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeAlias, TypeVar
 
-from p2pavg_dht.distance import BITS, K
 from p2pavg_dht.identity import MAX_ADDRESSES, Contact, ContactError, check_addresses
 from p2pavg_dht.record import FIELDS, KEY_BYTES, Record, RecordError, pack, unpack
+from p2pavg_dht.routing import BITS, K
 from p2pavg_dht.wire import MAX_MESSAGE_BYTES, Reader, WireError, packed
 
 PROTOCOL: Final = "/p2pavg/records/2.0.0"

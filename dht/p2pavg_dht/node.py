@@ -16,15 +16,13 @@ from typing import Final
 import trio
 
 from p2pavg_dht.client import Client
-from p2pavg_dht.distance import peer_point
 from p2pavg_dht.identity import Contact, ContactError, Rpc, Signer
 from p2pavg_dht.messages import MessageError, Store, decode_request, encode
 from p2pavg_dht.operations import Operations
 from p2pavg_dht.publications import Publications
 from p2pavg_dht.record import KEY_BYTES, MAX_VALUE_BYTES, Record, live_records
-from p2pavg_dht.routing import RoutingTable
-from p2pavg_dht.service import serve
-from p2pavg_dht.storage import Guard, Limits, RecordStore, Refusal, untimely
+from p2pavg_dht.routing import RoutingTable, peer_point
+from p2pavg_dht.storage import Guard, Limits, RecordStore, Refusal, serve, untimely
 from p2pavg_dht.upkeep import TaskStatus, Upkeep
 
 # The records that other peers' answers have named lately, so that the next answers can leave them out.

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from p2pavg_dht.client import Client, OnAnswer
-from p2pavg_dht.distance import K, key_point, nearest, point_bytes
 from p2pavg_dht.identity import Contact, RpcError
 from p2pavg_dht.lookup import PATHS, Ends, Lookup
 from p2pavg_dht.messages import Answer, Find, Found, Locate, Request, Store, Stored, marks_of
 from p2pavg_dht.record import Record, merge
-from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.routing import K, RoutingTable, key_point, nearest, point_bytes
 
 logger = logging.getLogger(__name__)
 

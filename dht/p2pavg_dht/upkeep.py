@@ -7,12 +7,11 @@ from typing import Protocol
 import trio
 
 from p2pavg_dht.client import Client
-from p2pavg_dht.distance import K, flipped, key_point, point_bytes
 from p2pavg_dht.identity import Contact, RpcError
 from p2pavg_dht.messages import MAX_STORED_RECORDS, Locate, Store, Stored
 from p2pavg_dht.operations import Operations
 from p2pavg_dht.publications import Publications
-from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.routing import K, RoutingTable, flipped, key_point, point_bytes
 from p2pavg_dht.storage import RecordStore
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ and sends these bytes to every holder (all-gather). All decode the same bytes.
 **What can happen.**
 
 * A direct lane comes about late, never, or breaks. Then the parts go over streams (:mod:`p2pavg.allreduce.sender`).
-* A member is faster than the others. Then it waits (:mod:`p2pavg.allreduce.part_schedule`).
+* A member is faster than the others. Then it waits (:mod:`p2pavg.allreduce.messages`).
 * A member sends what is wrong. It is reported as hostile, and the lanes of the others go on.
 * A reducer is lost after it has sent its averages to some members. One of these passes them on
   (:meth:`Attempt.pass_on`).
@@ -36,20 +36,18 @@ from typing import TypeAlias
 import torch
 import trio
 
-from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.context import AttemptPlan, RunContext
 from p2pavg.allreduce.events import AttemptEvent, BadContributionError
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.movers.lobby import Lanes
 from p2pavg.allreduce.movers.reuse import Leftover, ResumeMark
-from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import AttemptData
-from p2pavg.group.roster import Roster
-from p2pavg.group.sites import sites_of
+from p2pavg.group.roster import Roster, sites_of
 from p2pavg.group.topology import Hierarchical
 
 OnAttemptEvent: TypeAlias = Callable[["Attempt", AttemptEvent], None]

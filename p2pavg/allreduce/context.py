@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from p2pavg.allreduce.messages import Average, Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import StreamRouter
+from p2pavg.allreduce.movers.reuse import START, ResumeMark
+from p2pavg.allreduce.reduction import PartTracker
+from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.base.threads.workers import RunInThread
@@ -13,7 +17,8 @@ from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import OnMilestone, ignore
-from p2pavg.group.shares import MAX_PART_ELEMENTS
+from p2pavg.group.roster import Roster
+from p2pavg.group.shares import MAX_PART_ELEMENTS, SharePart
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
 from p2pavg.runs.context import PeerContext
@@ -88,3 +93,72 @@ def run_context(
         processor_wait=peer.processor_wait,
         on_milestone=peer.on_milestone,
     )
+
+
+# The plan of one attempt: its members, their shares and parts, and the values that this member holds.
+
+STREAM_KINDS = (Lane.CONTRIBUTIONS, Lane.AVERAGES)
+"""The streams that take the place of a direct lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlan:
+    """Everything that the sender and the receiver of one attempt share."""
+
+    number: int
+    context: RunContext
+    group_id: bytes
+    """Of the whole group, in the header of every lane."""
+    members_digest: bytes
+    """Of the attempt's members, in the header of every lane."""
+    roster: Roster
+    """The members that take part, with the shares that they have in this attempt."""
+    me: str
+    contributes: bool
+    """True if this member has a vector to send."""
+    ledger: PartTracker
+    values: AttemptData
+    position: Callable[[str], int]
+    """Returns the position of a member in the roster of the whole group."""
+
+    @property
+    def own_parts(self) -> Sequence[SharePart]:
+        """The parts of this member's share."""
+        return self.ledger.parts[self.me]
+
+    def contributions_to(self, peer_id: str) -> tuple[Sequence[SharePart], int | None]:
+        """Return the tasks of a member to which this one contributes.
+
+        Return with them the number of this member's task that makes the first contribution, if they are means of its
+        site; ``None`` if they are its own values.
+        """
+        routes = self.ledger.routes
+        parts = routes.contributions(self.me, peer_id)
+        if parts and self.me in routes.senders_of_sums(peer_id):
+            return parts, routes.first_sum(self.me, peer_id)
+        return (parts if self.contributes else ()), None
+
+    def averages_to(self, peer_id: str) -> list[Average]:
+        """Return the averages that this member sends to another one, and what each waits for."""
+        return [
+            (reducer, part, self._ready_at(reducer, part))
+            for reducer in self.ledger.routes.averages(self.me, peer_id)
+            for part in self.ledger.parts[reducer]
+        ]
+
+    def averages_from(self, peer_id: str) -> list[tuple[str, SharePart]]:
+        """Return the averages that another member sends to this one."""
+        routes = self.ledger.routes
+        return [
+            (each, part) for each in routes.averages(peer_id, self.me) for part in self.ledger.parts[each]
+        ]
+
+    def _ready_at(self, reducer: str, part: SharePart) -> int:
+        """Return what an average waits for here, as :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` numbers
+        it."""
+        first = self.values.forward_at(reducer)
+        return part.index + (self.ledger.first_own if first is None else first)
+
+    def header(self, lane: Lane, reducer: int = 0, begin: ResumeMark = START) -> LaneHeader:
+        """Return the header of a lane that this member opens."""
+        return LaneHeader(self.group_id, lane, self.number, reducer, self.members_digest, begin)

@@ -14,16 +14,15 @@ from functools import partial
 import torch
 import trio
 
+from p2pavg.allreduce.context import STREAM_KINDS, AttemptPlan
 from p2pavg.allreduce.events import BytesArrived, DirectLaneBroke
-from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.messages import Lane, Step, incoming
 from p2pavg.allreduce.movers.lane_driver import DirectUse
 from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
 from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.movers.moves import Moves, carry_out, receiving, receiving_share
 from p2pavg.allreduce.movers.reuse import START
 from p2pavg.allreduce.movers.stream_driver import StreamBytes, StreamUse
-from p2pavg.allreduce.part_schedule import Step, incoming
-from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
 from p2pavg.allreduce.signals import Signals
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.base.threads.workers import in_own_thread

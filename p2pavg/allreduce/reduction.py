@@ -13,18 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from p2pavg.allreduce.events import FalseNormError, UndecodableError
-from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.messages import MAX_WAITING_PARTS, Lane
 from p2pavg.allreduce.movers.routes import Routes
-from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.robust import combine
 from p2pavg.allreduce.vector.buffers import fresh_floats
-from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.numbers import bounded_weights
+from p2pavg.base.result import FailedCode
 from p2pavg.group.aggregation import RobustRule
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, Sites
 from p2pavg.group.shares import SharePart, cut_into_parts, part_size
-from p2pavg.group.sites import Sites
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 

@@ -13,23 +13,21 @@ from functools import partial
 
 import trio
 
+from p2pavg.allreduce.context import AttemptPlan
 from p2pavg.allreduce.events import DirectLaneBroke
-from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, Step, outgoing
 from p2pavg.allreduce.movers.lane_driver import DirectUse
 from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.movers.moves import carry_out, sending
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.movers.stream_driver import Precedence, StreamBytes, StreamUse
-from p2pavg.allreduce.part_schedule import Step, outgoing
-from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.turns import Turns
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate
-from p2pavg.net.framing import send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, send_message
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,19 @@ import math
 from collections.abc import Sequence
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import MAX_NAME_CHARS, MAX_RULE_CHARS
+
+# Checks of names that peers choose and that end up in other peers' logs, results and records.
+
+
+def is_name(name: str) -> bool:
+    """Return whether a tag or a metric may have this name."""
+    return bool(name) and name.isprintable() and len(name.encode()) <= MAX_NAME_CHARS
+
+
+def is_rule(text: str) -> bool:
+    """Return whether a participation rule may have this text. An empty text is no rule."""
+    return len(text) <= MAX_RULE_CHARS and (not text or text.isprintable())
 
 
 def check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:

@@ -87,7 +87,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from p2pavg.base.codes import FailedCode
+from p2pavg.base.result import FailedCode
 from p2pavg.consensus.choice import Stuck, ballot_leader, next_ballot, share_in_dispute
 from p2pavg.consensus.conditions import (
     all_hold,
@@ -131,38 +131,48 @@ from p2pavg.consensus.conditions import (
     stuck_for_good,
     too_few,
 )
-from p2pavg.consensus.events import (
+from p2pavg.consensus.member import (
+    FINAL,
+    LIVE,
+    MemberState,
+    OwnResult,
+    Pending,
+    RoundPhase,
+    has_it,
+    is_bound,
+    is_confirmed,
+    is_left_out,
+    lacks_it,
+    proven,
+)
+from p2pavg.consensus.statements import result_digest
+from p2pavg.consensus.votes import (
+    Accepted,
     Action,
+    Begin,
+    Complete,
     Completed,
     Dead,
     Drop,
     Event,
     Exclude,
+    Gather,
     GivenUp,
+    Left,
     Lost,
     PassOn,
-    Readmit,
-    RunAttempt,
-    Tell,
-    VoteHeard,
-)
-from p2pavg.consensus.member import FINAL, LIVE, MemberState, OwnResult, Pending, RoundPhase
-from p2pavg.consensus.proof import has_it, is_bound, is_confirmed, is_left_out, lacks_it, proven
-from p2pavg.consensus.statements import result_digest
-from p2pavg.consensus.votes import (
-    Accepted,
-    Begin,
-    Complete,
-    Gather,
-    Left,
     Promise,
+    Readmit,
     ResultCommit,
     ResultHeld,
+    RunAttempt,
     SignedOutput,
     StaleBallot,
+    Tell,
     Trouble,
     Unknown,
     Vote,
+    VoteHeard,
 )
 
 

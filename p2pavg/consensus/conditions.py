@@ -14,11 +14,11 @@ from p2pavg.consensus.choice import (
     is_too_few,
     usual_digests,
 )
-from p2pavg.consensus.events import Completed, VoteHeard
 from p2pavg.consensus.member import MemberState
 from p2pavg.consensus.votes import (
     Begin,
     Complete,
+    Completed,
     Gather,
     Members,
     Promise,
@@ -27,6 +27,7 @@ from p2pavg.consensus.votes import (
     SignedOutput,
     StaleBallot,
     Trouble,
+    VoteHeard,
 )
 
 MAX_LEAP = 64  # a leader's ballots that a member may miss in a row; each loss costs one or two

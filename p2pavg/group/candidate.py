@@ -24,7 +24,7 @@ from p2pavg.base.limits import (
     MIN_BANDWIDTH,
 )
 from p2pavg.base.messages import Message, Seconds, pack
-from p2pavg.base.names import is_name
+from p2pavg.base.numbers import is_name
 from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.reach import Reach
 from p2pavg.group.shares import MemberLink
@@ -130,7 +130,7 @@ class Candidate:
     reach: Reach
     """Way to connect to the peer. A peer without an address can only be relayed."""
     site: str
-    """Name of the site that the peer says it is in; empty if it names none (:mod:`p2pavg.group.sites`)."""
+    """Name of the site that the peer says it is in; empty if it names none (:mod:`p2pavg.group.roster`)."""
     record: Record = field(repr=False)
 
     @property

@@ -16,7 +16,7 @@ from fractions import Fraction
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_MBPS, MAX_NAME_CHARS, MAX_TAGS
 from p2pavg.base.messages import pack
-from p2pavg.base.names import is_name
+from p2pavg.base.numbers import is_name
 from p2pavg.group.candidate import Candidate
 
 MAX_SEED = 2**63

@@ -3,26 +3,235 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import MAX_MEMBERS
+from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS, MAX_MEMBERS
 from p2pavg.base.messages import checked, pack, unpack
 from p2pavg.base.numbers import bounded_weights, lower_median
+from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
 from p2pavg.group.places.gossip import COUNTS
-from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
-from p2pavg.group.shares import MemberLink, fastest_shares, largest_fraction, levelled
-from p2pavg.group.sites import shares_of_sites
-from p2pavg.group.star import elect
+from p2pavg.group.reach import is_direct
+from p2pavg.group.shares import (
+    RELAY_MBPS,
+    MemberLink,
+    fastest_shares,
+    largest_fraction,
+    levelled,
+    share_bounds,
+)
 from p2pavg.group.topology import BUTTERFLY, Hierarchical, Star, Topology
 from p2pavg_dht import Record
 from p2pavg_dht.record import pack as pack_record
 from p2pavg_dht.record import unpack as unpack_record
+
+# Sites: members that reduce among themselves before they exchange sums with other sites. Pure: no I/O, no clock.
+#
+# Every member computes the same sites, shares and relays, from what the members have signed.
+#
+# * The **shares** are those of a butterfly in which each site is one member: every site reduces an equal part of the
+#   vector. With k sites, the link between a site that reduces the fraction x and the others carries 1 + x (k - 2)
+#   vectors each way, whatever the number of its members: see p2pavg.group.shares.best_fractions. Among the
+#   members of a site, its part is cut by their bandwidths.
+# * For each share, every other site has a **relay**. It reduces the contributions of its site to that share, sends the
+#   result to the share's reducer, and passes the averages on to its site.
+
+Sites: TypeAlias = tuple[tuple[int, ...], ...]
+"""Positions of the members of each site, in ascending order. Every member is in one site."""
+
+
+def sites_of(members: Sequence[Candidate]) -> Sites:
+    """Return the sites of the members of an attempt, in the order of their first members.
+
+    A member that names no site is a site of its own, and so is an auxiliary. If no site has two members, or all that
+    hold the result are in one site, there is nothing to gain: all members count as one site, which is a butterfly.
+    """
+    found: dict[str | int, list[int]] = {}
+    for position, member in enumerate(members):
+        found.setdefault(member.site or position, []).append(position)
+    holding = [site for site in found.values() if not members[site[0]].auxiliary]
+    if len(holding) < 2 or all(len(site) == 1 for site in holding):
+        return (tuple(range(len(members))),)
+    return tuple(map(tuple, found.values()))
+
+
+def shares_of_sites(elements: int, granularity: int, members: Sequence[Candidate]) -> tuple[int, ...] | None:
+    """Cut a vector into one share per member, in the members' order; ``None`` if the members are one site.
+
+    An auxiliary gets no share: its traffic would cross the links of all sites.
+
+    Args:
+        elements: length of the vector.
+        granularity: the codec's block; a block is never split between reducers.
+        members: of an attempt.
+    """
+    sites = sites_of(members)
+    if len(sites) == 1:
+        return None
+    holding = [site for site in sites if not members[site[0]].auxiliary]
+    blocks = -(-elements // granularity)
+    edges = [min(blocks * each // len(holding) * granularity, elements) for each in range(len(holding) + 1)]
+    shares = [0] * len(members)
+    for index, site in enumerate(holding):
+        links = levelled([link_of(members[position]) for position in site])
+        cut = fastest_shares(edges[index + 1] - edges[index], links, granularity, largest_fraction(links))
+        for position, share in zip(site, cut, strict=True):
+            shares[position] = share
+    return tuple(shares)
+
+
+def relays_of(sites: Sites, shares: Sequence[int], holders: Sequence[bool]) -> Mapping[tuple[int, int], int]:
+    """Return the relay of each share in each other site that has members which hold the result.
+
+    The largest shares are given out first, each to the holder of the site that has least to relay, compared with its
+    own share. So members with faster links relay more, as they reduce more.
+
+    Args:
+        sites: of the attempt's members.
+        shares: elements that each member reduces.
+        holders: for each member, True if it holds the result.
+
+    Returns:
+        The relay's position, by the position of the share's reducer and the number of the site.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for number, site in enumerate(sites):
+        able = [position for position in site if holders[position]]
+        others = [position for position, share in enumerate(shares) if share and position not in site]
+        load = dict.fromkeys(able, 0)
+        for reducer in sorted(others, key=lambda position: (-shares[position], position)) if able else ():
+            relay = min(able, key=lambda each: _rank(load[each] + shares[reducer], shares[each], each))
+            load[relay] += shares[reducer]
+            found[reducer, number] = relay
+    return found
+
+
+def _rank(load: int, share: int, position: int) -> tuple[bool, Fraction, int]:
+    return not share, Fraction(load, share or 1), position
+
+
+# The reducer of a star. Pure: every member elects the same one, from what the members have signed.
+#
+# With c members that hold the result, the reducer of a vector of V bytes receives V (c - 1) and sends as much; an
+# auxiliary, which has no vector of its own, V c each way. Every other member sends V and receives V, whichever member
+# reduces. So the round is shortest with the member that needs least time for its traffic.
+
+MAX_AUXILIARY_INPUTS = 4 * MAX_AUXILIARY_ELEMENTS
+"""Elements of all contributions together that an auxiliary may have to keep: 1 GiB of fp32. It helps strangers, and
+must not run out of memory for them."""
+
+_Rank: TypeAlias = tuple[Fraction, bool, Fraction, str]
+
+
+def elect(members: Sequence[Candidate], elements: int) -> int:
+    """Return the position of the member that reduces the whole vector.
+
+    It is the member with which the round ends first, by the bandwidths that all have announced:
+
+    * A member whose bandwidth is unknown counts as the slowest of those that are known, and comes after these.
+    * Pairs of members that cannot connect directly share :data:`~p2pavg.group.shares.RELAY_MBPS` through relays. A
+      member with such pairs counts as no faster than that.
+    * An auxiliary is elected only for vectors that it may hold: see :data:`MAX_AUXILIARY_INPUTS`.
+    * Of equal members the first peer id is elected.
+
+    Args:
+        members: of an attempt, in any order. At least one is no auxiliary.
+        elements: length of the vector.
+    """
+    holders = sum(not member.auxiliary for member in members)
+    fits = elements <= MAX_AUXILIARY_ELEMENTS and elements * holders <= MAX_AUXILIARY_INPUTS
+    known = [member.bandwidth for member in members if member.bandwidth]
+    unknown = Fraction(min(known, default=DEFAULT_MBPS))
+
+    def rank(position: int) -> _Rank:
+        member = members[position]
+        traffic = holders - (not member.auxiliary)
+        own = traffic / (Fraction(member.bandwidth) if member.bandwidth else unknown)
+        relayed = 2 * _indirect(members, position) / Fraction(RELAY_MBPS)
+        return max(own, relayed), not member.bandwidth, own, member.peer_id
+
+    eligible = [position for position, member in enumerate(members) if fits or not member.auxiliary]
+    return min(eligible, key=rank)
+
+
+def _indirect(members: Sequence[Candidate], position: int) -> int:
+    """Return the number of members with a vector that exchange with a member through relays only."""
+    reducer = members[position]
+    return sum(
+        not (member.auxiliary or index == position or is_direct(reducer.reach, member.reach))
+        for index, member in enumerate(members)
+    )
+
+
+# The ranges of the vector that each member of a later attempt reduces. Pure: every member computes the same ones.
+#
+# In the first attempt a member reduces one range, its share (p2pavg.group.shares). When members are lost, those that
+# are left keep their ranges, since contributions to them have come already. Only the ranges of the lost members are
+# divided anew.
+
+Range: TypeAlias = tuple[int, int]
+"""First element of a range of the vector, and the element after its last."""
+
+_HALF = Fraction(1, 2)
+
+
+def whole_ranges(shares: Sequence[int]) -> tuple[tuple[Range, ...], ...]:
+    """Return the ranges of the first attempt, in the members' order: one each, or none for a share of nothing."""
+    bounds = [share_bounds(shares, position) for position in range(len(shares))]
+    return tuple(((start, stop),) if start < stop else () for start, stop in bounds)
+
+
+def ranges_after_loss(
+    shares: Sequence[int], left: Sequence[int], wanted: Sequence[int], granularity: int
+) -> tuple[tuple[Range, ...], ...]:
+    """Divide the vector among the members that are left.
+
+    Each keeps the range that it had in the first attempt. What the lost members had is divided in proportion to what
+    each member that is left lacks of the share that it would have if the vector were cut among these members only. So
+    no member gets more than the greater of that share and its first one.
+
+    The ranges depend on nothing but the group and the members that are left. So a peer that knows these can check a
+    signature of any attempt, without knowing the attempts before it.
+
+    Args:
+        shares: elements of each member of the group in the first attempt.
+        left: positions of the members that are left, in ascending order.
+        wanted: elements of each of them if the vector were cut among them only. They sum to the sum of ``shares``.
+        granularity: the codec's block; a block is never split.
+
+    Returns:
+        Of each member that is left, its range in the first attempt and then further ones, in ascending order. A member
+        may have none.
+    """
+    kept = whole_ranges(shares)
+    free = [one for position, own in enumerate(kept) if position not in left for one in own]
+    lacks = [max(0, want - shares[position]) for want, position in zip(wanted, left, strict=True)]
+    blocks = -(-sum(stop - start for start, stop in free) // granularity)
+    cuts = itertools.accumulate(lacks, initial=0)
+    edges = [math.floor(Fraction(blocks * cut, max(sum(lacks), 1)) + _HALF) * granularity for cut in cuts]
+    return tuple(
+        kept[position] + tuple(_between(free, start, stop))
+        for position, (start, stop) in zip(left, itertools.pairwise(edges), strict=True)
+    )
+
+
+def _between(ranges: Sequence[Range], first: int, last: int) -> Iterator[Range]:
+    """Yield the pieces of ranges from their ``first`` to their ``last`` element, counted through all of them."""
+    at = 0
+    for start, stop in ranges:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            yield start + low, start + high
+        at += stop - start
+
 
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
 

@@ -1,9 +1,8 @@
 """Topologies: the members of a group that average, and the part of the vector that each of them averages.
 
 The topologies are data here, with the text that all peers of a run share. No I/O, no clock, no random source.
-:mod:`p2pavg.group.star` elects the reducer of a star, :mod:`p2pavg.group.shares` cuts the shares of a butterfly, and
-:mod:`p2pavg.group.sites` those of sites. :mod:`p2pavg.group.places.gossip` says where a peer looks for the small groups
-of gossip.
+:mod:`p2pavg.group.roster` elects the reducer of a star and cuts the shares of sites, :mod:`p2pavg.group.shares` those
+of a butterfly. :mod:`p2pavg.group.places.gossip` says where a peer looks for the small groups of gossip.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TypeAlias
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_NAME_CHARS, USUAL_GROUP_SIZE
-from p2pavg.base.names import is_name
+from p2pavg.base.numbers import is_name
 
 GRID = "grid"
 _GOSSIP = "gossip"

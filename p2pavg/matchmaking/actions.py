@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.base.result import NoPeersCode
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster

@@ -27,8 +27,7 @@ from p2pavg.matchmaking.messages import (
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch
 from p2pavg.net.blame import guarded
-from p2pavg.net.framing import send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg_dht import Record

@@ -6,16 +6,175 @@ No I/O, no clock, no random source.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from p2pavg.base.limits import FORGIVE_SECONDS, HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.known_peers import KnownPeers, may_lead, plausible
-from p2pavg.matchmaking.memory import Memory
-from p2pavg.matchmaking.roster_check import not_admitted
+from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
+
+# One peer's own observations of others, kept from attempt to attempt.
+#
+# A peer's statements about another peer are never stored here: a lie could shut out honest peers.
+
+MAX_LATE = 512
+"""Leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly."""
+MAX_PUT_OFF = 512  # candidates that are remembered as put off; a forgotten one may be put off again
+MAX_PROVEN = 256  # peers that are remembered from finished rounds: four groups of the largest size
+
+
+@dataclass(slots=True)
+class _Late:
+    until: float
+    times: int
+    last: float
+    most: float  # latest end of its backoff, even if the backoff of other leaders extends it
+
+
+class Memory:
+    """Leaders that formed no group, candidates that were put off, and peers with which a round was finished.
+
+    All lists are bounded.
+    """
+
+    def __init__(self) -> None:
+        self._late: OrderedDict[str, _Late] = OrderedDict()
+        # The attempt with which each of them was in the last finished round, named by its deadline.
+        self._proven: OrderedDict[str, float] = OrderedDict()
+        # The attempt in which a candidate was first put off, and the time.
+        self._put_off: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wasted(self, peer_id: str, now: float, *, most: float = math.inf) -> float:
+        """Note that a followed leader formed no group; return the end of its backoff, ``most`` at the latest."""
+        self._proven.pop(peer_id, None)
+        known = self._late.pop(peer_id, None)
+        times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / FORGIVE_SECONDS)
+        until = min(now + min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS), most)
+        # Leaders that are already held off stay so. Otherwise three of them, one after the other, would leave no time
+        # in which this peer is free for other leaders.
+        for late in self._late.values():
+            if now < late.until <= now + MAX_BACKOFF_SECONDS:
+                late.until = max(late.until, min(now + HOLD_OFF_SECONDS, late.most))
+        self._late[peer_id] = _Late(until, times + 1, now, most)
+        if len(self._late) > MAX_LATE:
+            self._late.popitem(last=False)
+        return until
+
+    def held_until(self, peer_id: str, now: float) -> float:
+        """Return the end of a peer's backoff. If it is not after ``now``, the peer may be asked."""
+        late = self._late.get(peer_id)
+        # If the clock was set back meanwhile, the backoff must not become longer.
+        return now if late is None or late.until > now + MAX_BACKOFF_SECONDS else late.until
+
+    def finished_with(self, members: Iterable[Candidate]) -> None:
+        """Note that a round with these members was finished."""
+        for member in members:
+            peer_id = member.peer_id
+            self._late.pop(peer_id, None)
+            self._put_off.pop(peer_id, None)
+            self._proven.pop(peer_id, None)
+            self._proven[peer_id] = member.deadline
+            if len(self._proven) > MAX_PROVEN:
+                self._proven.popitem(last=False)
+
+    def may_put_off(self, peer_id: str, attempt: float, now: float) -> bool:
+        """Return whether a candidate may be put off for better ones, and remember that it was.
+
+        It may for :data:`PUT_OFF_SECONDS` in one attempt, and in another one only after a round that was finished with
+        it. So a candidate that is always ready together with better ones is in every second round at least.
+
+        Args:
+            attempt: deadline of this peer's attempt.
+        """
+        before = self._put_off.setdefault(peer_id, (attempt, now))
+        if len(self._put_off) > MAX_PUT_OFF:
+            self._put_off.popitem(last=False)
+        return before[0] == attempt and before[1] <= now < before[1] + PUT_OFF_SECONDS
+
+    def is_proven(self, peer_id: str) -> bool:
+        """Return whether a round with this peer was finished and it has wasted no time since."""
+        return peer_id in self._proven
+
+    def is_spent(self, candidate: Candidate) -> bool:
+        """Return whether a round was finished with this very attempt of a peer. Its record may still be read.
+
+        An honest leader's group has only members that accepted it, and their attempts are over. A liar can put a peer
+        into a roster that never heard of it. So only records are left out because of this, not what the peer itself
+        sends.
+        """
+        return self._proven.get(candidate.peer_id) == candidate.deadline
+
+
+# Checks of a follower before it accepts a roster, as pure functions.
+
+
+def not_admitted(candidate: Candidate, settings: Settings, now: float) -> str | None:
+    """Return the reason for refusing a candidate because of its weight or membership, or ``None``."""
+    if settings.refuses is not None and (why := settings.refuses(candidate, now)) is not None:
+        return why
+    if candidate.weight <= settings.max_weight:
+        return None
+    return f"its weight of {candidate.weight:g} is above max_weight {settings.max_weight:g}"
+
+
+def wrong_with(
+    roster: Roster,
+    *,
+    me: Candidate,
+    leader: Candidate,
+    settings: Settings,
+    banned: Callable[[str], str | None],
+    now: float,
+) -> str | None:
+    """Return the reason for refusing a roster, or ``None``.
+
+    Args:
+        me: the follower's own signed candidate.
+        leader: the leader that it follows, in the attempt that it joined.
+        banned: returns the reason for which a peer is banned, or ``None``.
+        now: wall clock, seconds.
+    """
+    first = roster.members[0]
+    if (first.peer_id, first.deadline) != (leader.peer_id, leader.deadline):
+        return "a roster that another peer leads"
+    if me not in roster.members:
+        return "a roster without this peer, or with another weight or share of it"
+    if first.record.key != me.record.key or not first.fits(me):
+        return "a roster of another run, schema, codec or state"
+    choose = settings.choose_observers
+    if choose is not None and roster.observers != choose(roster.members):
+        return "a roster whose observers do not follow from what its members signed"
+    if roster.shares != settings.cut_shares(roster.members):
+        return "a roster whose shares do not follow from its members' bandwidths"
+    own = roster.shares[roster.position(me.peer_id)]
+    if settings.max_share is not None and own > settings.max_share:
+        return f"a share of {own} elements is more than this peer takes"
+    expired = [member.peer_id for member in roster.members if member.record.expiration_time <= now]
+    if expired:
+        return f"a roster with the expired record of {expired[0]}"
+    for member in roster.members:
+        if (why := banned(member.peer_id)) is not None:
+            return f"a roster with {member.peer_id}: {why}"
+    return _beyond_limits(roster, settings, now)
+
+
+def _beyond_limits(roster: Roster, settings: Settings, now: float) -> str | None:
+    """Return the reason if a roster breaks the rules of all rosters or the follower's own limits, else ``None``."""
+    # The leader is first and auxiliaries are last: the order decides which member leads if the first one is lost.
+    if list(roster.members) != sorted(roster.members, key=lambda member: member.order):
+        return "a roster whose members are out of order"
+    if not settings.minimum <= len(roster.holders) <= MAX_GROUP_SIZE + 1:
+        return f"a roster of {len(roster.holders)}; this peer takes part in {settings.minimum} or more"
+    for member in roster.members:
+        if (why := not_admitted(member, settings, now)) is not None:
+            return f"a roster with {member.peer_id}: {why}"
+    return None
 
 
 class AttemptPhase(enum.Enum):

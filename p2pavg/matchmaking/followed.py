@@ -9,10 +9,9 @@ from p2pavg.base.limits import ASK_AGAIN_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Report, Send
-from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState, not_admitted, wrong_with
 from p2pavg.matchmaking.known_peers import may_lead
 from p2pavg.matchmaking.messages import Accept, Declined, JoinRequest, LeaderStatus, Refuse
-from p2pavg.matchmaking.roster_check import not_admitted, wrong_with
 from p2pavg.matchmaking.timing import (
     BACK_SECONDS,
     DUE_SECONDS,

@@ -11,9 +11,8 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.base.limits import TAIL_SECONDS
 from p2pavg.matchmaking.messages import Message, check_signature, decode, encode, records_in
 from p2pavg.net.blame import guarded
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.first_messages import FirstMessages
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 
 logger = logging.getLogger(__name__)
 

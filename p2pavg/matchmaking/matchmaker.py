@@ -13,13 +13,13 @@ import trio
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import BAN_SECONDS
 from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.places.gossip import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.places.levels import Ladder, ladder_for, slot_at
-from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Refuses, Renew, Report, Settings
 from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
-from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.messages import Declined, JoinRequest, Nudge, encode
 from p2pavg.matchmaking.reunion import LastGroup, holds_back, last_group
 from p2pavg.matchmaking.rules import Matchmaking
@@ -27,9 +27,8 @@ from p2pavg.matchmaking.search import PlaceSearch, level_after
 from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
-from p2pavg.net.framing import send_message
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
 

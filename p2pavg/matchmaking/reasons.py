@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.formats import PeerText
+from p2pavg.base.result import NoPeersCode
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.net.addresses import CIRCUIT

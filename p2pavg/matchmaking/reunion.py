@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.timing import REUNION_SECONDS, REUNIONS_SECONDS
-from p2pavg_dht.distance import K
+from p2pavg_dht.routing import K
 
 EVERYONE_KEEPS = K
 """Peers of a network in which each keeps the records of all others."""

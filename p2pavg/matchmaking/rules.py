@@ -26,7 +26,7 @@ again, only the peer that led it announces itself at once (:mod:`p2pavg.matchmak
 **Places.** Among many candidates, those that exchange directly come first. A leader puts a relayed candidate off while
 enough others are ready to fill the group, and one that can be dialled while relayed ones need it more. It does so for
 1.5 s at most, and in no second attempt before the two have finished a round together, so no candidate starves
-(:mod:`p2pavg.matchmaking.places`). A peer whose reach changes while it is in no group begins a new attempt.
+(:mod:`p2pavg.matchmaking.admission`). A peer whose reach changes while it is in no group begins a new attempt.
 
 **The commit** has two phases. A group is complete at ``target`` members that want the result; auxiliaries do not count.
 After the leader's deadline ``minimum`` of them are enough. At least one must have something to contribute. A leader
@@ -41,9 +41,9 @@ so a newcomer displaces none of them.
 
 **Leaders that do not propose.** A follower considers its leader *due* when the leader could propose: ``target`` peers
 are ready, or its deadline has passed and ``minimum`` are. A follower leaves a leader that has been due for a few
-seconds, and backs off (:mod:`p2pavg.matchmaking.memory`). So a leader that never proposes costs seconds. Two peers may
-aim at groups of different sizes. So before a leader's deadline a follower leaves it once in an attempt at most, and
-never if the two have finished a round together.
+seconds, and backs off (:mod:`p2pavg.matchmaking.attempt_state`). So a leader that never proposes costs seconds. Two
+peers may aim at groups of different sizes. So before a leader's deadline a follower leaves it once in an attempt at
+most, and never if the two have finished a round together.
 
 **Why this way.** The order follows from signed records, so no election is needed. Only a peer's own observations count
 in later attempts, so a lie about another peer has no lasting effect. The rules have no I/O, so a test can choose any
@@ -63,10 +63,9 @@ from p2pavg.base.limits import ASK_AGAIN_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.actions import Actions, Close, GaveUp, Renew, Report, Send, Settings
 from p2pavg.matchmaking.admission import refusal
-from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
+from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState, Memory
 from p2pavg.matchmaking.followed import FollowedLeader
 from p2pavg.matchmaking.known_peers import KnownPeers
-from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from p2pavg.base.codes import FailedCode, NoPeersCode
+from p2pavg.base.result import FailedCode, NoPeersCode
 from p2pavg.base.version import __version__
 from p2pavg.telemetry.events import (
     AnyEvent,

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from p2pavg.metrics.sources import MetricsSource
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.peer.peer import Peer
-from p2pavg.telemetry.members import RunPeer
+from p2pavg.telemetry.status import RunPeer
 
 
 class RunCollector(Collector):

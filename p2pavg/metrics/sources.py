@@ -8,7 +8,7 @@ from typing import Protocol
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.telemetry.hub import OnEvent, Subscription
-from p2pavg.telemetry.members import RunPeer
+from p2pavg.telemetry.status import RunPeer
 
 
 class MetricsSource(Protocol):

@@ -27,8 +27,7 @@ from p2pavg.base.messages import pack
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager, check_meets_all
-from p2pavg.optim.base.lineage import Lineage, digest_of
-from p2pavg.optim.base.state import checked_amount
+from p2pavg.optim.base.state import Lineage, checked_amount, digest_of
 from p2pavg.optim.coordination.progress import Average, LeftBehind
 from p2pavg.optim.coordination.together import RoundCoordinator
 

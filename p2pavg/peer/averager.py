@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, TypeAlias
 import trio
 
 from p2pavg.allreduce.vector.accumulation import Accumulation, Given, Schema
-from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import LOOK_SECONDS, TAIL_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.messages import pack
-from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.base.result import InProgress, NoPeers, NoPeersCode, RoundResult, Success, Tensors
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.places.gossip import ROUND, Rotation
-from p2pavg.group.places.meeting import SearchPlace, SearchStage, stages_at
+from p2pavg.group.places.gossip import ROUND, Rotation, SearchPlace, SearchStage, stages_at
 from p2pavg.group.topology import Gossip
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.peer.contributing import open_rounds
-from p2pavg.peer.host import Host
-from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.peer.shared_states import ShareSettings, open_sharing, shared_run
 from p2pavg.peer.statuses import Statuses
 from p2pavg.peer.step_plan import StepPlan, checked_plan, checked_wait
@@ -38,10 +35,10 @@ from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.records.board import Board
 from p2pavg.runs.records.boards import Boards
-from p2pavg.state.news import TOPIC
+from p2pavg.state.choice import TOPIC
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
-from p2pavg.telemetry.members import RunPeer
+from p2pavg.telemetry.status import RunPeer
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.

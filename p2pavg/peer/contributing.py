@@ -8,8 +8,8 @@ import trio
 
 from p2pavg.allreduce.context import run_context
 from p2pavg.allreduce.vector.accumulation import Schema
-from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.limits import RECORD_LIFE_SECONDS
+from p2pavg.base.result import NoPeersCode
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.participation import observers
@@ -18,8 +18,7 @@ from p2pavg.group.topology import site_of
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.peer.host import Host
-from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.round.rounds import Alone, Rounds, RoundSettings
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.records.hello import no_peer_of_the_run

@@ -16,19 +16,17 @@ from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.errors import ClosedError, ConfigError, RemoteProtocolError
 from p2pavg.base.limits import FAREWELL_SECONDS, QUICK_REPLY_SECONDS, REPLY_SECONDS, TAIL_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
-from p2pavg.base.threads.waits import told_while_waiting
+from p2pavg.base.threads.waits import bare_exceptions, told_while_waiting
 from p2pavg.base.threads.workers import RunInThread, Workers
 from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.matchmaking.messages import MAX_FIRST_BYTES, Declined, JoinRequest, encode, read_first
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_peer_address
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.nat.reach.options import checked_options
 from p2pavg.net.nat.reach.own_machine import LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.host import Registry
 from p2pavg.runs.config import AveragingConfig
@@ -44,7 +42,7 @@ from p2pavg.runs.records.twins import Twins
 from p2pavg.state.donor.service import StateService
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
-from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.verification.evidence.accusation import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg.verification.evidence.service import EvidenceService
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Contact, Ed25519Signer, RecordNode, Signer

@@ -16,8 +16,7 @@ from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.group.candidate import Candidate, ready_key
 from p2pavg.group.roster import share_cutter
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.peer.host import Host
-from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.records.board import Board
 from p2pavg.state.average import Expected

@@ -16,8 +16,7 @@ from p2pavg.runs.records.board import Board, Topic
 from p2pavg.telemetry.events import PeerGone, PeerSeen
 from p2pavg.telemetry.hub import Events
 from p2pavg.telemetry.keeper import StatusKeeper
-from p2pavg.telemetry.members import RunPeer, run_peer
-from p2pavg.telemetry.status import PeerStatus, encode_status, read_status
+from p2pavg.telemetry.status import PeerStatus, RunPeer, encode_status, read_status, run_peer
 
 PUBLISH_STATUS_SECONDS = 2.0
 """Shortest pause between two statuses of one peer, in runs of up to 8 peers."""

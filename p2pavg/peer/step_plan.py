@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
-from p2pavg.group.places.meeting import SearchPlace, SearchStage, stages_at
+from p2pavg.group.places.gossip import SearchPlace, SearchStage, stages_at
 from p2pavg.group.topology import Gossip
 from p2pavg.runs.config import AveragingConfig
 

@@ -7,8 +7,7 @@ from functools import partial
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.version import __version__
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.peer.host import Host
-from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.peer.statuses import Statuses
 from p2pavg.round.reports import RoundReports
 from p2pavg.runs.config import AveragingConfig

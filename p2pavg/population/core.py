@@ -25,9 +25,9 @@ from p2pavg.population.words import (
     read_words,
 )
 from p2pavg.runs.records.board import Topic
+from p2pavg.state.choice import SnapshotOffer
 from p2pavg.state.donor.shelf import HeldSnapshot
 from p2pavg.state.joiner.transfers import SnapshotTransfer
-from p2pavg.state.news import SnapshotOffer
 from p2pavg.state.progress import amount
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import copy_of, read

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
-from p2pavg.optim.base.naming import plain_buffers, plain_parameters
+from p2pavg.optim.base.joined import plain_buffers, plain_parameters
 from p2pavg.optim.catching_up.state_check import checked_optimizer, saved_by, settings_of
 from p2pavg.population.history import Ancestor, pack_ancestors, read_ancestors
 from p2pavg.population.space import Value

@@ -18,21 +18,20 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import ResultCommit
-from p2pavg.group.audits import Audits
+from p2pavg.group.aggregation import Audits
 from p2pavg.group.roster import Roster
 from p2pavg.net.blame import guarded
-from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
-from p2pavg.net.transport import Buffer, Stream
-from p2pavg.verification.audit.keeping import KeptShare
-from p2pavg.verification.audit.layout import Share
-from p2pavg.verification.audit.requests import (
+from p2pavg.net.transport import Buffer, Stream, receive_exactly_into, receive_message, send_message
+from p2pavg.verification.audit.keeping import (
     REQUEST_BYTES,
     AuditRequest,
+    KeptShare,
     answer_pieces,
     read_request,
     seconds_a_byte,
     ticket_bytes,
 )
+from p2pavg.verification.audit.layout import Share
 from p2pavg.verification.audit.task import AuditTask, Lie, shares_of, tasks_of
 
 logger = logging.getLogger(__name__)

@@ -37,8 +37,7 @@ from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_wait
 from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences, lag
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, MemberPing, Rest, ResultCommit, Vote, decode_vote
 from p2pavg.group.roster import Roster
-from p2pavg.net.framing import receive_message, send_message, send_messages
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message, send_messages
 from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
 
 logger = logging.getLogger(__name__)

@@ -32,14 +32,13 @@ from p2pavg.allreduce.events import (
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.reduction import RoundFault
-from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import GLANCE_SECONDS
+from p2pavg.base.result import FailedCode
 from p2pavg.consensus.certificate import encode_certificate
-from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.consensus.member import RoundPhase, new_member
-from p2pavg.consensus.votes import ReceivedUpTo, ResultCommit, Unknown
+from p2pavg.consensus.votes import Completed, GivenUp, ReceivedUpTo, ResultCommit, Unknown
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster

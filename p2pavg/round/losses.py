@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from p2pavg.allreduce.reduction import RoundFault
-from p2pavg.base.codes import FailedCode
+from p2pavg.base.result import FailedCode
 from p2pavg.consensus.votes import Trouble
 from p2pavg.group.roster import Roster
 

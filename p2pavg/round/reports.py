@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from p2pavg.base.codes import NoPeersCode
-from p2pavg.base.result import Failed, Success
+from p2pavg.base.result import Failed, NoPeersCode, Success
 from p2pavg.group.candidate import Candidate
 from p2pavg.round.exchange import ExchangeOutcome
 from p2pavg.telemetry.events import RoundEnded, RoundKind, Way

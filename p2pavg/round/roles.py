@@ -22,8 +22,7 @@ from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import vector_norm
 from p2pavg.allreduce.vector.accumulation import Accumulation, Contribution, Schema
-from p2pavg.base.codes import NoPeersCode
-from p2pavg.base.result import Failed, NoPeers, RoundResult, Success, Tensors
+from p2pavg.base.result import Failed, NoPeers, NoPeersCode, RoundResult, Success, Tensors
 from p2pavg.group.candidate import link_of
 from p2pavg.group.roster import Roster, norm_factors
 from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest

@@ -13,10 +13,9 @@ from typing import Generic, TypeVar
 import trio
 
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
-from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.limits import MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
-from p2pavg.base.result import EXCHANGES, FORMS, InProgress
-from p2pavg.group.places.meeting import EVERYWHERE, SearchStage
+from p2pavg.base.result import EXCHANGES, FORMS, InProgress, NoPeersCode
+from p2pavg.group.places.gossip import EVERYWHERE, SearchStage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.round.exchange import Exchange

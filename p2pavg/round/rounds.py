@@ -13,8 +13,8 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import RoundFault
-from p2pavg.base.codes import NoPeersCode
 from p2pavg.base.limits import BAN_SECONDS
+from p2pavg.base.result import NoPeersCode
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker

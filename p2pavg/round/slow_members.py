@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import trio
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.base.codes import FailedCode
-from p2pavg.consensus.events import GivenUp
+from p2pavg.base.result import FailedCode
 from p2pavg.consensus.member import RoundPhase
+from p2pavg.consensus.votes import GivenUp
 from p2pavg.round.voting import Voting
 
 # Left for another attempt, however short the first was: finding out takes round trips.

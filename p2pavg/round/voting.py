@@ -16,33 +16,30 @@ from p2pavg.base.errors import RefusedError
 from p2pavg.base.limits import ASK_AGAIN_SECONDS
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.choice import ballot_leader
-from p2pavg.consensus.events import (
+from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, asks_further
+from p2pavg.consensus.votes import (
     Action,
+    Begin,
     Dead,
     Drop,
     Event,
     Exclude,
+    Gather,
     GivenUp,
+    Left,
     Lost,
     PassOn,
-    Readmit,
-    RunAttempt,
-    Tell,
-    VoteHeard,
-)
-from p2pavg.consensus.member import FINAL, MemberState, RoundPhase
-from p2pavg.consensus.proof import asks_further
-from p2pavg.consensus.votes import (
-    Begin,
-    Gather,
-    Left,
     Promise,
+    Readmit,
     ReceivedUpTo,
     ResultCommit,
+    RunAttempt,
     SignedOutput,
+    Tell,
     Trouble,
     Unknown,
     Vote,
+    VoteHeard,
 )
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster

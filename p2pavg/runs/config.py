@@ -21,23 +21,22 @@ from p2pavg.base.limits import (
     MIN_BANDWIDTH,
     USUAL_GROUP_SIZE,
 )
-from p2pavg.base.names import is_rule
-from p2pavg.base.numbers import check_number
+from p2pavg.base.numbers import check_number, is_rule
 from p2pavg.group.aggregation import (
     MOST_NORMS,
     Aggregation,
+    Audits,
     RobustRule,
     check_codec_for,
     check_combinable,
+    resolve_audits,
     resolve_rule,
 )
-from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.participation import Participation, check_tags
 from p2pavg.group.strategy import check_text, mark
 from p2pavg.group.topology import Gossip, Topology, resolve_topology, size_of_groups
-from p2pavg.runs.membership.files import read_access, read_run_file
 from p2pavg.runs.membership.membership import RunAccess
-from p2pavg.runs.membership.run_file import PeerFiles
+from p2pavg.runs.membership.run_file import PeerFiles, read_access, read_run_file
 from p2pavg.telemetry.status import MAX_NAME_CHARS, is_printable
 from p2pavg_compression import Codec, resolve_codec
 

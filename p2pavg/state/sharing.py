@@ -21,14 +21,13 @@ from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.transport import PeerId
 from p2pavg.runs.records.board import Board
 from p2pavg.state.average import MAX_MANIFEST_BYTES, LoggedAverage, read_manifest
-from p2pavg.state.choice import voters
+from p2pavg.state.choice import MAX_ADDRESSES, SnapshotOffer, StateNews, voters
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.joiner.transfers import AverageTransfer, SharedRun, SnapshotTransfer, Transfer
 from p2pavg.state.messages import BlobManifest
-from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews
 from p2pavg.state.tree import CHUNK_BYTES, BlobKind, chunk_count, chunk_digests, root_of
 from p2pavg_dht.identity import MAX_ADDRESS_LENGTH
 

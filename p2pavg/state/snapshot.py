@@ -19,7 +19,7 @@ from p2pavg.base.errors import StateError
 from p2pavg.net.transport import Buffer
 from p2pavg.state.layout import MAX_TENSORS, Layout, Spec, read_header, write_header
 from p2pavg.state.values import MAX_VALUES_BYTES, pack_values, unpack_values
-from p2pavg_compression.buffers import read_only_bytes
+from p2pavg_compression.codec import read_only_bytes
 
 VALUES_KEY = "p2pavg-values-2"
 """The entry of the metadata with the plain values: base64 of their canonical bytes."""

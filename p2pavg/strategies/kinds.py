@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -16,10 +17,12 @@ from p2pavg.base.formats import PeerText
 from p2pavg.blocking import Averager
 from p2pavg.group.participation import RandomFraction
 from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
-from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates
+from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, MixedUpdates
+from p2pavg.optim.local import recipes
 from p2pavg.optim.local.local_options import SyncEvery, checked_options
 from p2pavg.strategies.base import Given, Strategy
 from p2pavg.strategies.checks import (
+    MAX_NUMBER,
     MEAN,
     check_aggregation,
     check_count,
@@ -27,8 +30,68 @@ from p2pavg.strategies.checks import (
     check_one_of,
     checked_cells,
     checked_topology,
+    is_number,
 )
-from p2pavg.strategies.recipes import RECIPES
+
+# The table of the recipes that a federated strategy can name. Their options are read from their signatures.
+
+
+class NamedRecipe:
+    """A function of :mod:`p2pavg.optim` that makes an optimizer with the rule of a paper.
+
+    Its options in a strategy are its arguments that are annotated as ``float`` or ``float | None``.
+
+    Args:
+        make: the function. Its name is that of the rule.
+        needs: what an option without a default is, for the error that it is missing.
+    """
+
+    def __init__(self, make: Callable[..., LocalUpdates], needs: str = "") -> None:
+        found = signature(make, eval_str=True)
+        self.make = make
+        self.name = make.__name__
+        self.mixes = found.return_annotation is MixedUpdates
+        """True if each round has a few peers only."""
+        numbers = {
+            n: each for n, each in found.parameters.items() if each.annotation in (float, float | None)
+        }
+        self.options = (*numbers, *(("group_size",) if self.mixes else ()))
+        """Names of the options, which are numbers."""
+        self._required = [name for name, each in numbers.items() if each.default is Parameter.empty]
+        self._needs = needs
+
+    def check(self, given: object) -> None:
+        """Raise ConfigError unless this is a table of options of the recipe, all in range."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"options must be a table of numbers, got {type(given).__name__}")
+        for name, value in given.items():
+            if name not in self.options:
+                allowed = ", ".join(self.options) or "none"
+                raise ConfigError(f"options.{name} is unknown; {self.name} has {allowed}")
+            if not is_number(value) or not 0 <= value <= MAX_NUMBER:
+                raise ConfigError(f"options.{name} must be a number from 0, got {value!r}")
+        if missing := [name for name in self._required if name not in given]:
+            raise ConfigError(f"options.{missing[0]} is missing: {self.name} needs {self._needs}")
+
+
+RECIPES: Mapping[str, NamedRecipe] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            NamedRecipe(recipes.diloco),
+            NamedRecipe(recipes.sparseloco),
+            NamedRecipe(recipes.fedavg),
+            NamedRecipe(recipes.fedprox, needs="the strength of its pull"),
+            NamedRecipe(recipes.fedadagrad),
+            NamedRecipe(recipes.fedadam),
+            NamedRecipe(recipes.fedyogi),
+            NamedRecipe(recipes.gossip),
+            NamedRecipe(recipes.noloco),
+        )
+    }
+)
+"""The recipes by name, in the order of error messages."""
+
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 

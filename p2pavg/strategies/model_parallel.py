@@ -24,8 +24,7 @@ from p2pavg.optim import (
 )
 from p2pavg.strategies.base import Given, Strategy
 from p2pavg.strategies.checks import check_count, check_one_of
-from p2pavg.strategies.kinds import DataParallel, Federated
-from p2pavg.strategies.recipes import RECIPES
+from p2pavg.strategies.kinds import RECIPES, DataParallel, Federated
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle

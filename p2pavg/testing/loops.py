@@ -20,8 +20,7 @@ from unittest.mock import patch
 import outcome
 import trio
 
-from p2pavg.base.threads.holding import hold_in
-from p2pavg.base.threads.trio_thread import TrioThread
+from p2pavg.base.threads.trio_thread import TrioThread, hold_in
 from p2pavg.blocking import Averager
 from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.peer.averager import DecentralizedAverager

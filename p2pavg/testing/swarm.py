@@ -424,7 +424,7 @@ class LocalSwarm:
             process = fork_process(self.work, _search_path())
         else:
             process = subprocess.Popen(
-                [sys.executable, "-m", "p2pavg.testing.fork_server", self.work, json.dumps(_search_path())],
+                [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work, json.dumps(_search_path())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

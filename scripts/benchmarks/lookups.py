@@ -21,7 +21,6 @@ import trio
 
 from p2pavg.testing.simulation import simulate, simulated_clock
 from p2pavg_dht import Contact, Ed25519Signer, RecordNode, RpcError
-from p2pavg_dht.distance import K, key_point, nearest
 from p2pavg_dht.lookup import PATHS
 from p2pavg_dht.messages import (
     Answer,
@@ -34,6 +33,7 @@ from p2pavg_dht.messages import (
     decode_request,
     encode,
 )
+from p2pavg_dht.routing import K, key_point, nearest
 from p2pavg_dht.upkeep import TaskStatus
 from scripts.benchmarks.figures import Report
 

@@ -33,14 +33,14 @@ from p2pavg.base.messages import pack
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking import messages as matching
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.lanes import messages as lanes
+from p2pavg.net.lanes import halfway as lanes
 from p2pavg.net.lanes.certificates import OwnCertificate
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.nat.punch import plan as punches
 from p2pavg.net.nat.reach import messages as reaching
 from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.net.nat.relay import messages as relays
+from p2pavg.net.transport import receive_message, send_message
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
 from p2pavg.runs.records.bandwidth import BandwidthQuestion
 from p2pavg.runs.records.hello import PROTOCOL as HELLO_PROTOCOL
@@ -49,8 +49,8 @@ from p2pavg.runs.records.invitations import PROTOCOL as INVITE_PROTOCOL
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.state.messages import SessionHello, state_key
 from p2pavg.tools.control.messages import Question, encode_question
-from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
-from p2pavg.verification.evidence.messages import EvidenceRequest, accusations_key
+from p2pavg.verification.evidence.accusation import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.verification.evidence.accusation import EvidenceRequest, accusations_key
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Ed25519Signer, sign_record
 from p2pavg_dht.messages import Find, Locate, Store

@@ -15,7 +15,7 @@ import torch
 
 import p2pavg
 from p2pavg.optim import AveragedOptimizer, RunState, StepReport
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 
 BATCH = 16
 INPUTS = 8

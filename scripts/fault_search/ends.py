@@ -78,7 +78,7 @@ def program(*, local: bool, epochs: int = UPDATES) -> str:
         text = text.replace(was, becomes)
     held = "optimizer.anchor" if local else "list(model.parameters())"
     return text + (
-        "    from p2pavg.optim.base.lineage import digest_of\n"
+        "    from p2pavg.optim.base.state import digest_of\n"
         f'    print("{ENDED}", optimizer.epoch, optimizer.lineage.state.hex(), digest_of({held}).hex(), flush=True)\n'
     )
 

@@ -74,8 +74,7 @@ from p2pavg.group.places.gossip import OUTER_STEP, rounds_of_others
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking import messages
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.mixing.mixing import is_too_far
 from p2pavg.peer.auxiliary import is_known
@@ -86,9 +85,16 @@ from p2pavg.runs.records.board import board_key
 from p2pavg.runs.records.run_entry import RunEntry, run_key
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.verification.evidence.accusation import Named, digest_of, read_accusation
-from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
-from p2pavg.verification.evidence.messages import EvidenceAnswer, EvidenceRequest, Notice, accusations_key
+from p2pavg.verification.evidence.accusation import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.verification.evidence.accusation import (
+    EvidenceAnswer,
+    EvidenceRequest,
+    Named,
+    Notice,
+    accusations_key,
+    digest_of,
+    read_accusation,
+)
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Ed25519Signer, Record, sign_record
 from p2pavg_dht.messages import Find, Locate, Store

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.formats import PeerText
-from p2pavg.base.names import is_name
+from p2pavg.base.numbers import is_name
 from p2pavg.metrics.figures import Figures
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.logging.display import RunProgress

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from p2pavg_compression import MAX_MAGNITUDE, Blockwise8, Codec, CodecError, Int8, resolve_codec
-from p2pavg_compression.dynamic_map import ZERO_CODE
+from p2pavg_compression.kernels import ZERO_CODE
 
 pytestmark = [
     pytest.mark.gpu,

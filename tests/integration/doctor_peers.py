@@ -26,7 +26,7 @@ from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.optim.coordination.word import TOPIC, RecipeRecord, encode_word
 from p2pavg.peer.peer import peer_over
-from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.runs.records.board import board_key
 from p2pavg.runs.records.calls import RecordCalls

@@ -8,10 +8,9 @@ from typing import Any
 
 import trio
 
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.nat.reach.options import ReachOptions
-from p2pavg.net.transport import Transport
+from p2pavg.net.transport import Transport, receive_message, send_message
 from p2pavg.testing.transport_conformance import ECHO, echo
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -18,10 +18,10 @@ from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message
-from p2pavg.net.libp2p import guarded_yamux, guards, speed
+from p2pavg.net.libp2p import guarded_yamux, speed
+from p2pavg.net.libp2p import host as guards
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message
 from p2pavg.testing.transport_conformance import ECHO
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import TIMEOUT, assert_serves, eventually, seeds, watched

@@ -10,11 +10,10 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import UnreachableError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing.transport_conformance import ECHO, echo
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, seeds, watched

@@ -66,7 +66,7 @@ PREAMBLE = """
 import logging, os, sys, trio
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.testing.transport_conformance import ECHO, echo
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import receive_message, send_message
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 async def assert_serves(here, there):
     stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=20)

@@ -20,7 +20,7 @@ from p2pavg_compression import (
     Int8,
     TopK,
 )
-from p2pavg_compression.dynamic_map import LEVELS
+from p2pavg_compression.kernels import LEVELS
 
 CODECS: list[Codec] = [
     Fp32(),

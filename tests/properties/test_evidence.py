@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import first_text
-from p2pavg.verification.evidence.accusation import read_accusation
-from p2pavg.verification.evidence.messages import EvidenceAnswer, EvidenceRequest, Notice, read_notice
+from p2pavg.verification.evidence.accusation import (
+    EvidenceAnswer,
+    EvidenceRequest,
+    Notice,
+    read_accusation,
+    read_notice,
+)
 from tests.unit.verification.evidence.samples import KIND, contradiction, named, signer
 
 PEERS = [signer(number).peer_id for number in range(3)]

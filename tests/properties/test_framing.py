@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
-from p2pavg.net.framing import LENGTH_BYTES, receive_exactly_into, receive_message, send_message
-from p2pavg.net.transport import Buffer, Stream
+from p2pavg.net.transport import (
+    LENGTH_BYTES,
+    Buffer,
+    Stream,
+    receive_exactly_into,
+    receive_message,
+    send_message,
+)
 
 MAX_BYTES = 300
 

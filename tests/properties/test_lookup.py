@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg_dht import Contact, Ed25519Signer
-from p2pavg_dht.distance import K, nearest
 from p2pavg_dht.lookup import MOST_CALLS, PATHS, Lookup
+from p2pavg_dht.routing import K, nearest
 
 POINT = 1 << 200
 ME, *PEERS = [Contact(Ed25519Signer(n.to_bytes(32, "big")).peer_id, ("/a",)) for n in range(1, 122)]

@@ -25,8 +25,8 @@ from p2pavg.net.nat.reach.messages import (
     read_dialled_back,
     read_question,
 )
-from p2pavg.net.nat.reach.probes import Probe
 from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour
+from p2pavg.net.nat.reach.reachability import Probe
 from p2pavg.net.nat.reach.whoami import ANSWER_BYTES, encode_answer, read_answer
 
 NONCE = bytes(range(NONCE_BYTES))

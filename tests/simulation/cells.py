@@ -16,7 +16,7 @@ from torch.nn import functional
 import p2pavg
 from p2pavg.base.result import Success
 from p2pavg.optim import CellOptimizer, Cells, RunState, StepReport
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.simulation import simulate

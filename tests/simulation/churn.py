@@ -17,7 +17,7 @@ import p2pavg
 from p2pavg.base.result import Success
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.optim import AveragedOptimizer, RunState
-from p2pavg.optim.base.lineage import Lineage, digest_of
+from p2pavg.optim.base.state import Lineage, digest_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.memory import MemoryNetwork

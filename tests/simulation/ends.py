@@ -15,7 +15,7 @@ import trio
 import p2pavg
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.memory import MemoryNetwork

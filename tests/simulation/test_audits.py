@@ -13,7 +13,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.values import AttemptData
-from p2pavg.group.audits import Audits
+from p2pavg.group.aggregation import Audits
 from p2pavg.round.audits import RoundAudits
 from p2pavg.round.rounds import MAX_TELLING
 from p2pavg.round.signing import Signing

@@ -14,9 +14,8 @@ from trio.testing import MockClock
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import pack
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import BLOCK_BYTES, MAX_AT_ONCE, MAX_BLOCKS
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.runs.records.bandwidth import (
     PROTOCOL,
     BandwidthAnswer,

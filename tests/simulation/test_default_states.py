@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from p2pavg import AveragingConfig, Success
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, StepReport, diloco
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops
 from tests.simulation.swarm import LAN
 

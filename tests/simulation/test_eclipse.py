@@ -16,7 +16,7 @@ from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import run_on_loop, simulated_clock
 from p2pavg_dht import Ed25519Signer
-from p2pavg_dht.distance import K, key_point, peer_point
+from p2pavg_dht.routing import K, key_point, peer_point
 from tests.simulation.swarm import LAN, config, values
 
 HONEST = 4

@@ -20,8 +20,7 @@ from p2pavg.base.limits import LOOK_SECONDS, RECORD_LIFE_SECONDS, SPREAD_LOOK_SE
 from p2pavg.base.messages import pack
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange
@@ -33,19 +32,17 @@ from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg.verification.evidence import service
 from p2pavg.verification.evidence.accusation import (
     MAX_EVIDENCE_BYTES,
-    Named,
-    digest_of,
-    read_accusation,
-)
-from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
-from p2pavg.verification.evidence.messages import (
     MAX_NAMED,
     PROTOCOL,
     EvidenceAnswer,
     EvidenceRequest,
+    Named,
     Notice,
     accusations_key,
+    digest_of,
+    read_accusation,
 )
+from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.group.samples import SIGNERS, candidate

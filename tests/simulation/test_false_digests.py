@@ -16,9 +16,9 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
+from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.known_peers import KnownPeer
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.memory import Memory
 from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange
 from p2pavg.testing import MemoryNetwork, simulated_peers

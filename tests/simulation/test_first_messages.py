@@ -27,10 +27,9 @@ from p2pavg.matchmaking.messages import (
     decode,
     encode,
 )
-from p2pavg.net.framing import MAX_CONTROL_BYTES, receive_message, send_message
 from p2pavg.net.limits.call_budget import LONGEST_DELAY, CallBudget, CallRates
 from p2pavg.net.limits.first_messages import FirstMessages
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import MAX_CONTROL_BYTES, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_clock, simulated_signer

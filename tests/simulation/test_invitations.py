@@ -15,8 +15,7 @@ from trio.testing import MockClock
 from p2pavg.base.errors import ConfigError, InvitationError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import pack
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.runs.membership.certificate import Certificate, Role, read_certificate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import revoke

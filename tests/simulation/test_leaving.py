@@ -8,8 +8,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer.auxiliary import assist
-from p2pavg.peer.helping import HelpedRounds
+from p2pavg.peer.auxiliary import HelpedRounds, assist
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, Swarm, config, values

@@ -27,10 +27,19 @@ from p2pavg.allreduce.sender import Sender
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.messages import pack
 from p2pavg.consensus import agreement
-from p2pavg.consensus.events import Event, VoteHeard
 from p2pavg.consensus.member import MemberState
 from p2pavg.consensus.statements import result_digest
-from p2pavg.consensus.votes import MAX_VOTE_BYTES, Begin, Gather, ResultHeld, StaleBallot, Trouble, Vote
+from p2pavg.consensus.votes import (
+    MAX_VOTE_BYTES,
+    Begin,
+    Event,
+    Gather,
+    ResultHeld,
+    StaleBallot,
+    Trouble,
+    Vote,
+    VoteHeard,
+)
 from p2pavg.consensus.votes import ResultCommit as VotedCommit
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
@@ -42,8 +51,7 @@ from p2pavg.matchmaking.messages import Accept, GroupCommit, GroupProposal, Mess
 from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.addresses import with_peer_id
-from p2pavg.net.framing import send_message
-from p2pavg.net.transport import Buffer, Stream, Transport
+from p2pavg.net.transport import Buffer, Stream, Transport, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.round import exchange, voting
 from p2pavg.round.control import VoteStreams

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.places.meeting import MAX_PLACE_BYTES, SearchPlace
+from p2pavg.group.places.gossip import MAX_PLACE_BYTES, SearchPlace
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values

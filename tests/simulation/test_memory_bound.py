@@ -12,14 +12,12 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader
+from p2pavg.allreduce.messages import MAX_WAITING_PARTS, PROTOCOL, Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import MAX_WAITING_LANES, RestingStreams, StreamRouter
-from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather
 from p2pavg.group.roster import Roster
-from p2pavg.net.framing import send_message
-from p2pavg.net.transport import Buffer, Stream, Transport
+from p2pavg.net.transport import Buffer, Stream, Transport, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.round.control import MAX_UNSENT, VoteStreams
 from p2pavg.testing import MemoryNetwork

@@ -15,8 +15,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg import NoPeersCode
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.runs.records.hello import PROTOCOL, QUESTION, PeerHello
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peers

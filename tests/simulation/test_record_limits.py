@@ -8,8 +8,8 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import CallRates
+from p2pavg.net.transport import receive_message, send_message
 from p2pavg.runs.records.calls import MAX_STREAMS_PER_PEER
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_clock, simulated_peer, simulated_signer

@@ -14,10 +14,9 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg_dht import RPC_TIMEOUT, Contact, Ed25519Signer, Published, RecordNode, RpcError
-from p2pavg_dht.distance import K, key_point, nearest
 from p2pavg_dht.lookup import HEDGE_DELAY
 from p2pavg_dht.messages import Found, decode_answer
-from p2pavg_dht.routing import LONGEST_BACKOFF
+from p2pavg_dht.routing import LONGEST_BACKOFF, K, key_point, nearest
 from p2pavg_dht.upkeep import TaskStatus
 
 EPOCH = 1_700_000_000.0

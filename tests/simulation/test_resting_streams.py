@@ -13,8 +13,7 @@ import p2pavg
 from p2pavg.allreduce.movers import lobby
 from p2pavg.base.limits import IDLE_STREAM_SECONDS
 from p2pavg.consensus.votes import MemberPing, Rest, ResultCommit, Vote, decode_vote
-from p2pavg.net.framing import send_messages
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, send_messages
 from p2pavg.peer.peer import Peer
 from p2pavg.round import control
 from p2pavg.round.control import VoteStreams

@@ -12,9 +12,9 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.carry import ResumeState
+from p2pavg.allreduce.context import AttemptPlan
 from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
-from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.group.milestones import Milestone
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, run_peers

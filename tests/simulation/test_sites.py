@@ -14,8 +14,8 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce.part_schedule import Step
-from p2pavg.allreduce.plan import AttemptPlan
+from p2pavg.allreduce.context import AttemptPlan
+from p2pavg.allreduce.messages import Step
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.result import RoundResult, Success

@@ -27,8 +27,7 @@ from p2pavg.matchmaking.messages import (
     decode,
     encode,
 )
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer

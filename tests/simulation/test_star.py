@@ -14,8 +14,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.inputs import Inputs
-from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
+from p2pavg.allreduce.messages import MAX_WAITING_PARTS, Lane
 from p2pavg.allreduce.sender import Sender
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.group.candidate import Candidate

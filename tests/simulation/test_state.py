@@ -17,8 +17,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.errors import StateError
 from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Buffer, Stream
+from p2pavg.net.transport import Buffer, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, spared_bytes

@@ -13,8 +13,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, STALL_SECONDS
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key

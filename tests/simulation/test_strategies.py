@@ -11,8 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg import AveragingConfig, NoPeers
-from p2pavg.base.codes import NoPeersCode
-from p2pavg.base.result import RoundResult
+from p2pavg.base.result import NoPeersCode, RoundResult
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates
 from p2pavg.peer.peer import Peer
 from p2pavg.population import LogUniform, Population

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, Step, part_frame
 from p2pavg.allreduce.movers.moves import (
     AwaitReady,
     LaneListener,
@@ -23,14 +23,12 @@ from p2pavg.allreduce.movers.moves import (
     SendPart,
     sending,
 )
-from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.group.shares import SharePart
-from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.net.transport import Buffer, DirectLane
+from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane
 
 # That a lane sends in its turn, 3 ms of a link of 100 Mbit/s, and that the system may hold of it afterwards. With more
 # the lanes compete in the system instead, and at the end some links carry little while others are still full.

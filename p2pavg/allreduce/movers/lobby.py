@@ -19,8 +19,7 @@ from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
 from p2pavg.consensus.votes import MemberPing, Unknown, Vote
-from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
-from p2pavg.net.transport import DirectLane, PeerId, Stream
+from p2pavg.net.transport import LENGTH_BYTES, DirectLane, PeerId, Stream, receive_message, send_message
 
 # Streams of votes that rest between two rounds, for the next round of the same two members.
 #

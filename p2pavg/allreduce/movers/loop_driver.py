@@ -17,7 +17,7 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import FRAME_BYTES, LaneHeader, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, LaneHeader, Step, part_frame
 from p2pavg.allreduce.movers.lane_driver import COMING_BYTES, UNSENT_BYTES, DirectUse
 from p2pavg.allreduce.movers.moves import (
     AwaitReady,
@@ -31,14 +31,12 @@ from p2pavg.allreduce.movers.moves import (
     carry_out,
     sending,
 )
-from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.shares import SharePart
-from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.net.transport import DirectLane
+from p2pavg.net.transport import LENGTH_BYTES, DirectLane
 
 SMALL_ELEMENTS = 4096
 """A lane that carries at most so many values needs no thread, and no turn: as fp32 they are half as long as a turn."""

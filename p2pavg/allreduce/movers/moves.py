@@ -15,9 +15,8 @@ from typing import Any, Protocol, TypeAlias
 
 from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.messages import Lane, Step
 from p2pavg.allreduce.movers.reuse import ResumeMark
-from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.proofs import trailer_bytes
 from p2pavg.allreduce.values import AttemptData, check_index
 from p2pavg.group.milestones import Milestone
@@ -110,7 +109,7 @@ def sending(
     """Yield the moves that send parts to a member, each as soon as it is ready.
 
     Args:
-        steps: as :func:`~p2pavg.allreduce.part_schedule.outgoing` returns them.
+        steps: as :func:`~p2pavg.allreduce.messages.outgoing` returns them.
         begin: where the contribution goes on.
         passes_on: the parts are averages of a reducer that is gone; they are no progress of this member.
         in_one_room: a part has left before the next move, so all are encoded in the same memory.
@@ -140,7 +139,7 @@ def receiving(
     """Yield the moves that receive what :func:`sending` sends at the other end.
 
     Args:
-        steps: as :func:`~p2pavg.allreduce.part_schedule.incoming` returns them.
+        steps: as :func:`~p2pavg.allreduce.messages.incoming` returns them.
         begin: where the contribution goes on, if some of it came in an earlier attempt.
 
     Raises:

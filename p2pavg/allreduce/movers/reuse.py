@@ -1,7 +1,7 @@
 """The contributions that a later attempt need not send again. Pure: no I/O, no clock.
 
 When a member is lost, the averages that count it are worthless, and the contributions of the others are not. A reducer
-keeps its range in the next attempt (:mod:`p2pavg.group.ranges`). So it keeps what has come for it, and averages it
+keeps its range in the next attempt (:mod:`p2pavg.group.roster`). So it keeps what has come for it, and averages it
 again without the lost member.
 
 * **Who decides.** A reducer tells each contributor how far its contribution has come (:class:`ResumeMark`), before it

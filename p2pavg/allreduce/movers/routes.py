@@ -1,7 +1,7 @@
 """The ways of contributions and averages between the members of one attempt. Pure: no I/O, no clock.
 
 In a butterfly, all members are one *site*: each contributor sends each reducer its contribution, and each reducer
-sends each holder its averages. With several sites (:mod:`p2pavg.group.sites`) a share has a *relay* in each site but
+sends each holder its averages. With several sites (:mod:`p2pavg.group.roster`) a share has a *relay* in each site but
 its reducer's:
 
 1. A contributor sends the reducers of its own site, and the relays there, its contributions.
@@ -21,9 +21,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, Sites, relays_of
 from p2pavg.group.shares import SharePart
-from p2pavg.group.sites import Sites, relays_of
 
 
 class Routes:

@@ -19,8 +19,7 @@ from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, part_frame
 from p2pavg.allreduce.movers.moves import AwaitReady, Move, ReceiveIndex, ReceivePart, RunWork, SendPart
 from p2pavg.allreduce.signals import Signals
-from p2pavg.net.framing import receive_exactly_into
-from p2pavg.net.transport import Buffer, Stream
+from p2pavg.net.transport import Buffer, Stream, receive_exactly_into
 from p2pavg.telemetry.events import Way
 
 STUCK_SECONDS = 0.5

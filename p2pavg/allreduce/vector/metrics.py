@@ -9,7 +9,7 @@ from typing import SupportsFloat
 
 from p2pavg.base.errors import AccumulateError
 from p2pavg.base.limits import MAX_METRIC, MAX_METRICS, MAX_NAME_CHARS
-from p2pavg.base.names import is_name
+from p2pavg.base.numbers import is_name
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

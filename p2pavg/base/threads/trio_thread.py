@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 from trio.abc import Clock
@@ -18,10 +18,37 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import STOP_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.base.threads.holding import hold_in
-from p2pavg.base.threads.waits import FIRST_WORD_SECONDS
+from p2pavg.base.threads.waits import FIRST_WORD_SECONDS, bare_exceptions
 from p2pavg.base.threads.workers import prepare_thread
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus  # whose stubs mypy prefers to trio's own
+
+
+# Context managers that are held open in a task of their own.
+
+
+async def hold_in(
+    nursery: trio.Nursery, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
+) -> tuple[T, Callable[[], Awaitable[None]]]:
+    """Enter ``enter(*args)`` in a task of a nursery. Return its value, and a function that leaves it and waits."""
+    leave, left = trio.Event(), trio.Event()
+
+    async def live(task_status: TaskStatus[T]) -> None:
+        try:
+            async with enter(*args) as what:
+                task_status.started(what)
+                await leave.wait()
+        finally:
+            left.set()
+
+    async def close() -> None:
+        leave.set()
+        await left.wait()
+
+    what: T = await nursery.start(live)
+    return what, close
+
 
 # The clock of an event loop that leaves out the time in which the loop could not run.
 #

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
 from p2pavg.base.limits import MAX_BACKOFF_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
+
+# Unwrapping of exception groups, into which nurseries wrap every exception.
+
+
+@contextmanager
+def bare_exceptions() -> Iterator[None]:
+    """Raise the only exception of a group instead of the group. A group of several exceptions is raised unchanged."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        leaves = list(_leaves(group))
+        if len(leaves) == 1:
+            raise leaves[0] from leaves[0].__cause__
+        raise
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
 
 FIRST_WORD_SECONDS = 3.0  # about the time after which a user wonders why a program stands still
 

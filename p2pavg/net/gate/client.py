@@ -25,8 +25,7 @@ from p2pavg.base.errors import (
 )
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import Message, decoded
-from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.chunked_stream import ChunkedStream
 from p2pavg.net.gate.messages import (
     MAX_GATE_BYTES,
@@ -52,7 +51,15 @@ from p2pavg.net.gate.messages import (
     TakeStream,
 )
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
+from p2pavg.net.transport import (
+    LENGTH_BYTES,
+    PeerId,
+    Stream,
+    StreamHandler,
+    Transport,
+    receive_message,
+    send_message,
+)
 from p2pavg.net.unix import UnixStream, connect_unix, dial_unix, short_name
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from p2pavg.base.errors import (
 )
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, REPLY_SECONDS
 from p2pavg.base.messages import Message, decoded
-from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.chunked_stream import ChunkedStream
 from p2pavg.net.gate.messages import (
     MAX_CHUNK_BYTES,
@@ -57,7 +56,7 @@ from p2pavg.net.gate.messages import (
     news_of,
 )
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
-from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
+from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport, receive_message, send_message
 from p2pavg.net.unix import UnixStream, open_unix_listener, serve_unix
 from p2pavg_dht import Signer
 

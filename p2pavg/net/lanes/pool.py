@@ -56,37 +56,42 @@ import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import GLANCE_SECONDS, REPLY_SECONDS, RETRY_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.lanes.acceptor import TlsAcceptor, Visitor
 from p2pavg.net.lanes.halfway import (
+    MAX_ADDRESSES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Back,
     Halfway,
+    LaneOffer,
+    LaneRequest,
     LaneSearch,
+    LaneVerdict,
+    Meet,
     SkippedWayError,
+    decode_next_way,
     direct,
     expect_verdict,
     next_message,
 )
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
 from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
-from p2pavg.net.lanes.messages import (
-    MAX_ADDRESSES,
-    MAX_MESSAGE_BYTES,
-    PROTOCOL,
-    Back,
-    LaneOffer,
-    LaneRequest,
-    LaneVerdict,
-    Meet,
-    decode_next_way,
-)
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
+from p2pavg.net.transport import (
+    DirectLane,
+    DirectLaneHandler,
+    PeerId,
+    Stream,
+    Transport,
+    receive_message,
+    send_message,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
 from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
-from p2pavg.net.libp2p.errors import error_text, is_refusal
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.host import Places
+from p2pavg.net.libp2p.stream import error_text, is_refusal
 from p2pavg.net.limits.admission import ConnectionArrival, TrustClass
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget

@@ -18,10 +18,9 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from p2pavg.base.errors import UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.libp2p.connections import Connections
-from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.guards import GuardedHost
-from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime
+from p2pavg.net.libp2p.host import GuardedHost
+from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, error_text
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,7 @@ from p2pavg.net.nat.punch.plan import OwnSide
 from p2pavg.net.nat.punch.service import PunchService
 from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.nat.reach import whoami
-from p2pavg.net.nat.reach.dial_backs import Endpoint
-from p2pavg.net.nat.reach.facts import version_of
+from p2pavg.net.nat.reach.facts import Endpoint, version_of
 from p2pavg.net.nat.reach.mapping import PortMapper
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.questions import Neighbour
@@ -42,9 +41,8 @@ from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
 from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ReachWatcher, machine_hosts
 from p2pavg.net.nat.relay.choice import RelayCandidate
-from p2pavg.net.nat.relay.circuits import InboundCircuits
 from p2pavg.net.nat.relay.reservations import Reservations
-from p2pavg.net.nat.relay.service import RelayService
+from p2pavg.net.nat.relay.service import InboundCircuits, RelayService
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)

@@ -61,8 +61,8 @@ from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, ListenError, RefusedError, UnreachableError
 from p2pavg.base.limits import FAREWELL_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.processor import wait_of_this_thread
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.addresses import (
     CircuitAddress,
     is_circuit,
@@ -74,20 +74,18 @@ from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.lanes.acceptor import TlsAcceptor
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.connections import Connections
-from p2pavg.net.libp2p.errors import is_of_the_network
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.guards import GuardedHost, install
-from p2pavg.net.libp2p.host import Places, new_host
+from p2pavg.net.libp2p.host import GuardedHost, Places, install, new_host
 from p2pavg.net.libp2p.opening import StreamOpener
 from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
 from p2pavg.net.libp2p.speed import install as install_speed
-from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime
+from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, is_of_the_network
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.net.nat.relay.circuits import open_circuit
+from p2pavg.net.nat.relay.service import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
 
 # Listening: free ports, the listeners of a swarm, and the addresses to announce.

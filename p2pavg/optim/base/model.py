@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from p2pavg.allreduce.vector.accumulation import AVERAGED_DTYPES
-from p2pavg.optim.base.lineage import digest_of, joint_digest, tensor_digest
-from p2pavg.optim.base.naming import plain_buffers, plain_modules, plain_name, plain_parameters
+from p2pavg.optim.base.joined import plain_buffers, plain_modules, plain_name, plain_parameters
 from p2pavg.optim.base.recipe import Settings
+from p2pavg.optim.base.state import digest_of, joint_digest, tensor_digest
 from p2pavg.optim.ranks.shards import local_of
 from p2pavg_compression import Codec
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from p2pavg.base.messages import Message, pack
 from p2pavg.optim.base.joined import parts_of
-from p2pavg.optim.base.lineage import SHORT_BYTES, tensor_digest
+from p2pavg.optim.base.state import SHORT_BYTES, tensor_digest
 from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.state.nested import plain_number
 

@@ -2,13 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from p2pavg.optim.base.lineage import DIGEST_BYTES, Lineage
+import torch
+from blake3 import blake3
+
+from p2pavg.base.messages import pack
 from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.state.nested import plain_number
+
+# Digests of tensors: their shapes, dtypes and bytes, wherever they are.
+
+# Lineage: a name of a peer's parameters, made of its beginning, its recipe and every update.
+#
+# Two peers of one lineage began with the same parameters and the same recipe. They took the same averages, bit for
+# bit, in the same order and with the same hyperparameters. On machines of one kind their parameters are then
+# identical. Different processors and versions of torch may round an optimizer's arithmetic differently. A lineage
+# does not show that; the digests that peers compare every few updates do (p2pavg.optim.coordination.watch).
+
+DIGEST_BYTES = 32
+SHORT_BYTES = 8
+"""Of a digest that peers compare to locate differences; the chance of a false match is 1 in 2^64."""
+MANY_BYTES = 2**22  # from which on several threads hash; with less, waking them costs more than it saves
+MAX_CHUNKS = 64  # 512 bytes of a record's 4096
+
+
+@torch.no_grad()
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return 32 bytes that depend on the shape, the dtype and every bit.
+
+    Memory layout and device do not count. A tensor on a GPU is copied to the CPU.
+    """
+    values = tensor.detach().contiguous().cpu()
+    threads = blake3.AUTO if values.nbytes >= MANY_BYTES else 1
+    digest = blake3(f"{tuple(values.shape)}:{values.dtype};".encode(), max_threads=threads)
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def joint_digest(digests: Iterable[bytes]) -> bytes:
+    """Return one digest of several, each of 32 bytes; their order and number count."""
+    return blake3(b"".join(digests)).digest()
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return one digest of several tensors; their order and number count."""
+    return joint_digest(tensor_digest(tensor) for tensor in tensors)
+
+
+def chunk_bounds(tensors: int) -> list[tuple[int, int]]:
+    """Return each chunk's range of tensors as (first, end): at most 64 chunks, none empty."""
+    chunks = min(tensors, MAX_CHUNKS)
+    return [(tensors * i // chunks, tensors * (i + 1) // chunks) for i in range(chunks)]
+
+
+def short_digests(digests: Sequence[bytes]) -> bytes:
+    """Return 8 bytes for each chunk of some tensors' digests, one after the other."""
+    return b"".join(
+        joint_digest(digests[first:end])[:SHORT_BYTES] for first, end in chunk_bounds(len(digests))
+    )
+
+
+_FIRST = "p2pavg/lineage/first/2"
+_NEXT = "p2pavg/lineage/next/2"
+_OTHER_RULES = "p2pavg/lineage/rules/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Position of a peer in its run."""
+
+    epoch: int
+    """Updates since the run began."""
+    state: bytes
+    """32 bytes: the same for two peers only if they began alike and took the same updates in the same way."""
+
+    def after(self, group_id: str, result: bytes = b"", numbers: bytes = b"") -> Lineage:
+        """Return the lineage after an update with a group's average.
+
+        Args:
+            group_id: :attr:`p2pavg.Success.group_id`.
+            result: digest of the averaged tensors; all of a group that succeeded hold the same bits.
+            numbers: digest of the hyperparameters that the update was taken with.
+        """
+        epoch = self.epoch + 1
+        packed = pack(_NEXT, self.state, epoch, group_id, result, numbers)
+        return Lineage(epoch, hashlib.sha256(packed).digest())
+
+    def with_rules(self, rules: bytes) -> Lineage:
+        """Return the lineage of a peer that continues from here with other rules than the run had so far.
+
+        Args:
+            rules: digest of the new rules. Peers that continue with the same ones stay together.
+        """
+        return Lineage(self.epoch, hashlib.sha256(pack(_OTHER_RULES, self.state, rules)).digest())
+
+
+def first_lineage(parameters: Iterable[torch.Tensor], recipe: bytes = b"") -> Lineage:
+    """Return the lineage of a peer that begins.
+
+    Args:
+        parameters: the first parameters; shapes, dtypes, bytes and order count.
+        recipe: digest of the peer's recipe.
+    """
+    return lineage_from(digest_of(parameters), recipe)
+
+
+def lineage_from(parameters: bytes, recipe: bytes = b"") -> Lineage:
+    """Return the same as :func:`first_lineage`, from the parameters' digest."""
+    return Lineage(0, hashlib.sha256(pack(_FIRST, parameters, recipe)).digest())
+
 
 MAX_AMOUNT = 1e300
 

@@ -30,11 +30,10 @@ from p2pavg.optim.base.arguments import (
 )
 from p2pavg.optim.base.batches import Batches
 from p2pavg.optim.base.joined import joined, kind_of
-from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
 from p2pavg.optim.base.recipe import VERSION, Recipe, Settings, hyperparameters, named
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.base.state import checked_period
+from p2pavg.optim.base.state import Lineage, checked_period
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
 from p2pavg.optim.base.touched import TouchedCheck, modules_around, saved_buffers
 from p2pavg.optim.base.zeroing import ZeroingCheck
@@ -42,11 +41,11 @@ from p2pavg.optim.catching_up.checkpoints import Owner
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.run_state import StateOption, model_of, run_state_of
 from p2pavg.optim.catching_up.states import States
+from p2pavg.optim.coordination.ending import GrowingPauses
 from p2pavg.optim.coordination.parting import Parting
 from p2pavg.optim.coordination.predecessors import begins
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.training_run import TrainingRun
-from p2pavg.optim.coordination.waiting import GrowingPauses
 from p2pavg.optim.logging.update_news import tell_update
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import Ranks, local_of

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from p2pavg.base.errors import StateError
-from p2pavg.optim.base.naming import plain_buffers
+from p2pavg.optim.base.joined import plain_buffers
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import Replays
 from p2pavg.optim.catching_up.run_state import RunState

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.base.errors import StateError
-from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.model import ModelParts
-from p2pavg.optim.base.state import lineage_of
+from p2pavg.optim.base.state import Lineage, lineage_of
 from p2pavg.optim.catching_up.state_check import (
     after_first_step,
     checked_optimizer,

@@ -19,15 +19,14 @@ import torch
 from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import Success
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following_news import Attempts, ProgressReporter, UpdatePace
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import MIN_TRUSTED_SIGNERS
 from p2pavg.state.checking import is_finite
-from p2pavg.state.choice import Chosen, choose_snapshot, head_of, named_donors, next_average
+from p2pavg.state.choice import Chosen, StateNews, choose_snapshot, head_of, named_donors, next_average
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
-from p2pavg.state.news import StateNews
 from p2pavg.state.progress import StateProgress, amount
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import read

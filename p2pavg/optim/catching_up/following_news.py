@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from p2pavg.base.limits import LOOK_SECONDS, RETRY_SECONDS
-from p2pavg.optim.coordination.waiting import GrowingPauses
+from p2pavg.optim.coordination.ending import GrowingPauses
 from p2pavg.state.choice import keeps_up
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
 from p2pavg.state.progress import StateProgress, cannot_keep_up, span

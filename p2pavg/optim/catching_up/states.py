@@ -24,10 +24,10 @@ from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import Follower, Following
 from p2pavg.optim.catching_up.pausing import Pausing
 from p2pavg.optim.catching_up.run_state import RunState
-from p2pavg.optim.coordination.news import tell_download
+from p2pavg.optim.coordination.ending import GrowingPauses, named
 from p2pavg.optim.coordination.progress import Survey
 from p2pavg.optim.coordination.together import RoundCoordinator
-from p2pavg.optim.coordination.waiting import GrowingPauses, named
+from p2pavg.optim.coordination.watch import tell_download
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.state.choice import DonorView, next_average, takes_snapshot

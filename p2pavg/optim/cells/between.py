@@ -12,7 +12,7 @@ import torch
 from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.group.places.meeting import SearchPlace
+from p2pavg.group.places.gossip import SearchPlace
 from p2pavg.optim.cells.cells import Cells, bounds_of, holders, outer_run, outer_state
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager, check_meets_all
-from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.base.state import checked_amount, checked_count
+from p2pavg.optim.base.state import Lineage, checked_amount, checked_count
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
 from p2pavg.optim.catching_up.run_state import StateOption, run_state_of
 from p2pavg.optim.cells.cell_choice import CellBoard

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.optim.base.lineage import Lineage, digest_of, lineage_from
 from p2pavg.optim.base.recipe import VERSION, Recipe, Settings
-from p2pavg.optim.base.state import Origin, digest_in, origin_of, pack_lineage, pack_origin
+from p2pavg.optim.base.state import (
+    Lineage,
+    Origin,
+    digest_in,
+    digest_of,
+    lineage_from,
+    origin_of,
+    pack_lineage,
+    pack_origin,
+)
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.word import RecipeRecord
 from p2pavg.optim.ranks.shards import Ranks

@@ -1,7 +1,7 @@
 """Progress of a run's peers, as each states its own, and the resulting decision of one peer.
 
 No I/O, no clock. A *state* names a peer's parameters by its beginning and every update since
-(:mod:`p2pavg.optim.base.lineage`). Peers of one state have the same parameters, and only those average with each other.
+(:mod:`p2pavg.optim.base.state`). Peers of one state have the same parameters, and only those average with each other.
 """
 
 from __future__ import annotations

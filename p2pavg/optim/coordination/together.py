@@ -10,20 +10,17 @@ from typing import ClassVar
 
 import torch
 
-from p2pavg.base.codes import FailedCode
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, MAX_GROUP_SIZE
-from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.base.result import EXCHANGES, Failed, FailedCode, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.group.places.meeting import SearchStage
-from p2pavg.optim.base.lineage import Lineage, first_lineage
-from p2pavg.optim.base.state import checked_amount, checked_count
+from p2pavg.group.places.gossip import SearchStage
+from p2pavg.optim.base.state import Lineage, checked_amount, checked_count, first_lineage
 from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
-from p2pavg.optim.coordination.ending import RunEnd
-from p2pavg.optim.coordination.news import tell_waiting
+from p2pavg.optim.coordination.ending import GrowingPauses, RunEnd, Waiting
 from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftBehind, Survey, WaitForPeers
 from p2pavg.optim.coordination.turns import Turn
 from p2pavg.optim.coordination.view import RunView
-from p2pavg.optim.coordination.waiting import GrowingPauses, Waiting
+from p2pavg.optim.coordination.watch import tell_waiting
 
 logger = logging.getLogger(__name__)
 

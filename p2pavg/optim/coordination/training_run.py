@@ -10,10 +10,10 @@ import torch
 
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.data import EpochPlan, SharedSampler
-from p2pavg.optim.base.lineage import Lineage, tensor_digest
 from p2pavg.optim.base.model import ModelParts
 from p2pavg.optim.base.recipe import Recipe, Settings, numbers_digest
 from p2pavg.optim.base.report import SPEED, StepReport, report_of
+from p2pavg.optim.base.state import Lineage, tensor_digest
 from p2pavg.optim.coordination.beginning import Beginning
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.watch import DriftMonitor

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.messages import DecodedWords
 from p2pavg.blocking import Averager
-from p2pavg.optim.base.lineage import SHORT_BYTES, Lineage, chunk_bounds, short_digests
 from p2pavg.optim.base.recipe import Rate, Settings, rate_of
-from p2pavg.optim.coordination.news import tell_drift
+from p2pavg.optim.base.state import SHORT_BYTES, Lineage, chunk_bounds, short_digests
+from p2pavg.optim.coordination.ending import Waiting
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.coordination.word import (
     MAX_RATES,
     TOPIC,
@@ -24,6 +25,61 @@ from p2pavg.optim.coordination.word import (
     encode_word,
     keeps_apart,
 )
+from p2pavg.state.progress import StateProgress
+from p2pavg.telemetry.events import Drifted, Progressed, StateMoved, Waits
+
+# Events of an optimizer, for the subscribers of its averager.
+
+
+def tell_progress(averager: Averager, progress: PeerProgress) -> None:
+    """Tell of what this peer publishes of its progress."""
+    averager.events.emit(
+        Progressed(
+            time=time.time(),
+            run_id=averager.config.run_id,
+            epoch=progress.epoch,
+            lineage=progress.state,
+            samples=progress.samples,
+            samples_per_second=progress.samples_per_second,
+            waiting=progress.waiting,
+            follows=progress.follows,
+        )
+    )
+
+
+def tell_download(averager: Averager, progress: StateProgress) -> None:
+    """Tell of a transfer to this peer, if one runs."""
+    if progress.bytes_total:
+        averager.events.emit(
+            StateMoved(
+                time=time.time(),
+                run_id=averager.config.run_id,
+                direction="download",
+                done=progress.bytes_done,
+                total=progress.bytes_total,
+                bytes_per_second=progress.bytes_per_second,
+                peers=progress.donors,
+            )
+        )
+
+
+def tell_waiting(averager: Averager, waiting: Waiting) -> None:
+    """Tell that a call waits for other peers, and why."""
+    averager.events.emit(
+        Waits(
+            time=time.time(),
+            run_id=averager.config.run_id,
+            reason=waiting.reason or "",
+            seconds=waiting.seconds,
+            peers=waiting.peers,
+        )
+    )
+
+
+def tell_drift(averager: Averager, sentence: str) -> None:
+    """Tell that peers report other parameters after the same updates; empty if all agree again."""
+    averager.events.emit(Drifted(time=time.time(), run_id=averager.config.run_id, sentence=sentence))
+
 
 # Detection of drift: peers that hold different parameters after the same updates.
 #

@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from p2pavg.allreduce.vector.accumulation import MAX_TENSORS
 from p2pavg.base.messages import Hash, Message
-from p2pavg.base.names import is_name
-from p2pavg.optim.base.lineage import DIGEST_BYTES, MAX_CHUNKS, SHORT_BYTES
+from p2pavg.base.numbers import is_name
 from p2pavg.optim.base.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate, first_difference
+from p2pavg.optim.base.state import DIGEST_BYTES, MAX_CHUNKS, SHORT_BYTES
 from p2pavg.optim.coordination.progress import MAX_EPOCH
 from p2pavg.runs.records.run_entry import MAX_ELEMENTS
 

@@ -14,20 +14,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.allreduce.vector.accumulation import AVERAGED_DTYPES
-from p2pavg.base.codes import FailedCode
 from p2pavg.base.errors import AccumulateError, P2PAvgError
-from p2pavg.base.result import Failed, InProgress, RoundResult, Success
+from p2pavg.base.result import Failed, FailedCode, InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.batches import Batches, SamplesOf
-from p2pavg.optim.base.lineage import digest_of
 from p2pavg.optim.base.recipe import hyperparameters
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
+from p2pavg.optim.base.state import check_both, check_holds, checked_amount, digest_of, lineage_of, origin_of
 from p2pavg.optim.base.touched import TouchedCheck
 from p2pavg.optim.base.wrapper import PeerOptimizer
 from p2pavg.optim.catching_up.run_state import StateOption
+from p2pavg.optim.coordination.ending import GrowingPauses
 from p2pavg.optim.coordination.progress import Average
-from p2pavg.optim.coordination.waiting import GrowingPauses
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import local_of, spread_like
 
@@ -44,7 +42,7 @@ class AveragedOptimizer(PeerOptimizer):
     Every peer computes batches of its own and calls :meth:`step` after each backward pass. When the peers together have
     computed ``target_batch_size`` samples, their gradients are averaged, weighted by samples, and each peer takes the
     same step. The parameters of all peers stay identical to the last bit (on machines of one kind, see
-    :mod:`p2pavg.optim.base.lineage`). A round that fails loses nothing: the accumulated gradients are kept for the next
+    :mod:`p2pavg.optim.base.state`). A round that fails loses nothing: the accumulated gradients are kept for the next
     one.
 
     All peers of a run begin with the same parameters, optimizer and schedule. They take each update with exactly the

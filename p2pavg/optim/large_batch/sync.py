@@ -16,8 +16,7 @@ from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.topology import among_all
 from p2pavg.optim.base.arguments import check_averager
-from p2pavg.optim.base.lineage import digest_of
-from p2pavg.optim.base.state import checked_amount
+from p2pavg.optim.base.state import checked_amount, digest_of
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.records.board import Topic
 

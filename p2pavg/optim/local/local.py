@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.allreduce.vector.metrics import checked_metrics
-from p2pavg.base.codes import FailedCode
-from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.base.result import Failed, FailedCode, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.batches import Batches, SamplesOf
-from p2pavg.optim.base.lineage import digest_of
 from p2pavg.optim.base.report import StepReport
-from p2pavg.optim.base.state import check_both, check_holds, checked_amount, lineage_of, origin_of
+from p2pavg.optim.base.state import check_both, check_holds, checked_amount, digest_of, lineage_of, origin_of
 from p2pavg.optim.base.wrapper import PeerOptimizer
 from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.progress import Average

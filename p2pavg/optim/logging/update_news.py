@@ -6,8 +6,8 @@ import time
 
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
-from p2pavg.optim.base.lineage import Lineage
 from p2pavg.optim.base.report import StepReport
+from p2pavg.optim.base.state import Lineage
 from p2pavg.telemetry.events import UpdateTaken
 
 

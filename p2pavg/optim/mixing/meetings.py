@@ -13,9 +13,8 @@ import torch
 from p2pavg.base.limits import LOOK_SECONDS, STOP_SECONDS
 from p2pavg.base.result import EXCHANGES, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.group.places.gossip import next_round, rounds_of_others, stages_of
-from p2pavg.group.places.meeting import SearchPlace, SearchStage
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.group.places.gossip import SearchPlace, SearchStage, next_round, rounds_of_others, stages_of
+from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftBehind
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.view import RunView
@@ -49,7 +48,7 @@ class Meetings(RoundCoordinator):
     """Coordinates one optimizer with a few peers at a time; not thread-safe.
 
     The state that is the name of a run's peers to matchmaking is that of the run's beginning, so peers meet whatever
-    updates they have taken. :attr:`~p2pavg.optim.base.lineage.Lineage.epoch` counts this peer's rounds.
+    updates they have taken. :attr:`~p2pavg.optim.base.state.Lineage.epoch` counts this peer's rounds.
 
     Args:
         mixing: how to mix.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from p2pavg.base.errors import AccumulateError, ClosedError, P2PAvgError, RunEndedError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
-from p2pavg.optim.base.naming import plain_buffers
+from p2pavg.optim.base.joined import plain_buffers
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
 from p2pavg.optim.large_batch.averaged import AveragedOptimizer

@@ -17,7 +17,7 @@ import torch
 
 from p2pavg.base.errors import AccumulateError, P2PAvgError
 from p2pavg.base.messages import pack
-from p2pavg.optim.base.lineage import tensor_digest
+from p2pavg.optim.base.state import tensor_digest
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.runs.config import AveragingConfig
 

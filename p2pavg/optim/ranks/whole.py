@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from p2pavg.base.errors import AccumulateError
-from p2pavg.optim.base.naming import plain_buffers, plain_parameters
+from p2pavg.optim.base.joined import plain_buffers, plain_parameters
 from p2pavg.optim.ranks.shards import Ranks, local_of
 
 if TYPE_CHECKING:

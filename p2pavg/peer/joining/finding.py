@@ -12,14 +12,19 @@ import trio
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, read_text, what_to_do
-from p2pavg.base.threads.exceptions import bare_exceptions
 from p2pavg.base.threads.trio_thread import TrioThread
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.peer.joining.home import Home, data_folder, default_home
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import Certificate
-from p2pavg.runs.membership.files import read_certificate_file, read_run_file
-from p2pavg.runs.membership.run_file import MAX_BOOTSTRAP, PeerFiles, RunFile
+from p2pavg.runs.membership.run_file import (
+    MAX_BOOTSTRAP,
+    PeerFiles,
+    RunFile,
+    read_certificate_file,
+    read_run_file,
+)
 from p2pavg.runs.membership.tokens import SCHEME, InvitationLink, parse_link
 from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.runs.records.invitations import redeem

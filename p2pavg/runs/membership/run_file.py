@@ -6,14 +6,17 @@ A run file is TOML. It holds the run's secret, so it goes to members only, over 
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import read_text
 from p2pavg.base.limits import (
     MAX_AUDIT_CHARS,
     MAX_BANDWIDTH,
@@ -28,13 +31,21 @@ from p2pavg.base.limits import (
     MIN_BANDWIDTH,
     USUAL_GROUP_SIZE,
 )
-from p2pavg.group.aggregation import MOST_NORMS, Aggregation, check_codec_for, check_combinable, resolve_rule
-from p2pavg.group.audits import resolve_audits
+from p2pavg.group.aggregation import (
+    MOST_NORMS,
+    Aggregation,
+    check_codec_for,
+    check_combinable,
+    resolve_audits,
+    resolve_rule,
+)
 from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
 from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups
-from p2pavg.runs.membership.certificate import AUTHORITY_BYTES
+from p2pavg.runs.membership.armour import MAX_TEXT_CHARS, parse_certificate, parse_revocations
+from p2pavg.runs.membership.certificate import AUTHORITY_BYTES, Certificate
 from p2pavg.runs.membership.job_release import MAX_RELEASE_CHARS, JobRelease, read_release
-from p2pavg.runs.membership.membership import SECRET_BYTES
+from p2pavg.runs.membership.membership import SECRET_BYTES, RunAccess
+from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.membership.tokens import MAX_ADDRESS_CHARS, is_peer_address
 from p2pavg_compression import resolve_codec
 
@@ -297,3 +308,58 @@ class PeerFiles:
     identity: Path
     gate: Path | None = None
     """Socket of the process that has this peer's network and key; ``None``: this process has them."""
+
+
+# Reads the files of a run that has an authority. Errors name the file.
+
+
+def read_run_file(path: str | os.PathLike[str]) -> RunFile:
+    """Read a run file.
+
+    Raises:
+        ConfigError: the file cannot be read or is no run file; the message names the file and the key.
+    """
+    text = read_text(Path(path), "run file", max_bytes=MAX_EDITED_BYTES)
+    with _naming(path):
+        return parse_run_file(text)
+
+
+def read_certificate_file(path: str | os.PathLike[str]) -> Certificate:
+    """Read a certificate. Its signatures are not checked.
+
+    Raises:
+        ConfigError: the file cannot be read or is no certificate; the message names the file.
+    """
+    text = read_text(Path(path), "certificate", max_bytes=MAX_TEXT_CHARS)
+    with _naming(path):
+        return parse_certificate(text)
+
+
+def read_revocations_file(path: str | os.PathLike[str], authority: bytes) -> RevocationList:
+    """Read a list of revoked certificates and check its signature.
+
+    Raises:
+        ConfigError: the file cannot be read or is no list of this authority; the message names the file.
+    """
+    text = read_text(Path(path), "list of revoked certificates", max_bytes=MAX_TEXT_CHARS)
+    with _naming(path):
+        return parse_revocations(text, authority)
+
+
+def read_access(run_file: RunFile, certificate: str | os.PathLike[str]) -> RunAccess:
+    """Return the access of the peer whose certificate is in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no certificate of this run; the message names the file.
+    """
+    data = read_certificate_file(certificate).data
+    with _naming(certificate):
+        return RunAccess(authority=run_file.authority, secret=run_file.secret, certificate=data)
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{os.fspath(path)}: {error}") from None

@@ -18,10 +18,9 @@ import trio
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import Count, Message
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
 from p2pavg.net.limits.sources import prefix_of
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 
 PROTOCOL = "/p2pavg/bandwidth/1"
 

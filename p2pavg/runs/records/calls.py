@@ -13,10 +13,9 @@ import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.first_messages import FirstMessages
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, MessageError, RecordNode, RpcError
 
 MAX_KEPT = 64  # streams; beyond that, the least recently used one is closed

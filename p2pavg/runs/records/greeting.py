@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.runs.records.hello import (
     MAX_HELLO_BYTES,
     PROTOCOL,

@@ -29,8 +29,7 @@ from p2pavg.base.files import PRIVATE, read_text, replace_file
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES, REPLY_SECONDS
 from p2pavg.base.messages import Message, cut
 from p2pavg.base.threads.workers import RunInThread
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 from p2pavg.runs.membership.certificate import (
     Certificate,
     MemberCertificateError,

@@ -15,7 +15,7 @@ from msgspec import Meta
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.base.messages import Hash, Message, pack
-from p2pavg.base.names import is_rule
+from p2pavg.base.numbers import is_rule
 from p2pavg.group.aggregation import topology_in
 from p2pavg.group.candidate import is_codec_name
 from p2pavg.group.strategy import mark_in

@@ -25,9 +25,8 @@ from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import LOOK_SECONDS, QUICK_REPLY_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
-from p2pavg.net.framing import LENGTH_BYTES, receive_message
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.net.transport import Buffer, DirectLane, Stream
+from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane, Stream, receive_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.state.donor.uploads import OnSent
 from p2pavg.state.messages import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from p2pavg.net.transport import Buffer
 from p2pavg.state.average import LoggedAverage
-from p2pavg.state.news import MAX_LOG, SnapshotOffer
+from p2pavg.state.choice import MAX_LOG, SnapshotOffer
 from p2pavg.state.tree import CHUNK_BYTES, BlobKind
 
 

@@ -17,7 +17,7 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StateError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import GLANCE_SECONDS, STALL_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.base.threads.workers import ToLoop
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import PeerId

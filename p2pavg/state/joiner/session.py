@@ -15,9 +15,8 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.base.limits import REPLY_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.workers import ToLoop, in_own_thread
 from p2pavg.net.blame import guarded
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.net.transport import DirectLane, PeerId, Stream
+from p2pavg.net.transport import DirectLane, PeerId, Stream, receive_message, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.state.joiner.answers import DonorRequest, PendingRequests
 from p2pavg.state.messages import (

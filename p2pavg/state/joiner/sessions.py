@@ -12,7 +12,7 @@ import trio
 
 from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.base.limits import RETRY_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId
 from p2pavg.runs.context import PeerContext

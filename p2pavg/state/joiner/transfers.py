@@ -20,9 +20,9 @@ from p2pavg.base.errors import StateError
 from p2pavg.base.result import Success
 from p2pavg.net.transport import PeerId
 from p2pavg.state.average import Expected, LoggedAverage, ProvenAverage, decode
+from p2pavg.state.choice import SnapshotOffer
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
 from p2pavg.state.joiner.sink import FileSink, Sink
-from p2pavg.state.news import SnapshotOffer
 from p2pavg.state.progress import StateProgress, amount, span
 
 

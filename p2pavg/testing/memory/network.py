@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.group.milestones import Milestone
 from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.net.transport import PeerId
-from p2pavg.testing.memory.links import Links, Locations
+from p2pavg.testing.memory.connection import Links, Locations
 from p2pavg.testing.memory.machine import Machine
 from p2pavg.testing.memory.transport import Inbound, MemoryTransport
 from p2pavg_dht import Signer, public_key_of

@@ -21,8 +21,7 @@ from p2pavg.net.addresses import (
 from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
-from p2pavg.testing.memory.connection import End, Wire
-from p2pavg.testing.memory.links import Links, Locations
+from p2pavg.testing.memory.connection import End, Links, Locations, Wire
 from p2pavg.testing.memory.machine import Machine
 
 # Circuits of a simulated network: the peers that relay for others, and the connections that break with them.

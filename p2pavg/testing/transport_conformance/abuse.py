@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.testing.transport_conformance.tools import (
     MANY_BYTES,
     OTHER,

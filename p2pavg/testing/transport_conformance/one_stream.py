@@ -5,8 +5,7 @@ from __future__ import annotations
 import trio
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError
-from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import LENGTH_BYTES, Stream, receive_message, send_message
 from p2pavg.testing.transport_conformance.tools import (
     MANY_BYTES,
     MAX_MESSAGE_BYTES,

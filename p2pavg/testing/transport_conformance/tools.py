@@ -11,8 +11,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 
 WATCHDOG_SECONDS = 180.0
 TIMEOUT = 20.0

@@ -40,12 +40,16 @@ from p2pavg.runs.membership.certificate import (
     is_genuine,
     issue,
 )
-from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
 from p2pavg.runs.membership.job_release import sign_release
 from p2pavg.runs.membership.membership import SECRET_BYTES
 from p2pavg.runs.membership.revocation import no_revocations
 from p2pavg.runs.membership.revocation import revoke as sign_revocations
-from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.run_file import (
+    RunFile,
+    read_certificate_file,
+    read_revocations_file,
+    read_run_file,
+)
 from p2pavg.runs.membership.words import DAY_SECONDS, describe
 from p2pavg.runs.records.identity import load_seed, make_seed
 from p2pavg_dht import PeerIdError, public_key_of

@@ -13,22 +13,19 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.joining.carrying import carrying_job
-from p2pavg.peer.joining.home import Home
-from p2pavg.peer.joining.links import open_delegate, serving_links
-from p2pavg.peer.joining.member import forwarded, listens_for
-from p2pavg.peer.joining.remembering import join_again
+from p2pavg.peer.joining.home import Home, join_again
+from p2pavg.peer.joining.member import forwarded, listens_for, open_delegate, serving_links
 from p2pavg.peer.peer import Peer, open_peer_or_asker
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
-from p2pavg.runs.membership.files import read_access, read_run_file
 from p2pavg.runs.membership.membership import Membership, RunAccess
-from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.run_file import RunFile, read_access, read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.invitations import Delegate
 from p2pavg.tools.cli.monitor import check_monitor, serving_monitor

@@ -15,8 +15,7 @@ from p2pavg.base.limits import MAX_RUN_ID_CHARS
 from p2pavg.net.addresses import parse_listen_address, parse_peer_address
 from p2pavg.net.nat.reach.options import checked_options
 from p2pavg.tools.doctor.examination import ExaminedPeer, examine
-from p2pavg.tools.doctor.findings import faults_of
-from p2pavg.tools.doctor.report import as_json, as_table
+from p2pavg.tools.doctor.findings import as_json, as_table, faults_of
 
 FAULTY = 1
 """The exit code when a fault was found. Arguments that make no sense end with 2, as in all commands."""

@@ -24,19 +24,22 @@ from p2pavg.base.formats import PeerText
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
-from p2pavg.tools.cli.daemon_commands import files, join, status, stop
-from p2pavg.tools.cli.job import app as job_app
-from p2pavg.tools.cli.launch import launch
-from p2pavg.tools.cli.logs import (
+from p2pavg.tools.cli.daemon_commands import (
     FORMAT,
     LEVEL,
     FormatOption,
     LevelOption,
     LogFormat,
     LogLevel,
+    files,
+    join,
     log_all,
     log_to_stderr,
+    status,
+    stop,
 )
+from p2pavg.tools.cli.job import app as job_app
+from p2pavg.tools.cli.launch import launch
 from p2pavg.tools.cli.options import (
     AnnounceOption,
     BandwidthOption,

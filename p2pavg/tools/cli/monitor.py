@@ -13,12 +13,12 @@ import trio
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.peer.peer import Peer, open_peer
 from p2pavg.runs.config import AveragingConfig
-from p2pavg.runs.membership.files import read_access, read_run_file
 from p2pavg.runs.membership.membership import Membership, RunAccess
+from p2pavg.runs.membership.run_file import read_access, read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
 from p2pavg.tools.monitor.serving import MonitorOptions, check_installed, serve_run

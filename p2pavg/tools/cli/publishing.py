@@ -20,10 +20,10 @@ from p2pavg.peer.joining.finding import files_in
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import peer_over
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Role, issue
-from p2pavg.runs.membership.files import read_revocations_file
 from p2pavg.runs.membership.job_release import JobRelease, SeenProgress, sign_release
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.revocation import RevocationList
+from p2pavg.runs.membership.run_file import read_revocations_file
 from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.runs.records.notices import releases_of, revocations_of, spread
 from p2pavg.runs.records.run_records import RunRecords

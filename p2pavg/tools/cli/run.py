@@ -336,7 +336,7 @@ def link(
 
     It is a program that opens p2pavg.join_run(FOLDER), or `p2pavg peer --delegate`.
     """
-    from p2pavg.tools.cli.invitation import delegate_of, make_links
+    from p2pavg.tools.cli.new_run import delegate_of, make_links
 
     _print(
         make_links(

@@ -35,7 +35,7 @@ def homes_of(run: str | None, home: Path | None) -> list[Path]:
     file = Path(run)
     if file.suffix != ".run":
         return [default_home(run)]
-    from p2pavg.runs.membership.files import read_run_file  # it takes torch, which nothing else here needs
+    from p2pavg.runs.membership.run_file import read_run_file  # it takes torch, which nothing else here needs
 
     return [default_home(read_run_file(file).run_id)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.limits import LOOK_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.server import Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.joining.carrying import carrying_job

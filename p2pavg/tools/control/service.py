@@ -10,8 +10,8 @@ import trio
 
 from p2pavg.base.errors import ControlError, RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.base.threads.waits import bare_exceptions
+from p2pavg.net.transport import receive_message, send_message
 from p2pavg.net.unix import Handler, UnixStream, connect_unix
 from p2pavg.tools.control.messages import (
     MAX_MESSAGE_BYTES,

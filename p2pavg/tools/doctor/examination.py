@@ -19,7 +19,7 @@ import trio
 
 from p2pavg.base.errors import ListenError
 from p2pavg.base.limits import EXCHANGE_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.peer.peer import Peer, peer_over

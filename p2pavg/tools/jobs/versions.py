@@ -19,7 +19,7 @@ from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, REPLY_SECONDS, R
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.optim.coordination.job_change import NOTE, JobNote
+from p2pavg.optim.coordination.view import NOTE, JobNote
 from p2pavg.peer.joining.carrying import fetch_job
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer

@@ -11,11 +11,10 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.limits import CALM_LOOK_SECONDS, LOOK_SECONDS
-from p2pavg.base.threads.exceptions import bare_exceptions
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.transport import PeerId
 from p2pavg.peer.averager import DecentralizedAverager
-from p2pavg.peer.host import Host
-from p2pavg.peer.joined_run import JoinedRun
+from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.peer.statuses import HeardStatuses, Statuses
 from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.records.board import Board, board_key

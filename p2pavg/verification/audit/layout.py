@@ -60,7 +60,7 @@ class Share:
 
     @property
     def stretches(self) -> int:
-        """Number of pieces of the share that are audited like shares: see :func:`~p2pavg.group.audits.drawn_parts`."""
+        """Number of pieces of the share that are audited like shares; see ``drawn_parts``."""
         return self.roster.reducers if isinstance(self.aggregation.topology, Star) else 1
 
     @property

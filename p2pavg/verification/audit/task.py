@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from p2pavg.allreduce.proofs import SignedShare
 from p2pavg.allreduce.values import AttemptData
-from p2pavg.group.aggregation import Aggregation
-from p2pavg.group.audits import Audits, drawn_parts
+from p2pavg.group.aggregation import Aggregation, Audits, drawn_parts
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.evidence import FalseAverage
+from p2pavg.verification.audit.keeping import AuditRequest
 from p2pavg.verification.audit.layout import Share, check_inputs, check_manifest, read_manifest
-from p2pavg.verification.audit.requests import AuditRequest
 from p2pavg_compression import Codec
 
 

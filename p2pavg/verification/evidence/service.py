@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 import trio
 
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import TokenBucket
-from p2pavg.net.transport import PeerId, Stream
+from p2pavg.net.transport import PeerId, Stream, receive_message, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import sealed_key
-from p2pavg.verification.evidence.messages import (
+from p2pavg.verification.evidence.accusation import (
     MAX_REQUEST_BYTES,
     EvidenceAnswer,
     EvidenceRequest,

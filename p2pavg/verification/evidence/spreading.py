@@ -22,23 +22,25 @@ from p2pavg.base.limits import (
     SPREAD_LOOK_SECONDS,
 )
 from p2pavg.net.blame import guarded
-from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_exactly_into, receive_message, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
-from p2pavg.verification.evidence.accusation import Accusation, Named, digest_of, read_accusation, read_named
-from p2pavg.verification.evidence.exclusions import Exclusions
-from p2pavg.verification.evidence.inquiries import EvidenceFetch, Inquiries
-from p2pavg.verification.evidence.messages import (
+from p2pavg.verification.evidence.accusation import (
     MAX_ADDRESSES,
     MAX_ANSWER_BYTES,
     MAX_NAMED,
     PROTOCOL,
+    Accusation,
     EvidenceAnswer,
     EvidenceRequest,
+    Named,
     Notice,
+    digest_of,
+    read_accusation,
+    read_named,
     read_notice,
 )
+from p2pavg.verification.evidence.inquiries import EvidenceFetch, Exclusions, Inquiries
 from p2pavg_dht import Record
 from p2pavg_dht.identity import MAX_ADDRESS_LENGTH
 

@@ -10,16 +10,15 @@ import trio.testing
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.messages import pack
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import acceptor
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.messages import PROTOCOL, Back, LaneOffer, LaneRequest, LaneVerdict
+from p2pavg.net.lanes.halfway import PROTOCOL, Back, LaneOffer, LaneRequest, LaneVerdict
 from p2pavg.net.libp2p import sniffing
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.limits.call_budget import CallBudget, CallRates
 from p2pavg.net.limits.first_messages import FirstMessages
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import (
     LOOPBACK,

@@ -9,7 +9,7 @@ import trio.testing
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net.lanes import pool
-from p2pavg.net.lanes.messages import PROTOCOL
+from p2pavg.net.lanes.halfway import PROTOCOL
 from p2pavg.net.transport import DirectLane, Stream
 from tests.integration.hosts import LOOPBACK, assert_serves, eventually, open_host, watched
 from tests.integration.lanes.company import descriptors, in_thread, keeper, lane_to, pair

@@ -10,18 +10,16 @@ import pytest
 import trio
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import acceptor, limits, pool
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.halfway import Halfway
-from p2pavg.net.lanes.messages import PROTOCOL, Back, LaneOffer, LaneRequest, LaneVerdict, Meet
+from p2pavg.net.lanes.halfway import PROTOCOL, Back, Halfway, LaneOffer, LaneRequest, LaneVerdict, Meet
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.plan import Endpoint, OwnSide, PunchAnswer, PunchProposal, PunchVerdict, Sync
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
 from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, post
 from tests.integration.punch.peers import BEHIND_A_ROUTER, kept

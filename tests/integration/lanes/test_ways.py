@@ -8,15 +8,13 @@ import trio
 import trio.testing
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import pool
 from p2pavg.net.lanes.acceptor import TICKET_BYTES
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.halfway import LaneSearch
-from p2pavg.net.lanes.messages import PROTOCOL, LaneOffer, LaneRequest
+from p2pavg.net.lanes.halfway import PROTOCOL, LaneOffer, LaneRequest, LaneSearch
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, hide, open_host, watched
 from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
 

@@ -22,7 +22,7 @@ from p2pavg.base.files import PUBLIC, replace_file
 from p2pavg.base.result import Success
 from p2pavg.blocking import open_averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, ReplicatedOptimizer, RunState, StepReport, diloco
-from p2pavg.optim.base.naming import plain_buffers
+from p2pavg.optim.base.joined import plain_buffers
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.optim.ranks.whole import WholeCopy, full_of
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of

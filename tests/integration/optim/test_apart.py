@@ -16,7 +16,7 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, SyncError, sync_parameters
 from p2pavg.optim import fedavg as make_fedavg
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 from p2pavg.optim.large_batch import sync as sync_module
 from tests.integration.optim.company import Batches, config, loss_of, small_model, train_together, vector_of
 

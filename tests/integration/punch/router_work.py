@@ -10,12 +10,11 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.plan import OwnSide, PunchProposal
 from p2pavg.net.nat.punch.sockets import FreshPort
-from p2pavg.net.transport import Buffer, PeerId, Stream
+from p2pavg.net.transport import Buffer, PeerId, Stream, receive_message
 from tests.integration.punch.peers import new_gate, shake_hands
 from tests.unit.group.samples import SIGNERS
 

@@ -10,7 +10,6 @@ import pytest
 import trio
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import HOST_FAILURES, NOT_REACHED
 from p2pavg.net.nat.punch import meeting, plan, service
 from p2pavg.net.nat.punch.meeting import RefusedPunchError
@@ -25,7 +24,7 @@ from p2pavg.net.nat.punch.plan import (
     Sync,
 )
 from p2pavg.net.nat.punch.sockets import FreshPort
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import watched
 from tests.integration.lanes.company import descriptors
 from tests.integration.punch.peers import Side, new_gate, two_sides

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.relay.limits import RelayLimits
 from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, RelayMessage, RelayRefusal, decode
 from p2pavg.net.nat.relay.service import RelayService
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing.transport_conformance import ECHO
 from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host
 

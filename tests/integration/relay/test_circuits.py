@@ -10,7 +10,6 @@ import pytest
 import trio
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.relay.messages import (
     CIRCUIT_PROTOCOL,
@@ -20,7 +19,7 @@ from p2pavg.net.nat.relay.messages import (
     RelayRefusal,
     decode,
 )
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, watched
 from tests.integration.libp2p_hosts import hold
 from tests.integration.relay.meeting import (

@@ -10,7 +10,6 @@ import pytest
 import trio
 
 from p2pavg.base.errors import StreamBrokenError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p import stream as stream_module
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.limits.rate import WIRE_OVERHEAD
@@ -23,7 +22,7 @@ from p2pavg.net.nat.relay.messages import (
     Reserve,
 )
 from p2pavg.net.nat.relay.service import MAX_PINGS
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import TIMEOUT, assert_serves, eventually, open_host, watched
 from tests.integration.relay.meeting import (
     ask,

@@ -13,13 +13,12 @@ import trio.testing
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.base.messages import pack
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p import reaching
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.relay import reservations, service
 from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved, decode
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, seeds, watched
 from tests.integration.relay.meeting import (

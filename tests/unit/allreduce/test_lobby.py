@@ -22,8 +22,7 @@ from p2pavg.allreduce.movers.lobby import (
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
 from p2pavg.consensus.votes import MemberPing, ResultCommit, Unknown, Vote, decode_vote
-from p2pavg.net.framing import receive_message
-from p2pavg.net.transport import Buffer, DirectLane, Stream
+from p2pavg.net.transport import Buffer, DirectLane, Stream, receive_message
 from tests.unit.allreduce.streams import SaidBefore, Silent
 
 GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32

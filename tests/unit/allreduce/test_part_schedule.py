@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS, incoming, outgoing
+from p2pavg.allreduce.messages import MAX_WAITING_PARTS, Lane, incoming, outgoing
 from p2pavg.group.shares import cut_into_parts
 
 MINE = cut_into_parts(0, 70, 1, 10)

@@ -16,8 +16,7 @@ from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
-from p2pavg.group.roster import Roster, share_cutter
-from p2pavg.group.sites import sites_of
+from p2pavg.group.roster import Roster, share_cutter, sites_of
 from p2pavg.group.topology import Hierarchical
 from p2pavg_compression import Fp32
 from tests.unit.group.samples import candidate, roster

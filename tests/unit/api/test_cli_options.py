@@ -13,12 +13,11 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.context import RunContext
 from p2pavg.group.bandwidth import DEFAULT_MBPS
-from p2pavg.peer.auxiliary import assist
-from p2pavg.peer.helping import HelpedRounds
+from p2pavg.peer.auxiliary import HelpedRounds, assist
 from p2pavg.round.round import Round
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.tools.cli import daemon
-from p2pavg.tools.cli.logs import LogFormat, LogLevel
+from p2pavg.tools.cli.daemon_commands import LogFormat, LogLevel
 from p2pavg.tools.cli.main import app
 
 # (spellings, may be given several times, default)

@@ -14,7 +14,7 @@ import torch
 
 from p2pavg_compression import MAX_MAGNITUDE, Blockwise8, CodecError
 from p2pavg_compression.blockwise8 import _quantize_cpu, _quantize_cuda
-from p2pavg_compression.dynamic_map import LEVELS, ZERO_CODE
+from p2pavg_compression.kernels import LEVELS, ZERO_CODE
 
 ELEMENTS = 1 << 18
 BLOCK_SIZES = [64, 256, 4096]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from p2pavg_compression import Blockwise8
-from p2pavg_compression.buffers import read_only_bytes, typed
+from p2pavg_compression.codec import read_only_bytes, typed
 from p2pavg_compression.scratch import chunk_ranges
 
 

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import torch
 
-from p2pavg_compression.dynamic_map import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE, dynamic_levels
+from p2pavg_compression.kernels import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE, dynamic_levels
 
 
 def test_levels_are_frozen() -> None:

@@ -21,24 +21,29 @@ from functools import lru_cache
 from itertools import chain, combinations
 
 from p2pavg.consensus.choice import ballot_leader, next_ballot
-from p2pavg.consensus.events import Action, Drop, Event, Lost, Tell, VoteHeard
 from p2pavg.consensus.member import FINAL, MemberState, RoundPhase
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     Accepted,
+    Action,
     Begin,
     Complete,
+    Drop,
+    Event,
     Gather,
     Left,
+    Lost,
     Members,
     Promise,
     ResultCommit,
     ResultHeld,
     SignedOutput,
     StaleBallot,
+    Tell,
     Trouble,
     Unknown,
     Vote,
+    VoteHeard,
 )
 from tests.unit.consensus.world import Faults, FoundError, Group, Signed, World, _way, completed, output
 

@@ -16,9 +16,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from p2pavg.consensus.choice import ballot_leader
-from p2pavg.consensus.events import Lost, VoteHeard
 from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, Seat
-from p2pavg.consensus.votes import Accepted, Complete, Promise, ResultHeld, SignedOutput, Trouble, Vote
+from p2pavg.consensus.votes import (
+    Accepted,
+    Complete,
+    Lost,
+    Promise,
+    ResultHeld,
+    SignedOutput,
+    Trouble,
+    Vote,
+    VoteHeard,
+)
 from tests.unit.consensus.hostile import AVERAGES, HostileGroup, _digest
 from tests.unit.consensus.world import Faults, FoundError, World, _way, completed, output
 

@@ -6,40 +6,39 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.base.codes import FailedCode
-from p2pavg.consensus import agreement, proof
+from p2pavg.base.result import FailedCode
+from p2pavg.consensus import agreement
+from p2pavg.consensus import member as proof
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.events import (
-    Action,
-    Completed,
-    Dead,
-    Drop,
-    Exclude,
-    GivenUp,
-    Lost,
-    PassOn,
-    Readmit,
-    RunAttempt,
-    Tell,
-    VoteHeard,
-)
 from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, new_member
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     MAX_BALLOT,
     Accepted,
+    Action,
     Begin,
     Complete,
+    Completed,
+    Dead,
+    Drop,
+    Exclude,
     Gather,
+    GivenUp,
     Left,
+    Lost,
     Members,
+    PassOn,
     Promise,
+    Readmit,
     ResultCommit,
     ResultHeld,
+    RunAttempt,
     SignedOutput,
     StaleBallot,
+    Tell,
     Trouble,
     Unknown,
+    VoteHeard,
 )
 from scripts.docs_tools.diagram import in_docs, table_and_diagram
 from tests.unit.consensus.hostile import HostileGroup

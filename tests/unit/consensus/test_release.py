@@ -6,19 +6,22 @@ import pytest
 
 from p2pavg.consensus import agreement, conditions
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.events import Drop, Lost, Tell, VoteHeard
 from p2pavg.consensus.member import MemberState, RoundPhase
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
     Complete,
+    Drop,
     Gather,
     Left,
+    Lost,
     Members,
     Promise,
     ResultCommit,
     ResultHeld,
+    Tell,
     Vote,
+    VoteHeard,
 )
 from tests.unit.consensus.hostile import HostileGroup
 from tests.unit.consensus.test_agreement import ALL_MEMBERS, commit, complete, member, promised

@@ -15,21 +15,27 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.events import (
+from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, asks_further, new_member
+from p2pavg.consensus.votes import (
     Action,
     Completed,
     Dead,
     Drop,
     Event,
+    Gather,
     GivenUp,
+    Left,
     Lost,
+    Members,
+    ResultCommit,
+    ResultHeld,
     RunAttempt,
     Tell,
+    Trouble,
+    Unknown,
+    Vote,
     VoteHeard,
 )
-from p2pavg.consensus.member import FINAL, MemberState, RoundPhase, new_member
-from p2pavg.consensus.proof import asks_further
-from p2pavg.consensus.votes import Gather, Left, Members, ResultCommit, ResultHeld, Trouble, Unknown, Vote
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 from collections.abc import Mapping, Set
 
 from p2pavg_dht import Contact, Ed25519Signer
-from p2pavg_dht.distance import K, peer_point
 from p2pavg_dht.lookup import ALPHA, HEDGE_DELAY, MOST_CALLS, PATHS, PATIENCE, Lookup
+from p2pavg_dht.routing import K, peer_point
 
 POINT = 1 << 200
 ME, *PEERS = sorted(

@@ -20,7 +20,6 @@ from p2pavg_dht import (
     RpcError,
     sign_record,
 )
-from p2pavg_dht.distance import K, key_point, peer_point
 from p2pavg_dht.messages import (
     Find,
     Found,
@@ -36,7 +35,8 @@ from p2pavg_dht.messages import (
 )
 from p2pavg_dht.node import WITHDRAW_TIMEOUT
 from p2pavg_dht.record import MAX_VALUE_BYTES
-from p2pavg_dht.service import UNCHECKED
+from p2pavg_dht.routing import K, key_point, peer_point
+from p2pavg_dht.storage import UNCHECKED
 from p2pavg_dht.upkeep import FIRST_REFRESH
 
 NOW = 1_700_000_000.0

@@ -1,8 +1,8 @@
 import statistics
 
 from p2pavg_dht import Contact, Ed25519Signer
-from p2pavg_dht.distance import BITS, K, bucket_of, flipped, key_point, nearest, peer_point
 from p2pavg_dht.routing import (
+    BITS,
     BUCKET_CAPACITY,
     CHECK_INTERVAL,
     COUNTED,
@@ -10,7 +10,13 @@ from p2pavg_dht.routing import (
     LONGEST_BACKOFF,
     MOST_BACKOFFS,
     MOST_FAILURES,
+    K,
     RoutingTable,
+    bucket_of,
+    flipped,
+    key_point,
+    nearest,
+    peer_point,
 )
 
 PEERS = [

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.group.aggregation import Aggregation, Median, read_aggregation
-from p2pavg.group.audits import Audits, drawn_parts, resolve_audits
+from p2pavg.group.aggregation import (
+    Aggregation,
+    Audits,
+    Median,
+    drawn_parts,
+    read_aggregation,
+    resolve_audits,
+)
 
 
 def ticket(number: int) -> bytes:

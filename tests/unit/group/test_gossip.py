@@ -9,8 +9,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from p2pavg.group.places.gossip import MAX_LAG, ROUND, Rotation, cell_of, cells_for, place_of, stages_of
-from p2pavg.group.places.meeting import EVERYWHERE, SearchPlace, SearchStage, stages_at
+from p2pavg.group.places.gossip import (
+    EVERYWHERE,
+    MAX_LAG,
+    ROUND,
+    Rotation,
+    SearchPlace,
+    SearchStage,
+    cell_of,
+    cells_for,
+    place_of,
+    stages_at,
+    stages_of,
+)
 
 ids = st.text(st.characters(codec="ascii"), min_size=1, max_size=60)
 rounds = st.integers(0, 2**53)

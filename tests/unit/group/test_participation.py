@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.names import is_rule
+from p2pavg.base.numbers import is_rule
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction, observers, silent_members
 from p2pavg_dht import Ed25519Signer

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
+from p2pavg.group.roster import Range, ranges_after_loss, whole_ranges
 from p2pavg.group.shares import MemberLink, fastest_shares, largest_fraction
 
 

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 import p2pavg
 from p2pavg.base.errors import ConfigError
-from p2pavg.group.aggregation import Aggregation, check_codec_for, read_aggregation
-from p2pavg.group.audits import Audits
+from p2pavg.group.aggregation import Aggregation, Audits, check_codec_for, read_aggregation
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.roster import share_cutter
-from p2pavg.group.sites import relays_of, shares_of_sites, sites_of
+from p2pavg.group.roster import relays_of, share_cutter, shares_of_sites, sites_of
 from p2pavg.group.topology import Butterfly, Hierarchical, resolve_topology, site_of
 from p2pavg_compression import TopK, resolve_codec
 from tests.unit.group.samples import candidate

@@ -14,8 +14,7 @@ from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.aggregation import Aggregation, Median, read_aggregation, topology_in
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.reach import Reach
-from p2pavg.group.roster import share_cutter
-from p2pavg.group.star import MAX_AUXILIARY_INPUTS, elect
+from p2pavg.group.roster import MAX_AUXILIARY_INPUTS, elect, share_cutter
 from p2pavg.group.topology import BUTTERFLY, Butterfly, Gossip, Star, Topology, resolve_topology
 from tests.unit.group.samples import candidate, roster
 

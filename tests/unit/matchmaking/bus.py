@@ -23,7 +23,7 @@ from p2pavg.matchmaking.actions import (
     Send,
     Settings,
 )
-from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.messages import Accept, JoinRequest, Message, Nudge, Refuse, decode, encode
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg_dht import Ed25519Signer

@@ -14,9 +14,8 @@ from p2pavg.base.limits import (
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
-from p2pavg.matchmaking.attempt_state import AttemptPhase
+from p2pavg.matchmaking.attempt_state import MAX_LATE, MAX_PROVEN, AttemptPhase, Memory
 from p2pavg.matchmaking.known_peers import PAST_SECONDS
-from p2pavg.matchmaking.memory import MAX_LATE, MAX_PROVEN, Memory
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,

@@ -10,9 +10,9 @@ from p2pavg.base.limits import ASK_AGAIN_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.actions import Actions, Send
-from p2pavg.matchmaking.memory import MAX_PUT_OFF, Memory
+from p2pavg.matchmaking.admission import WAITS_FOR_DIRECT, WAITS_FOR_RELAYED
+from p2pavg.matchmaking.attempt_state import MAX_PUT_OFF, Memory
 from p2pavg.matchmaking.messages import Declined, Joined
-from p2pavg.matchmaking.places import WAITS_FOR_DIRECT, WAITS_FOR_RELAYED
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import DUE_SECONDS, PUT_OFF_SECONDS
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Bus, candidate, settings

@@ -10,7 +10,7 @@ import pytest
 from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.actions import Open, Send
-from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.messages import Joined, LeaderStatus
 from p2pavg.matchmaking.reunion import (
     EVERYONE_KEEPS,

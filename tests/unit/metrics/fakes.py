@@ -6,7 +6,7 @@ import p2pavg
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.telemetry.events import RoundEnded, RoundKind, UpdateTaken, Way
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
-from p2pavg.telemetry.members import RunPeer
+from p2pavg.telemetry.status import RunPeer
 
 PEERS = tuple(f"12D3KooWpeer{number:06}" for number in range(5))
 

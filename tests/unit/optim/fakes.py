@@ -16,8 +16,8 @@ from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
 from p2pavg.optim.local.recipes import Inner
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.runs.records.board import Entry
+from p2pavg.state.choice import StateNews
 from p2pavg.state.donor.shelf import Shelf
-from p2pavg.state.news import StateNews
 from p2pavg.telemetry.hub import Events
 
 GROUP = "00" * 32

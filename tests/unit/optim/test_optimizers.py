@@ -13,8 +13,8 @@ from p2pavg.base.errors import ClosedError
 from p2pavg.base.result import InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates
-from p2pavg.optim.base.lineage import digest_of
 from p2pavg.optim.base.recipe import hyperparameters, numbers_digest
+from p2pavg.optim.base.state import digest_of
 from p2pavg.optim.coordination.progress import PeerProgress
 from tests.unit.optim.fakes import GROUP, Alone, Make, both, large_batch, local, parameter
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from p2pavg.optim import LocalUpdates
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.population.weights import Weights
 from p2pavg.state.snapshot import copy_of, read

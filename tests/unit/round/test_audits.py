@@ -8,13 +8,11 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import PROTOCOL
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.group.aggregation import Aggregation
-from p2pavg.group.audits import Audits
-from p2pavg.net.framing import LENGTH_BYTES
-from p2pavg.net.transport import Stream
+from p2pavg.group.aggregation import Aggregation, Audits
+from p2pavg.net.transport import LENGTH_BYTES, Stream
 from p2pavg.round.audits import AUDIT_SECONDS, Finding, RoundAudits
 from p2pavg.testing import MemoryNetwork
-from p2pavg.verification.audit.requests import AuditRequest
+from p2pavg.verification.audit.keeping import AuditRequest
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import Silent

@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.base.codes import NoPeersCode
-from p2pavg.group.places.meeting import SearchPlace, SearchStage
+from p2pavg.base.result import NoPeersCode
+from p2pavg.group.places.gossip import SearchPlace, SearchStage
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.round.roles import RoundOffer, RoundRole
 from p2pavg.round.round import Round

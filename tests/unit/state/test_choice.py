@@ -14,8 +14,11 @@ from p2pavg.state.choice import (
     FEW_OFFERS_SECONDS,
     MAX_ALIGN,
     MAX_DONORS,
+    MAX_EPOCH,
     SETTLE_OFFERS_SECONDS,
     DonorView,
+    SnapshotOffer,
+    StateNews,
     alignment,
     choose_snapshot,
     head_of,
@@ -24,7 +27,6 @@ from p2pavg.state.choice import (
     takes_snapshot,
     voters,
 )
-from p2pavg.state.news import MAX_EPOCH, SnapshotOffer, StateNews
 
 DONOR = DonorView(
     epoch=32,

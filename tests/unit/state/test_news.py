@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
 from p2pavg.runs.records.board import MAX_ENTRY_BYTES
-from p2pavg.state.news import (
+from p2pavg.state.choice import (
     MAX_ADDRESSES,
     MAX_EPOCH,
     MAX_LOG,

@@ -10,10 +10,10 @@ import numpy as np
 import trio
 
 from p2pavg.net.limits.rate import RateLimit
+from p2pavg.state.choice import SnapshotOffer
 from p2pavg.state.donor.serving import DonorSession, Offered
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.messages import AskPieces
-from p2pavg.state.news import SnapshotOffer
 from p2pavg.state.tree import CHUNK_BYTES, BlobKind, chunk_digests, root_of
 
 CHUNKS = 3

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.state.average import LoggedAverage
+from p2pavg.state.choice import MAX_LOG, SnapshotOffer
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
-from p2pavg.state.news import MAX_LOG, SnapshotOffer
 from p2pavg.state.tree import CHUNK_BYTES, BlobKind, chunk_digests, root_of
 
 DATA = memoryview(bytes(CHUNK_BYTES) + b"the last chunk")

@@ -9,8 +9,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import parse_peer_address
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.memory import MAX_INBOUND_STREAMS, WINDOW_BYTES
 from p2pavg_dht import Ed25519Signer

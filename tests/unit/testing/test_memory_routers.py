@@ -10,8 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.nat.reach.reachability import Kind
+from p2pavg.net.transport import receive_message, send_message
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from tests.unit.testing.test_memory_network import ECHO, SIGNERS, echo, open_echo
 

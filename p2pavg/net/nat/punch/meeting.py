@@ -41,7 +41,6 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import TokenBucket
@@ -57,7 +56,7 @@ from p2pavg.net.nat.punch.plan import (
     Sync,
 )
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
-from p2pavg.net.transport import PeerId, Stream
+from p2pavg.net.transport import PeerId, Stream, receive_message, send_message
 
 # The limits of punches and dials that other peers ask for.
 

@@ -22,7 +22,6 @@ import trio
 from p2pavg.base.errors import AddressError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.addresses import is_circuit
-from p2pavg.net.framing import send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.punch.meeting import Puncher, RefusedPunchError, receive_bounded
 from p2pavg.net.nat.punch.plan import (
@@ -34,7 +33,7 @@ from p2pavg.net.nat.punch.plan import (
     PunchVerdict,
     decode_request,
 )
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Stream, Transport, send_message
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host
-from p2pavg.net.nat.reach.dial_backs import Endpoint
-from p2pavg.net.nat.reach.facts import VERSIONS, Facts, Mapped, version_of
+from p2pavg.net.nat.reach.facts import VERSIONS, Endpoint, Facts, Mapped, version_of
 from p2pavg.net.nat.reach.reachability import (
     BEING_TRIED_SENTENCE,
     NOT_ASKED,

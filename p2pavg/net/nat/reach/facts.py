@@ -2,17 +2,232 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import zip_longest
 
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of
-from p2pavg.net.nat.reach.dial_backs import DialBacks, Endpoint
-from p2pavg.net.nat.reach.observations import Observations, View
-from p2pavg.net.nat.reach.probes import Probes
 from p2pavg.net.nat.reach.questions import Neighbour
-from p2pavg.net.nat.reach.reachability import PUNCHABLE_BARRIERS, Barrier
+from p2pavg.net.nat.reach.reachability import PUNCHABLE_BARRIERS, Barrier, Probes
+
+# The hosts at which other peers see this one, and which of them are believed.
+
+MAX_REMEMBERED = 32
+"""Observations that are kept; those of peers that answered longest ago are forgotten first."""
+
+_MAX_VIEWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The host at which one peer sees this one."""
+
+    peer_host: str
+    """The host at which this process sees that peer."""
+    host: str
+    fresh: bool = True
+    """False if the peer did not answer when it was asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The conclusion from the observations of one version of IP."""
+
+    hosts: tuple[str, ...] = ()
+    """The believed hosts, at most two. Empty if no peer outside this network has answered."""
+    routed: bool = False
+    """True if one of them is no address of this machine: a router is between it and the peers that answered."""
+
+
+class Observations:
+    """The last observation of each peer and version of IP."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], Observation] = {}
+        self._views: dict[tuple[int, frozenset[str], frozenset[str]], View] = {}
+        """Views of these observations that were computed before: each is asked for many times."""
+
+    def add(self, peer_id: str, peer_host: str, host: str, interfaces: Collection[str]) -> bool:
+        """Note an observation, and return whether this peer said something else before.
+
+        Hosts that no peer can see truthfully are not noted: loopback, multicast, and private addresses of other
+        machines as told by peers in other networks. (A peer in a container may see its own gateway.)
+
+        Args:
+            interfaces: the addresses of this machine.
+        """
+        address = parse_host(host)
+        if address is None or address.is_loopback or address.is_multicast or address.is_unspecified:
+            return False
+        if is_private(host) and host not in interfaces and not is_private(peer_host):
+            return False
+        self._views.clear()
+        key = (peer_id, address.version)
+        before = self._found.pop(key, None)
+        self._found[key] = Observation(peer_host, host)
+        if len(self._found) > MAX_REMEMBERED:
+            del self._found[next(iter(self._found))]
+        return before is not None and before.host != host
+
+    def unanswered(self, peer_id: str) -> None:
+        """Note that a peer did not answer: its connection may be one of a network that this machine has left."""
+        self._views.clear()
+        for key, found in self._found.items():
+            if key[0] == peer_id:
+                self._found[key] = replace(found, fresh=False)
+
+    def of(self, peer_id: str, version: int) -> str:
+        """Return the host at which a peer sees this one; empty if it has not said."""
+        found = self._found.get((peer_id, version))
+        return found.host if found is not None else ""
+
+    def forget(self, version: int) -> None:
+        """Forget the observations of one version of IP."""
+        self._views.clear()
+        self._found = {key: found for key, found in self._found.items() if key[1] != version}
+
+    def view(self, version: int, *, interfaces: frozenset[str], connected: frozenset[str]) -> View:
+        """Return the hosts that the peers agree on.
+
+        Each network of observers (/24 or /48) has one vote, which its peers share. A host with at least half of the
+        votes is believed. So a single network decides only if there is no third one, and peers of one network cannot
+        outvote the others.
+
+        Peers in other networks count first. Where there are none, as in a laboratory of private networks, those that
+        see this peer behind a router count. A peer that no router separates from any observer has an empty view.
+
+        Args:
+            interfaces: the addresses of this machine.
+            connected: the peers that are connected now. If any of them has answered lately, older answers do not
+                count: they may be of the network that this machine was in before.
+        """
+        key = (version, interfaces, connected)
+        if key not in self._views:
+            while len(self._views) >= _MAX_VIEWS:
+                del self._views[next(iter(self._views))]
+            self._views[key] = self._view(version, interfaces, connected)
+        return self._views[key]
+
+    def _view(self, version: int, interfaces: frozenset[str], connected: frozenset[str]) -> View:
+        mine = {key[0]: found for key, found in self._found.items() if key[1] == version}
+        lately = [found for peer_id, found in mine.items() if peer_id in connected and found.fresh]
+        voters = lately or list(mine.values())
+        far = [found for found in voters if not is_private(found.peer_host)]
+        electors = far or [found for found in voters if found.host not in interfaces]
+        votes = _votes(electors)
+        networks = len({prefix_of(found.peer_host) for found in electors})
+        believed = [host for host, vote in votes.items() if 2 * vote >= networks]
+        believed.sort(key=lambda host: (-votes[host], host))
+        return View(tuple(believed), any(host not in interfaces for host in believed))
+
+
+def _votes(electors: Collection[Observation]) -> dict[str, Fraction]:
+    """Return the votes for each host: one for each network of observers, shared by its peers."""
+    by_network: dict[str, Counter[str]] = defaultdict(Counter)
+    for found in electors:
+        by_network[prefix_of(found.peer_host)][found.host] += 1
+    votes: dict[str, Fraction] = defaultdict(Fraction)
+    for said in by_network.values():
+        for host, count in said.items():
+            votes[host] += Fraction(count, said.total())
+    return votes
+
+
+# The results of dial-backs, and which endpoints they show to work.
+
+Endpoint = tuple[str, int]
+"""A host at which other peers see this one, and a port."""
+
+ENOUGH = 2
+"""Peers that are asked about an endpoint, and failures that are believed while there are others to ask."""
+
+# A port that works is checked again after 5 minutes. One that does not is checked after 2 minutes, because its user may
+# be opening it now.
+WORKS_SECONDS = 300.0
+FAILS_SECONDS = 120.0
+SAME_CHECK_SECONDS = 60.0  # within which the votes of one check arrive
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    network: str
+    reached: bool
+    at: float
+
+
+class DialBacks:
+    """Votes of other peers on endpoints of this peer.
+
+    A vote that an endpoint works is more than a claim: this process has seen the new connection. A vote that it does
+    not work is a claim. At least half of the networks (/24 or /48) that have voted must say that it works.
+    """
+
+    def __init__(self) -> None:
+        self._votes: dict[Endpoint, dict[str, _Vote]] = {}
+        self._unanswered = Counter[Endpoint]()
+
+    def vote(self, now: float, endpoint: Endpoint, peer_id: str, peer_host: str, *, reached: bool) -> None:
+        """Note the result of one dial-back."""
+        votes = self._votes.setdefault(endpoint, {})
+        votes[peer_id] = _Vote(prefix_of(peer_host), reached, now)
+        # Older ones count until there are ENOUGH new ones.
+        new = {peer: vote for peer, vote in votes.items() if vote.at > now - SAME_CHECK_SECONDS}
+        if len(new) >= ENOUGH:
+            self._votes[endpoint] = new
+
+    def unanswered(self, endpoint: Endpoint) -> None:
+        """Note that a peer gave no answer on an endpoint, or refused to dial."""
+        self._unanswered[endpoint] += 1
+
+    def has_voted(self, endpoint: Endpoint, peer_id: str) -> bool:
+        """Return whether a peer has voted on an endpoint."""
+        return peer_id in self._votes.get(endpoint, {})
+
+    def verdict(
+        self, endpoint: Endpoint, *, others: bool, routed: bool, arrived: Collection[str] = ()
+    ) -> bool | None:
+        """Return whether an endpoint works; ``None`` if that is not known yet.
+
+        Args:
+            others: true if there are peers that could be asked and have not voted. Without them, a single failure is
+                believed.
+            routed: true if the host belongs to a router. Then the endpoint counts as closed if no peer wants to try.
+            arrived: networks whose peers have connected to the endpoint by themselves.
+        """
+        votes = self._votes.get(endpoint, {}).values()
+        networks = {vote.network for vote in votes}.union(arrived)
+        working = {vote.network for vote in votes if vote.reached}.union(arrived)
+        if working and 2 * len(working) >= len(networks):
+            return True
+        if len(votes) >= ENOUGH or (votes and not others):
+            return False
+        return False if routed and not votes and self._unanswered[endpoint] >= ENOUGH else None
+
+    def check_at(self, endpoint: Endpoint) -> float:
+        """Return the moment at which an endpoint with a verdict is checked again."""
+        votes = self._votes.get(endpoint, {}).values()
+        if not votes:
+            return float("-inf")
+        reached = any(vote.reached for vote in votes)
+        return max(vote.at for vote in votes) + (WORKS_SECONDS if reached else FAILS_SECONDS)
+
+    def keep_hosts(self, hosts: Collection[str]) -> None:
+        """Forget the endpoints at all other hosts."""
+        for endpoint in [found for found in {*self._votes, *self._unanswered} if found[0] not in hosts]:
+            self._forget(endpoint)
+
+    def forget_port(self, port: int) -> None:
+        """Forget all endpoints with a port, because a router's mapping of it has changed."""
+        for endpoint in [found for found in {*self._votes, *self._unanswered} if found[1] == port]:
+            self._forget(endpoint)
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        self._votes.pop(endpoint, None)
+        self._unanswered.pop(endpoint, None)
+
 
 VERSIONS = (4, 6)
 """The versions of IP; the first one that a peer of another network was seen over decides."""

@@ -6,16 +6,16 @@ Rules
 1. **Peers at loopback are not asked.** No router is on that path. As long as no peer of another network has answered,
    all addresses of the machine are announced at once: processes of one machine or one local network never wait.
 2. **Look.** A few connected peers of different networks say at which host they see this one. The believed hosts are
-   those that at least half of the networks name (:mod:`p2pavg.net.nat.reach.observations`). If such a host is an
+   those that at least half of the networks name (:mod:`p2pavg.net.nat.reach.facts`). If such a host is an
    address of this machine, no router is between; a firewall still may be.
 3. **Dial back.** Each believed host with each listening port, and with the port that a router maps, is an *endpoint*.
    Two peers that see this one at that host, from other hosts, dial it. The endpoint works if at least half of the
-   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.nat.reach.dial_backs`).
+   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.nat.reach.facts`).
    Where no router is between, peers of other networks that have connected to this one count as well: a firewall that
    lets them in is open, whatever liars say.
 4. **Probe.** While no endpoint behind a router works, whoami probes from one fresh port to two or three servers tell
-   the kind of the router (:mod:`p2pavg.net.nat.reach.probes`). The listening port is not used for that: a probe would
-   open it in the router for that server, whose dial-back would then prove nothing.
+   the kind of the router (:mod:`p2pavg.net.nat.reach.reachability`). The listening port is not used for that: a
+   probe would open it in the router for that server, whose dial-back would then prove nothing.
 5. **IPv4 decides** the kind, if a peer of another network has seen this one over IPv4: most peers have IPv4 only.
    Working endpoints of both versions are announced.
 6. **Announce** what works: first the user's list, then endpoints that others have dialled, then addresses of this
@@ -35,11 +35,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from p2pavg.net.nat.reach import conclusions
-from p2pavg.net.nat.reach.dial_backs import ENOUGH, Endpoint
-from p2pavg.net.nat.reach.facts import VERSIONS, Facts, Mapped, version_of
-from p2pavg.net.nat.reach.probes import Probe
+from p2pavg.net.nat.reach.facts import ENOUGH, VERSIONS, Endpoint, Facts, Mapped, version_of
 from p2pavg.net.nat.reach.questions import Agenda, AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.nat.reach.reachability import Barrier, Reachability
+from p2pavg.net.nat.reach.reachability import Barrier, Probe, Reachability
 
 MAX_OBSERVERS = 6
 """Peers that are asked for their observation again and again. Three networks outvote one that lies."""

@@ -11,7 +11,6 @@ import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.limits.sources import parse_host
@@ -28,7 +27,7 @@ from p2pavg.net.nat.reach.messages import (
     read_dialled_back,
     read_question,
 )
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import trio
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import CALM_LOOK_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import CircuitAddress
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.nat.relay.choice import RelayCandidate, addresses_of_relay, choose_relays
 from p2pavg.net.nat.relay.messages import (
     MAX_MESSAGE_BYTES,
@@ -24,7 +23,7 @@ from p2pavg.net.nat.relay.messages import (
     decode,
 )
 from p2pavg.net.nat.relay.service import RELAY_PING_SECONDS, receive
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 
 logger = logging.getLogger(__name__)
 

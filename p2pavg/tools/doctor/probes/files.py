@@ -7,8 +7,7 @@ import stat
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.runs.membership.files import read_certificate_file, read_run_file
-from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.membership.run_file import RunFile, read_certificate_file, read_run_file
 from p2pavg.tools.doctor.rules.files import SEED_BYTES, KeyFile, NamedCertificate
 from p2pavg_dht import Ed25519Signer
 

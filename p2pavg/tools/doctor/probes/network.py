@@ -25,7 +25,7 @@ from p2pavg.runs.records.hello import HelloAnswer
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.tools.doctor.rules.network import Announced, NetworkReach
 from p2pavg.tools.doctor.rules.run import Measured
-from p2pavg.verification.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.verification.evidence.accusation import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Contact
 

@@ -13,7 +13,7 @@ import pytest
 from p2pavg.base.formats import PeerText
 from p2pavg.base.messages import pack
 from p2pavg.matchmaking import messages as matches
-from p2pavg.net.lanes import messages as lanes
+from p2pavg.net.lanes import halfway as lanes
 from p2pavg.net.nat.punch import plan as punches
 from p2pavg.net.nat.reach.messages import NONCE_BYTES, DialBackOutcome, DialledBack, read_dialled_back
 from p2pavg.net.nat.relay import messages as relays
@@ -21,7 +21,7 @@ from p2pavg.state.messages import Welcome, read_reason
 from p2pavg.tools.control.messages import RefusedRequest as RefusedCommand
 from p2pavg.tools.control.messages import encode_answer as encode_command_answer
 from p2pavg.tools.control.messages import read_answer as read_command_answer
-from p2pavg.verification.evidence.messages import EvidenceAnswer
+from p2pavg.verification.evidence.accusation import EvidenceAnswer
 
 ROOT = Path(__file__).parents[4]
 MARKUP = "[/b] no {0} %s $x_{ <i>"

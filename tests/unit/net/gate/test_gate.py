@@ -17,14 +17,13 @@ from p2pavg.base.errors import (
     StreamBrokenError,
     UnreachableError,
 )
-from p2pavg.base.threads.exceptions import bare_exceptions
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.client import GateSigner, open_gate_transport
 from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature, TellNotice, news_of
 from p2pavg.net.gate.server import MAX_TOLD, Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.nat.reach.reachability import NOT_ASKED
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.net.unix import UnixStream, connect_unix, open_unix_listener, serve_unix
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.transport_conformance import CHECKS, ECHO, Check, echo

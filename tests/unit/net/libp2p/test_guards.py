@@ -13,7 +13,8 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE, TYPE_DATA, YAMUX_HEADER_FORMAT, YamuxStream
 from trio.testing import MockClock
 
-from p2pavg.net.libp2p import guarded_yamux, guards
+from p2pavg.net.libp2p import guarded_yamux
+from p2pavg.net.libp2p import host as guards
 from p2pavg.net.libp2p.patient_stream import PatientStream
 
 

@@ -6,10 +6,9 @@ from trio.testing import MockClock
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.call_budget import LONGEST_DELAY, MAX_ACCOUNTS, OVERHEAD, CallBudget, CallRates
 from p2pavg.net.limits.memory_budget import MemoryBudget
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing import MemoryNetwork
 from p2pavg_dht import Ed25519Signer
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from p2pavg.net.limits.open_files import RESERVED_FILES, share_of_files
+from p2pavg.net.limits.entrance import RESERVED_FILES, share_of_files
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such limit here")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.optim.base.lineage import Lineage, first_lineage
+from p2pavg.optim.base.state import Lineage, first_lineage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from p2pavg.base.errors import StateError
 from p2pavg.optim import RunState
+from p2pavg.optim.base.joined import plain_buffers, plain_name, plain_parameters
 from p2pavg.optim.base.model import ModelParts
-from p2pavg.optim.base.naming import plain_buffers, plain_name, plain_parameters
 from p2pavg.optim.catching_up.checkpoints import Checkpoints
 from p2pavg.optim.ranks.whole import layout_of
 from p2pavg.population.weights import Weights

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.optim.base.lineage import Lineage
-from p2pavg.optim.base.state import checked_amount, checked_count, lineage_of, pack_lineage
+from p2pavg.optim.base.state import Lineage, checked_amount, checked_count, lineage_of, pack_lineage
 from p2pavg.optim.coordination.progress import MAX_EPOCH
 
 STATE = bytes(range(32))

@@ -11,16 +11,15 @@ import torch
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.base.limits import RETRY_SECONDS
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.catching_up import following
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import LOST_SECONDS, Follower, Following
 from p2pavg.optim.catching_up.following_news import FOLLOWING_RETRY_SECONDS, UpdatePace
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import ProvenAverage
-from p2pavg.state.choice import MAX_DONORS, SETTLE_OFFERS_SECONDS
+from p2pavg.state.choice import MAX_DONORS, SETTLE_OFFERS_SECONDS, SnapshotOffer, StateNews
 from p2pavg.state.joiner.transfers import replayed_success
-from p2pavg.state.news import SnapshotOffer, StateNews
 from p2pavg.state.progress import StateProgress
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import Content, copy_of

@@ -17,7 +17,7 @@ from p2pavg.base.limits import WARN_WAIT_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import RunState
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.catching_up import states
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.states import (
@@ -31,8 +31,8 @@ from p2pavg.optim.catching_up.states import (
 )
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.ranks.shards import Ranks
+from p2pavg.state.choice import SnapshotOffer, StateNews
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
-from p2pavg.state.news import SnapshotOffer, StateNews
 from p2pavg.state.snapshot import Content
 from p2pavg.state.tree import chunk_digests, root_of
 from tests.unit.optim.loops import small

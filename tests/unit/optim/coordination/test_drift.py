@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from p2pavg.optim.base.lineage import MAX_CHUNKS, SHORT_BYTES, chunk_bounds, short_digests, tensor_digest
+from p2pavg.optim.base.state import MAX_CHUNKS, SHORT_BYTES, chunk_bounds, short_digests, tensor_digest
 from p2pavg.optim.coordination.watch import drifted
 
 LABELS = ["0.weight", "0.bias", "2.weight", "2.bias"]

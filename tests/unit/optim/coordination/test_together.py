@@ -13,7 +13,7 @@ import p2pavg
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers
 from p2pavg.optim.coordination.together import RoundCoordinator

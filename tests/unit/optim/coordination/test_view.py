@@ -10,12 +10,11 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from p2pavg.optim.base.lineage import Lineage
+from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.coordination import view
 from p2pavg.optim.coordination.attendance import WOKEN_SECONDS
-from p2pavg.optim.coordination.job_change import NOTE
 from p2pavg.optim.coordination.progress import LeftBehind, PeerProgress
-from p2pavg.optim.coordination.view import RunView
+from p2pavg.optim.coordination.view import NOTE, RunView
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.run_file import PeerFiles
 from p2pavg.runs.records.board import Entry

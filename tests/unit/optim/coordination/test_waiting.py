@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from p2pavg.base.limits import MAX_BACKOFF_SECONDS
-from p2pavg.optim.coordination.waiting import MAX_NAMED, GrowingPauses, Waiting, named
+from p2pavg.optim.coordination.ending import MAX_NAMED, GrowingPauses, Waiting, named
 
 
 def test_long_wait_is_warned_of_with_growing_pauses() -> None:

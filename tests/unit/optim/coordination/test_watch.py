@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.base.lineage import Lineage, short_digests, tensor_digest
+from p2pavg.optim.base.state import Lineage, short_digests, tensor_digest
 from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.optim.coordination.word import TOPIC, RecipeRecord, encode_word
 from tests.unit.optim.fakes import Alone

@@ -17,7 +17,7 @@ from p2pavg.base.messages import pack
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import SyncError, sync_parameters
-from p2pavg.optim.base.lineage import digest_of
+from p2pavg.optim.base.state import digest_of
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.records.board import Entry
 from tests.unit.runs.membership.runs import Authority, signer

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from p2pavg.base.codes import FailedCode
-from p2pavg.base.result import Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.base.result import Failed, FailedCode, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import ErrorFeedback, LocalUpdates, StepReport, diloco
 from tests.unit.optim.fakes import GROUP, Alone, local, parameter

@@ -11,12 +11,12 @@ import torch
 from torch.optim import SGD
 
 import p2pavg
-from p2pavg.base.codes import FailedCode
+from p2pavg.base.result import FailedCode
 from p2pavg.blocking import Averager
 from p2pavg.optim import MixedUpdates, StepReport, gossip, noloco
 from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.ddp import _speaker_of
-from p2pavg.optim.mixing.mixed_steps import SKETCH
+from p2pavg.optim.mixing.mixed import SKETCH
 from p2pavg.optim.mixing.mixing import ROUND
 from tests.unit.optim.fakes import Alone, large_batch, local, parameter
 

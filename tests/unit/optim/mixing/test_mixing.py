@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.group.places.gossip import next_round, rounds_of_others
-from p2pavg.optim.mixing.mixed_steps import SKETCH, sketch_of
+from p2pavg.optim.mixing.mixed import SKETCH, sketch_of
 from p2pavg.optim.mixing.mixing import (
     ROUND,
     MixingOptions,

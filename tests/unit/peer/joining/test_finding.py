@@ -14,8 +14,7 @@ from p2pavg.peer.joining import finding
 from p2pavg.peer.joining.finding import join
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import Certificate, Role, issue
-from p2pavg.runs.membership.files import read_run_file
-from p2pavg.runs.membership.run_file import PeerFiles, RunFile
+from p2pavg.runs.membership.run_file import PeerFiles, RunFile, read_run_file
 from p2pavg.runs.membership.tokens import InvitationLink, parse_link
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.tools.cli.authority import create, open_authority

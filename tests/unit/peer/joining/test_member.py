@@ -10,7 +10,7 @@ import p2pavg
 from p2pavg.blocking import open_averager
 from p2pavg.peer.joining.member import forwarded, listens_for
 from p2pavg.runs.membership.certificate import Role
-from p2pavg.runs.membership.files import read_run_file
+from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.membership.tokens import parse_link
 from p2pavg.tools.cli.new_run import create_run
 from p2pavg_dht import Ed25519Signer

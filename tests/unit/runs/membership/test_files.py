@@ -10,9 +10,8 @@ import pytest
 from p2pavg import AveragingConfig, ConfigError, RunFile, TrimmedMean, read_run_file
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.runs.membership.armour import MAX_TEXT_CHARS, certificate_text, revocations_text
-from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file
 from p2pavg.runs.membership.revocation import revoke
-from p2pavg.runs.membership.run_file import MAX_EDITED_BYTES
+from p2pavg.runs.membership.run_file import MAX_EDITED_BYTES, read_certificate_file, read_revocations_file
 from tests.unit.runs.membership.runs import SECRET, Authority, signer
 
 RUN = Authority()

@@ -14,8 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.limits import IDLE_STREAM_SECONDS, REPLY_SECONDS
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.runs.records import calls
 from p2pavg.runs.records.calls import MAX_KEPT, RecordCalls
 from p2pavg.testing import MemoryNetwork, MemoryTransport

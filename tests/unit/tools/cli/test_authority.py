@@ -17,7 +17,7 @@ from p2pavg.base.files import locked
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import Role, refusal
-from p2pavg.runs.membership.files import read_certificate_file, read_revocations_file, read_run_file
+from p2pavg.runs.membership.run_file import read_certificate_file, read_revocations_file, read_run_file
 from p2pavg.runs.records.identity import load_seed, make_seed
 from p2pavg.strategies import DataParallel, Federated, strategy_of
 from p2pavg.tools.cli import authority as commands

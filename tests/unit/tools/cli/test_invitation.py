@@ -8,7 +8,7 @@ import time
 import pytest
 
 from p2pavg.runs.membership.certificate import Role
-from p2pavg.runs.membership.files import read_certificate_file, read_run_file
+from p2pavg.runs.membership.run_file import read_certificate_file, read_run_file
 from p2pavg.runs.membership.tokens import Token, parse_link, read_token, token_key
 from p2pavg.runs.records.identity import load_seed
 from tests.unit.runs.membership.runs import signer

@@ -14,7 +14,7 @@ import typer
 
 from p2pavg.base.logs import LOGGERS, JsonFormatter
 from p2pavg.tools.cli import daemon_commands, main
-from p2pavg.tools.cli.logs import LogFormat, LogLevel, log_to_stderr
+from p2pavg.tools.cli.daemon_commands import LogFormat, LogLevel, log_to_stderr
 from tests.unit.tools.cli.commands import Commands
 
 

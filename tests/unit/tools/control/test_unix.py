@@ -19,7 +19,7 @@ import trio
 
 from p2pavg.base.errors import BusyError, ControlError, StreamBrokenError
 from p2pavg.net import unix
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import receive_message, send_message
 from p2pavg.net.unix import NotRunningError, accept_unix, connect_unix, open_unix_listener, serve_unix
 from p2pavg.tools.control import service
 from p2pavg.tools.control.messages import Answer, Done, Question, encode_question

@@ -6,8 +6,18 @@ import json
 
 import pytest
 
-from p2pavg.tools.doctor.findings import ORDER, Finding, Level, fault, in_order, not_known, ok, warning
-from p2pavg.tools.doctor.report import as_json, as_table
+from p2pavg.tools.doctor.findings import (
+    ORDER,
+    Finding,
+    Level,
+    as_json,
+    as_table,
+    fault,
+    in_order,
+    not_known,
+    ok,
+    warning,
+)
 
 FINDINGS = [
     ok("key file", "peer.key: 12D3"),

@@ -8,8 +8,8 @@ import pytest
 import trio
 
 from p2pavg.net.limits.call_budget import CallBudget, CallRates
-from p2pavg.tools.monitor import connections
-from p2pavg.tools.monitor.connections import Connection, serving
+from p2pavg.tools.monitor import serving as connections
+from p2pavg.tools.monitor.serving import Connection, serving
 
 SECONDS = 60.0
 

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock, memory_stream_one_way_pair
 
 from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
-from p2pavg.tools.monitor.connections import PIECE_BYTES, Connection
+from p2pavg.tools.monitor.serving import PIECE_BYTES, Connection
 
 
 class Socket:

@@ -13,7 +13,8 @@ import trio
 
 from p2pavg.base.errors import ConfigError, ListenError
 from p2pavg.telemetry.status import PeerStatus
-from p2pavg.tools.monitor import connections, serving
+from p2pavg.tools.monitor import serving
+from p2pavg.tools.monitor import serving as connections
 from p2pavg.tools.monitor.serving import MonitorOptions, serve_page
 from tests.unit.telemetry.statuses import FULL, HOSTILE_TEXTS
 

@@ -13,13 +13,11 @@ from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.consensus.statements import Statement, result_digest
-from p2pavg.group.aggregation import Aggregation
-from p2pavg.group.audits import Audits
+from p2pavg.group.aggregation import Aggregation, Audits
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.group.topology import BUTTERFLY, Topology
-from p2pavg.verification.audit.keeping import KeptShare
+from p2pavg.verification.audit.keeping import AuditRequest, KeptShare, ticket_bytes
 from p2pavg.verification.audit.layout import Share
-from p2pavg.verification.audit.requests import AuditRequest, ticket_bytes
 from p2pavg.verification.audit.task import AuditTask, shares_of, tasks_of
 from p2pavg_compression import Codec
 from tests.unit.group.samples import SIGNERS, candidate, roster

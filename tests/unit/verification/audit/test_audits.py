@@ -13,9 +13,8 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, RobustRule, TrimmedMean
 from p2pavg.group.topology import Star
 from p2pavg.net.transport import Buffer
-from p2pavg.verification.audit.evidence import FalseAverage, read_false_average
+from p2pavg.verification.audit.evidence import FalseAverage, read_false_average, what_is_wrong
 from p2pavg.verification.audit.layout import OWN_DOMAIN, read_manifest
-from p2pavg.verification.audit.recheck import what_is_wrong
 from p2pavg.verification.audit.task import AuditTask, Lie
 from p2pavg_compression import Blockwise8, Codec, Fp32, Int8
 from tests.unit.group.samples import SIGNERS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES
-from p2pavg.verification.audit.requests import (
+from p2pavg.verification.audit.keeping import (
     ANSWER_PART,
     ANSWER_PIECE_SECONDS,
     MAX_PIECE_BYTES,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.verification.evidence import exclusions
-from p2pavg.verification.evidence.exclusions import Exclusions
+from p2pavg.verification.evidence import inquiries as exclusions
+from p2pavg.verification.evidence.inquiries import Exclusions
 from tests.unit.group.samples import candidate
 from tests.unit.verification.evidence.samples import accusation, named
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pavg.verification.evidence import inquiries
-from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES, Named
-from p2pavg.verification.evidence.exclusions import Exclusions
+from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES, Named, Notice
 from p2pavg.verification.evidence.inquiries import (
     ACCUSER_FETCHES,
     ALL_FETCHES,
@@ -16,9 +15,9 @@ from p2pavg.verification.evidence.inquiries import (
     REST,
     UNMET_FETCHES,
     EvidenceFetch,
+    Exclusions,
     Inquiries,
 )
-from p2pavg.verification.evidence.messages import Notice
 from tests.unit.verification.evidence.samples import accusation, named
 
 FAR = 1e9

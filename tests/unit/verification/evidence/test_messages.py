@@ -9,10 +9,11 @@ import pytest
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.base.messages import pack
-from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES, MAX_KIND_CHARS
-from p2pavg.verification.evidence.messages import (
+from p2pavg.verification.evidence.accusation import (
     MAX_ADDRESSES,
     MAX_ANSWER_BYTES,
+    MAX_EVIDENCE_BYTES,
+    MAX_KIND_CHARS,
     MAX_NAMED,
     MAX_REQUEST_BYTES,
     EvidenceAnswer,

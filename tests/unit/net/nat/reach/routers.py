@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2pavg.net.nat.reach.knowledge import Knowledge
-from p2pavg.net.nat.reach.probes import Probe
 from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.nat.reach.reachability import Kind
+from p2pavg.net.nat.reach.reachability import Kind, Probe
 
 ME = "me"
 HOME, LOOPBACK = "192.168.1.2", "127.0.0.1"

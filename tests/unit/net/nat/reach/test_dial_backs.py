@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.net.nat.reach.dial_backs import FAILS_SECONDS, WORKS_SECONDS, DialBacks
+from p2pavg.net.nat.reach.facts import FAILS_SECONDS, WORKS_SECONDS, DialBacks
 
 ENDPOINT = ("203.0.113.1", 4001)
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.knowledge import MAX_OBSERVERS
-from p2pavg.net.nat.reach.probes import Probe
 from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind
+from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind, Probe
 from tests.unit.net.nat.reach.routers import (
     HOME,
     LOOPBACK,

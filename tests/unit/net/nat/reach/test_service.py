@@ -12,7 +12,6 @@ from trio.testing import MockClock
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import pack
-from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.reach import service
 from p2pavg.net.nat.reach.messages import (
@@ -27,7 +26,7 @@ from p2pavg.net.nat.reach.messages import (
     read_question,
 )
 from p2pavg.net.nat.reach.service import ReachService, ask_dial_back, ask_to_look
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg_dht import Ed25519Signer
 

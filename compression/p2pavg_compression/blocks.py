@@ -18,8 +18,6 @@ from .codec import CPU, CheckedCodec, CodecError, is_aligned, typed
 from .kernels import Kernel, kernels
 from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, default_stream
 
-__all__ = ["BlockCodec", "reciprocals_of_scales"]
-
 _ALIGNMENT = 64
 _SMALLEST_NORMAL = 2.0**-126
 

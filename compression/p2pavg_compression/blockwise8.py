@@ -11,8 +11,6 @@ from .codec import check_block_size, check_encodable, typed
 from .kernels import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
 from .scratch import scratch
 
-__all__ = ["Blockwise8"]
-
 _MISSING = "blockwise8 encodes CUDA tensors with bitsandbytes: pip install 'p2pavg[cuda]'"
 
 

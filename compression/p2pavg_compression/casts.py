@@ -8,8 +8,6 @@ import torch
 from .codec import CheckedCodec, CodecError, check_encodable, is_aligned, typed
 from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, scratch
 
-__all__ = ["Bf16", "Fp16", "Fp32"]
-
 
 class _Cast(CheckedCodec):
     """A codec whose payload is the vector in `dtype`, one number after the other.

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["MAX_MAGNITUDE", "BytesLike", "Codec", "CodecError"]
-
 if sys.byteorder != "little":
     # Codecs reinterpret the memory of a payload instead of parsing it, so they are as fast as a copy.
     raise ImportError(f"p2pavg_compression needs a little-endian host, this one is {sys.byteorder}-endian")

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MOST_BITS", "Combinations", "combinations"]
-
 Limbs = NDArray[np.int64]
 
 LIMB_BITS = 48

@@ -61,9 +61,6 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
-__all__ = ["check_codec"]
-
-
 def check_codec(codec: Codec) -> None:
     """Check every promise of `Codec`. Raise AssertionError at the first one that `codec` breaks."""
     check_identity(codec)

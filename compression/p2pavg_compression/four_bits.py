@@ -20,8 +20,6 @@ from .codec import CPU, CodecError, check_block_size, check_encodable, typed
 from .kernels import codes_of_halves
 from .scratch import CHUNK_ELEMENTS, chunk_ranges, copy_to_host, scratch
 
-__all__ = ["NF4", "FourBitCodec", "Int4"]
-
 _LARGEST_CODE = 7
 
 

@@ -9,8 +9,6 @@ from .blocks import BlockCodec, reciprocals_of_scales
 from .codec import CodecError, check_block_size, check_encodable
 from .scratch import scratch
 
-__all__ = ["Int8"]
-
 _LARGEST_CODE = 127
 
 

@@ -94,8 +94,6 @@ CODE_OF_HALF = torch.tensor(codes_of_halves(_levels), dtype=torch.uint8, device=
 ZERO_CODE = int(np.flatnonzero(_levels == 0.0)[0])
 
 
-__all__ = ["COMPILE_AFTER_ELEMENTS", "Kernel", "Kernels", "kernels"]
-
 logger = logging.getLogger(__name__)
 
 COMPILE_AFTER_ELEMENTS: Final = 1 << 24

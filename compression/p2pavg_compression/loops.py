@@ -22,15 +22,6 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-__all__ = [
-    "accumulate_blockwise8",
-    "accumulate_int8",
-    "decode_blockwise8",
-    "decode_int8",
-    "encode_blockwise8",
-    "encode_int8",
-]
-
 Floats = NDArray[np.float32]
 Codes = NDArray[np.uint8]
 

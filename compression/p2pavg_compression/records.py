@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from .combinations import Combinations, combinations, number_bytes
 
-__all__ = ["ChunkForm", "Records", "record_of"]
-
 _LARGE_PART = 5  # one of five values has the larger magnitude
 _RATIO_STEPS = 32
 _LARGEST_RATIO = 255

@@ -11,8 +11,6 @@ from .four_bits import NF4, Int4
 from .int8 import Int8
 from .topk import TopK
 
-__all__ = ["KNOWN_CODECS", "resolve_codec"]
-
 KNOWN_CODECS: Mapping[str, type[Codec]] = MappingProxyType(
     {
         "fp32": Fp32,

@@ -40,8 +40,6 @@ def copy_to_host(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(staging)
 
 
-__all__ = ["CHUNK_ELEMENTS", "CUDA_CHUNK_ELEMENTS", "Scratch", "chunk_ranges", "scratch"]
-
 CHUNK_ELEMENTS = 1 << 18
 """The elements of a chunk on the CPU: 1 MiB of float32.
 

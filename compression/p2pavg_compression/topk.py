@@ -13,10 +13,6 @@ from .codec import MAX_MAGNITUDE, CheckedCodec, CodecError, check_encodable
 from .records import ChunkForm, Records, record_of
 from .scratch import CHUNK_ELEMENTS
 
-__all__ = ["TopK"]
-
-_LARGEST_BITS = 0x7180_0000  # of 2**100
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK(CheckedCodec):

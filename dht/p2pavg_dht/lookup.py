@@ -240,11 +240,6 @@ class Lookup:
         return not self.stalled or len(self._answered()) >= K or self._majority()
 
     @property
-    def calls(self) -> int:
-        """The number of calls that were made."""
-        return sum(path.calls for path in self._paths)
-
-    @property
     def ends(self) -> Ends:
         """The nearest contacts of each path that have answered, without this peer; twice its share at most."""
         hands = []

@@ -1,7 +1,7 @@
 """The interface of the network: streams and direct lanes to peers that are known by their id.
 
 There are two implementations, :mod:`p2pavg.net.libp2p.transport` and :class:`p2pavg.testing.MemoryNetwork`. Both pass
-:mod:`p2pavg.testing.transport_conformance`.
+:mod:`tests.transport_conformance`.
 """
 
 from __future__ import annotations

@@ -19,28 +19,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias
 
 from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
 
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
 _MAX_MESSAGE_BYTES = 1 << 16
-
-
-class Process(Protocol):
-    """The part of :class:`subprocess.Popen` that processes of a swarm have."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def stdin(self) -> IO[str] | None: ...
-    @property
-    def stdout(self) -> IO[str] | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-    def send_signal(self, sig: int) -> None: ...
 
 
 class ForkedProcess:
@@ -102,6 +87,9 @@ class ForkedProcess:
         with self._signalling:
             self._server_is_lost = self._code is None
         self._ended.set()
+
+
+Process: TypeAlias = "subprocess.Popen[str] | ForkedProcess"
 
 
 class ForkServer:

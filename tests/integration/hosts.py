@@ -11,7 +11,7 @@ import trio
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.transport import Transport, receive_message, send_message
-from p2pavg.testing.transport_conformance import ECHO, echo
+from tests.transport_conformance import ECHO, echo
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TIMEOUT = 20.0

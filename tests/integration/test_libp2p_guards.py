@@ -22,7 +22,6 @@ from p2pavg.net.libp2p import guarded_yamux, speed
 from p2pavg.net.libp2p import host as guards
 from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.transport import Stream, receive_message
-from p2pavg.testing.transport_conformance import ECHO
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import TIMEOUT, assert_serves, eventually, seeds, watched
 from tests.integration.libp2p_hosts import (
@@ -35,6 +34,7 @@ from tests.integration.libp2p_hosts import (
     open_host,
 )
 from tests.integration.raw_peers import line, open_tcp, raw_peer
+from tests.transport_conformance import ECHO
 
 # -- strangers that break the protocols
 

@@ -14,7 +14,6 @@ from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.transport import Stream, receive_message, send_message
-from p2pavg.testing.transport_conformance import ECHO, echo
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, seeds, watched
 from tests.integration.libp2p_hosts import (
@@ -27,6 +26,7 @@ from tests.integration.libp2p_hosts import (
     until_it_cannot_write,
 )
 from tests.integration.raw_peers import raw_peer
+from tests.transport_conformance import ECHO, echo
 
 
 def open_sockets() -> int:

@@ -65,7 +65,7 @@ async def test_an_address_of_another_machine_is_named(monkeypatch: pytest.Monkey
 PREAMBLE = """
 import logging, os, sys, trio
 from p2pavg.net.libp2p.transport import open_libp2p_transport
-from p2pavg.testing.transport_conformance import ECHO, echo
+from tests.transport_conformance import ECHO, echo
 from p2pavg.net.transport import receive_message, send_message
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 async def assert_serves(here, there):

@@ -9,8 +9,8 @@ import pytest
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.testing.transport_conformance import ECHO
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, open_host, watched
+from tests.transport_conformance import ECHO
 
 
 class Tried:

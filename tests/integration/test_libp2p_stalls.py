@@ -8,7 +8,6 @@ from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.libp2p import opening
 from p2pavg.net.libp2p import stream as libp2p_stream
 from p2pavg.net.transport import Stream
-from p2pavg.testing.transport_conformance import ECHO
 from tests.integration.hosts import TIMEOUT, eventually, watched
 from tests.integration.libp2p_hosts import (
     FLOOD,
@@ -21,6 +20,7 @@ from tests.integration.libp2p_hosts import (
     until_it_cannot_write,
 )
 from tests.integration.raw_peers import line, raw_peer
+from tests.transport_conformance import ECHO
 
 
 @watched

@@ -8,8 +8,8 @@ import pytest
 
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.net.transport import Transport
-from p2pavg.testing.transport_conformance import CHECKS, Check
 from p2pavg_dht import Ed25519Signer
+from tests.transport_conformance import CHECKS, Check
 
 
 class OnLoopback:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import trio
 
 from p2pavg.base.errors import ClosedError, UnreachableError
+from p2pavg.net.nat.punch.service import PunchService
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import PeerId
 
@@ -18,16 +18,6 @@ TRY_DIRECT_SECONDS = 30.0
 
 # The pauses before each try. At first, a peer may not know its router yet; later, one of the two may have moved.
 PAUSES = (0.0, 1.0, 3.0, 10.0, 30.0, 120.0, 300.0)
-
-
-class PunchMaker(Protocol):
-    """The part of the punch service that is used here."""
-
-    async def connect(self, peer_id: PeerId, *, timeout: float) -> None:
-        """Make a direct connection by a punch. Raises UnreachableError."""
-
-    async def ask_to_dial(self, peer_id: PeerId, addresses: Sequence[str], *, timeout: float) -> None:
-        """Ask a peer to dial this one. Raises UnreachableError."""
 
 
 class Improver:
@@ -42,7 +32,7 @@ class Improver:
     def __init__(
         self,
         nursery: trio.Nursery,
-        puncher: PunchMaker,
+        puncher: PunchService,
         *,
         path_to: Callable[[PeerId], str],
         reachability: Callable[[], Reachability],

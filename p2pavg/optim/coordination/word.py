@@ -134,9 +134,5 @@ def _sentence(count: int, one: str, several: str, rest: str) -> str:
     return f"{subject} of this run {verb} {rest}"
 
 
-def _is_field(name: str, text: str) -> bool:
-    return is_name(name) and _is_text(text)
-
-
 def _is_text(text: str) -> bool:
     return len(text) <= MAX_FIELD_CHARS and text.isprintable()

@@ -13,9 +13,8 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
 
 import trio
 
@@ -24,7 +23,7 @@ from p2pavg.base.limits import CLOCK_SKEW_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import NONCE_BYTES, MemberRecord, seal, sealed_key, unseal
-from p2pavg_dht import Contact, Published, Record
+from p2pavg_dht import Contact, Published, Record, RecordNode
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +33,6 @@ MAX_REFUSED = 256
 """Publishers whose refusals are logged, once each. Strangers can invent any number of publishers."""
 OPENED_AT_ONCE = 32
 """Records that are opened between two checkpoints, in 3 ms at most."""
-
-
-class RunRecordNode(Protocol):
-    """The part of :class:`p2pavg_dht.RecordNode` that a run uses."""
-
-    @property
-    def network_size(self) -> int: ...
-    async def publish(
-        self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
-    ) -> Published: ...
-    async def withdraw(self, key: bytes) -> None: ...
-    def release(self, key: bytes) -> None: ...
-    def keep_places(self, key: bytes, contacts: Sequence[Contact]) -> None: ...
-    async def find(self, key: bytes, also: Sequence[Contact] = ()) -> tuple[Record, ...]: ...
-    def held(self, key: bytes) -> tuple[Record, ...]: ...
-    def watch(self, key: bytes, changed: Callable[[], None]) -> None: ...
-    def unwatch(self, key: bytes) -> None: ...
-    def guarded(self, key: bytes, guard: Callable[[Record], str | None]) -> AbstractContextManager[None]: ...
 
 
 class RunRecords:
@@ -66,7 +47,7 @@ class RunRecords:
 
     def __init__(
         self,
-        node: RunRecordNode,
+        node: RecordNode,
         membership: Membership | None,
         wall_clock: Callable[[], float],
         *,

@@ -15,6 +15,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.group.places.levels import FACTOR, Ladder, ladder_for, level_key, place_key
+from p2pavg.runs.records.board import BoardRecords
 from p2pavg_dht import Published, Record
 
 ENOUGH = 8
@@ -29,17 +30,11 @@ MAX_WHOLE_LEVEL = 3
 """The last level that :class:`WholeRun` reads: it has 64 places, for six thousand peers."""
 
 
-class KeyedRecords(Protocol):
+class KeyedRecords(BoardRecords, Protocol):
     """The part of :class:`~p2pavg.runs.records.run_records.RunRecords` that this module uses."""
 
     @property
     def network_size(self) -> int: ...
-    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
-    async def withdraw(self, key: bytes) -> None: ...
-    async def find(self, key: bytes) -> tuple[Record, ...]: ...
-    def held(self, key: bytes) -> tuple[Record, ...]: ...
-    def watch(self, key: bytes, changed: Callable[[], None]) -> None: ...
-    def unwatch(self, key: bytes) -> None: ...
 
 
 async def find_sample(

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from blake3 import blake3
 
@@ -31,30 +31,6 @@ SUFFIX = ".pieces"
 def digest_of(piece: Buffer) -> bytes:
     """Return the digest of a piece, 32 bytes of BLAKE3."""
     return blake3(piece).digest()
-
-
-class Sink(Protocol):
-    """A place for the pieces of one blob."""
-
-    @property
-    def claimed(self) -> Sequence[int]:
-        """Pieces that an earlier download left here, and that are still to be verified."""
-
-    def verify(self, indices: Iterable[int]) -> list[int]:
-        """Read claimed pieces; return those that are right. The others count as missing."""
-
-    def put(self, index: int, piece: Buffer) -> None:
-        """Keep a piece, which was verified.
-
-        Raises:
-            StateError: there is no room for it.
-        """
-
-    def take(self) -> memoryview:
-        """Return the data of the complete blob, which may be read until :meth:`close`."""
-
-    def close(self) -> None:
-        """Let go of everything that is held."""
 
 
 class MemorySink:
@@ -216,3 +192,7 @@ def _reserve(file: int, size: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
+
+
+Sink: TypeAlias = MemorySink | FileSink
+"""A place for the pieces of one blob."""

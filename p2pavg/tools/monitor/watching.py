@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import trio
 
@@ -28,20 +28,6 @@ READ_SECONDS = 0.5
 """Between two readings of what has come."""
 MAX_WATCHED = 64
 """Peers whose processes are watched: a killed one is gone at once. Any other is gone when its status expires."""
-
-
-class StatusSource(Protocol):
-    """The statuses of a run."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def me(self) -> str: ...
-    @property
-    def excluded(self) -> Mapping[str, str]: ...
-    @property
-    def gives(self) -> str: ...
-    def read(self) -> dict[str, tuple[PeerStatus, float]]: ...
 
 
 class _Own:
@@ -125,6 +111,10 @@ class BoardSource:
         found = {peer_id: (heard.status, heard.at) for peer_id, heard in self._heards.read().items()}
         publishes = self._host.registry.statuses.owner(self.run_id)
         return found if publishes is None else {self.me: self._own.read(publishes), **found}
+
+
+StatusSource: TypeAlias = AveragerSource | BoardSource
+"""The statuses of a run."""
 
 
 @dataclass

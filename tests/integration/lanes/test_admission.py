@@ -19,7 +19,6 @@ from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.limits.call_budget import CallBudget, CallRates
 from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message
-from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import (
     LOOPBACK,
     TIMEOUT,
@@ -40,6 +39,7 @@ from tests.integration.lanes.company import (
     lane_to,
     pair,
 )
+from tests.transport_conformance import ECHO, echo
 
 
 async def ask(here: Transport, there: Transport, own: OwnCertificate) -> tuple[Stream, LaneOffer]:

@@ -15,8 +15,8 @@ from p2pavg.net.nat.relay.limits import RelayLimits
 from p2pavg.net.nat.relay.messages import PROTOCOL, Connect, RelayMessage, RelayRefusal, decode
 from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import Stream, receive_message, send_message
-from p2pavg.testing.transport_conformance import ECHO
 from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host
+from tests.transport_conformance import ECHO
 
 Change = Callable[[bytes], bytes]
 

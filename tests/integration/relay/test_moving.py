@@ -19,7 +19,6 @@ from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.relay import reservations, service
 from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved, decode
 from p2pavg.net.transport import Stream, receive_message, send_message
-from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, seeds, watched
 from tests.integration.relay.meeting import (
     behind,
@@ -33,6 +32,7 @@ from tests.integration.relay.meeting import (
     service_of,
 )
 from tests.integration.relay.test_limits import held, until_no_more_than
+from tests.transport_conformance import ECHO, echo
 
 
 class TestRelaysThatEnd:

@@ -10,8 +10,8 @@ from trio.testing import MockClock
 from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.net.transport import Transport
 from p2pavg.testing import MemoryNetwork
-from p2pavg.testing.transport_conformance import CHECKS, Check
 from p2pavg_dht import Ed25519Signer
+from tests.transport_conformance import CHECKS, Check
 
 
 class InMemory:

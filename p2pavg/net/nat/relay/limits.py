@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from p2pavg.net.limits.rate import WIRE_OVERHEAD, TokenBucket
 from p2pavg.net.limits.sources import prefix_of
@@ -260,13 +260,7 @@ class RelayBudget:
             del self._accounts[oldest]
 
 
-class _Placed(Protocol):
-    @property
-    def host(self) -> str:
-        """The IP address of the peer that holds the place."""
-
-
-Place = TypeVar("Place", bound=_Placed)
+Place = TypeVar("Place", Reservation, Circuit)
 
 
 def _giving_way(crowd: Sequence[Place], host: str) -> list[Place]:

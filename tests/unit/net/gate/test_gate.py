@@ -26,9 +26,9 @@ from p2pavg.net.nat.reach.reachability import NOT_ASKED
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.net.unix import UnixStream, connect_unix, open_unix_listener, serve_unix
 from p2pavg.testing import MemoryNetwork
-from p2pavg.testing.transport_conformance import CHECKS, ECHO, Check, echo
-from p2pavg.testing.transport_conformance.tools import OTHER, eventually, receive_all
 from p2pavg_dht import Ed25519Signer
+from tests.transport_conformance import CHECKS, ECHO, Check, echo
+from tests.transport_conformance.tools import OTHER, eventually, receive_all
 
 
 def never(_message: bytes) -> bool:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import trio
@@ -63,7 +64,7 @@ class Client:
 @asynccontextmanager
 async def served(source: Peers | None = None, **options: object) -> AsyncIterator[Client]:
     chosen = MonitorOptions(**options)  # type: ignore[arg-type]
-    async with serve_page(source or Peers(), chosen) as address:
+    async with serve_page(cast(Any, source or Peers()), chosen) as address:
         yield Client(address)
 
 

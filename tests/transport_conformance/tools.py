@@ -109,7 +109,7 @@ async def assert_raises(expected: type[Exception], call: Awaitable[object]) -> N
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Poll for a condition that no event announces; the watchdog bounds the wait."""
-    while not condition():  # noqa: ASYNC110 - there is no event to wait for
+    while not condition():
         await trio.sleep(0.005)
 
 

@@ -8,7 +8,7 @@ import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message
-from p2pavg.testing.transport_conformance.tools import (
+from tests.transport_conformance.tools import (
     MANY_BYTES,
     OTHER,
     TIMEOUT,

@@ -6,7 +6,7 @@ import trio
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError
 from p2pavg.net.transport import LENGTH_BYTES, Stream, receive_message, send_message
-from p2pavg.testing.transport_conformance.tools import (
+from tests.transport_conformance.tools import (
     MANY_BYTES,
     MAX_MESSAGE_BYTES,
     MORE_THAN_A_WINDOW,

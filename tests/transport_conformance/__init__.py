@@ -6,7 +6,7 @@
 Each check makes its own peers and ends them. Its timeouts are watchdogs and measure nothing.
 """
 
-from p2pavg.testing.transport_conformance import abuse, connections, one_stream
-from p2pavg.testing.transport_conformance.tools import CHECKS, ECHO, Check, Surroundings, echo
+from tests.transport_conformance import abuse, connections, one_stream
+from tests.transport_conformance.tools import CHECKS, ECHO, Check, Surroundings, echo
 
 __all__ = ["CHECKS", "ECHO", "Check", "Surroundings", "abuse", "connections", "echo", "one_stream"]

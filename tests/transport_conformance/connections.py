@@ -9,7 +9,7 @@ import trio
 from p2pavg.base.errors import AddressError, ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.net.transport import Stream
-from p2pavg.testing.transport_conformance.tools import (
+from tests.transport_conformance.tools import (
     ECHO,
     OTHER,
     TIMEOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
     def make(seed: int = 0, **changes: float) -> Stage:
         stage = Stage(seed, **changes)
         for module in (together, view, watch):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: stage.now))
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: stage.now, time=time.time))
         return stage
 
     return make

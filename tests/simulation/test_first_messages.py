@@ -184,9 +184,9 @@ def spend(messages: FirstMessages, stream: Stream, seconds: float, monkeypatch: 
     moments = iter([clock - seconds, clock])
     with monkeypatch.context() as patched:
         patched.setattr(
-            "p2pavg.net.limits.call_budget.time", SimpleNamespace(thread_time=lambda: next(times))
+            "p2pavg.net.limits.first_messages.time", SimpleNamespace(thread_time=lambda: next(times))
         )
-        patched.setattr("p2pavg.net.limits.call_budget.trio.current_time", lambda: next(moments))
+        patched.setattr("p2pavg.net.limits.first_messages.trio.current_time", lambda: next(moments))
         with messages.charged(stream):
             pass
 
@@ -227,7 +227,7 @@ async def test_time_in_which_the_loop_did_something_else_is_not_charged(
     sender = stream_of("stranger")
     with monkeypatch.context() as patched:
         moments = iter([0.0, 1000.0])
-        patched.setattr("p2pavg.net.limits.call_budget.trio.current_time", lambda: next(moments))
+        patched.setattr("p2pavg.net.limits.first_messages.trio.current_time", lambda: next(moments))
         with messages.charged(sender):
             pass
     await messages.admit(sender)

@@ -22,7 +22,8 @@ from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.finding import join
-from p2pavg.peer.joining.home import Home, join_again, remembering
+from p2pavg.peer.joining.home import Home
+from p2pavg.peer.joining.remembering import join_again, remembering
 from p2pavg.peer.peer import Peer, check_openness, open_peer, peer_over
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role

@@ -19,8 +19,9 @@ from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.joining.carrying import carrying_job
-from p2pavg.peer.joining.home import Home, join_again
+from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.member import forwarded, listens_for, open_delegate, serving_links
+from p2pavg.peer.joining.remembering import join_again
 from p2pavg.peer.peer import Peer, open_peer_or_asker
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role

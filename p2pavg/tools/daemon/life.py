@@ -18,7 +18,8 @@ from p2pavg import __version__
 from p2pavg.base.formats import PeerText, count, in_bytes
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.auxiliary import HelpedRounds
-from p2pavg.peer.joining.home import Home, remembering
+from p2pavg.peer.joining.home import Home
+from p2pavg.peer.joining.remembering import remembering
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.certificate import date_of, read_certificate
 from p2pavg.runs.membership.membership import Membership, RunAccess

@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 COMMAND = [sys.executable, "-m", "p2pavg"]
 WATCHDOG_SECONDS = 240.0
@@ -98,6 +100,10 @@ class Started:
 
     def close(self) -> None:
         if self.process.poll() is None:
+            # faketime and its like start the command as a child.
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
             self.process.kill()
             self.process.wait()
         self._file.close()
@@ -129,6 +135,13 @@ def call(folder: Path, *arguments: str) -> str:
     )
     assert not done.returncode, done.stderr
     return done.stdout
+
+
+def eventually(found: Callable[[], object]) -> None:
+    end = time.monotonic() + WATCHDOG_SECONDS
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def free_port() -> int:

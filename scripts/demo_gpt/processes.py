@@ -1,5 +1,6 @@
 """Child processes and their events; every child is stopped at the end."""
 
+import os
 import queue
 import subprocess
 import sys
@@ -44,6 +45,8 @@ class Child:
                 cwd=ROOT,
                 text=True,
                 process_group=0,
+                # A killed process has said its last words all the same.
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
 
     def leave(self) -> None:

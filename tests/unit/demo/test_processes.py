@@ -55,7 +55,7 @@ def test_process_starts_reports_and_leaves(tmp_path: Path) -> None:
 def test_a_killed_process_starts_again_and_goes_on_with_its_log(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         peer = start(processes, HANG)
-        pump_until(processes, lambda: peer.state is State.TRAINING)
+        pump_until(processes, lambda: bool(peer.train))  # it has written to its log before
         processes.kill(peer)
         pump_until(processes, lambda: peer.state is State.KILLED)
         assert (peer.reason, peer.kills) == ("killed by SIGKILL", [1])

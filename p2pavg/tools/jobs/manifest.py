@@ -62,7 +62,7 @@ class LargeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         tuple[Annotated[str, Meta(max_length=1000, pattern=r"^https?://[!-~]+$")], ...],
         Meta(max_length=MAX_MIRRORS),
     ] = ()
-    """Of its mirrors, which are asked in this order. Whoever answers, only these bytes are taken."""
+    """Of its mirrors, which are asked in this order. Only the bytes of the digest are taken."""
 
 
 class JobManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

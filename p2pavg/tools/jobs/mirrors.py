@@ -1,7 +1,7 @@
 """The larger files of a job: in a folder of the volunteer's, kept from an earlier start, or from a mirror over HTTP.
 
-Whoever has a file, its bytes are checked against the digest in the job's manifest, and the run's authority has signed
-that. A mirror is a stranger, and so is what answers in its place: a router's page, or a proxy's.
+The bytes of each file are checked against the digest in the job's manifest, which the run's authority has signed. A
+mirror is a stranger, and so is what answers in its place: a router's page, or a proxy's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from p2pavg.tools.jobs.manifest import LargeFile, origin_of
 
 PIECE_BYTES = 64 * 1024
 """A mirror that brings less within STALL_SECONDS, which is 17 kbit/s, has stopped; so has a try that brings less."""
-MAX_BREAKS = 6
-"""In a row, of all mirrors, with pauses of 1 to 32 s after them: a router dials anew in less than a minute."""
+MAX_BREAKS = 7
+"""In a row, of all mirrors, with pauses of 1 to 32 s between them: a router dials anew in less than a minute."""
 MAX_REDIRECTS = 10
 MAX_REASON_CHARS = 200
 TRY_LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -155,7 +155,8 @@ class MirrorFiles:
                     continue
                 breaks += 1
                 left.append(left.pop(0))
-                await trio.sleep(ASK_AGAIN_SECONDS * 2 ** (breaks - 1))
+                if breaks < MAX_BREAKS:
+                    await trio.sleep(ASK_AGAIN_SECONDS * 2 ** (breaks - 1))
         reasons = "; ".join(mirror.why for mirror in mirrors if mirror.why) or "it has none"
         raise StateError(
             f"the job needs {file.name} ({in_bytes(file.bytes)}, SHA-256 {file.sha256[:16]}…), and no mirror gave it:"
@@ -227,9 +228,8 @@ async def _answer(client: httpx.AsyncClient, url: str, begins: int) -> AsyncIter
     """Ask for a file from a place on, and follow redirects; each to HTTPS, or to the same server."""
     request = client.build_request("GET", url, headers={"Range": f"bytes={begins}-"} if begins else None)
     for _ in range(MAX_REDIRECTS):
-        with trio.fail_after(
-            2 * STALL_SECONDS
-        ):  # to connect, and until the head is here: it may come byte by byte
+        # To connect, and until the head is here: it may come byte by byte, which httpx's own timeout does not see.
+        with trio.fail_after(2 * STALL_SECONDS):
             answer = await client.send(request, stream=True)
         try:
             after = answer.next_request

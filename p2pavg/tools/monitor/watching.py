@@ -103,7 +103,7 @@ class BoardSource:
 
     @property
     def gives(self) -> str:
-        """What this machine has given to the run, as a sentence; empty if it does not train with the run's job."""
+        """A sentence on the samples that this machine has given to the run; empty if it does not train with its job."""
         return self._given()
 
     def read(self) -> dict[str, tuple[PeerStatus, float]]:

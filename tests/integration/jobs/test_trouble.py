@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.long, needs_fence]
 
 TRAINS = "update [0-9]+ of 2 peers"
 STAGES = ("p2pavg|12D3", "the job is here", "the environment is ready", "sees the home folder", TRAINS)
-"""What the command has said when it is killed."""
+"""Words of the command, after each of which it is killed."""
 
 
 @contextmanager

@@ -255,7 +255,7 @@ async def test_no_mirror_goes_on_with_the_bytes_of_another(mirror: Mirror, aroun
     assert mirror.asked == [("/missing", f"bytes={HALF}-"), ("/good", None)]
 
 
-async def test_a_file_that_nobody_has_is_named_with_every_reason(
+async def test_a_file_that_no_mirror_has_is_named_with_every_reason(
     mirror: Mirror, around: SimpleNamespace
 ) -> None:
     with pytest.raises(StateError) as caught:
@@ -301,7 +301,9 @@ async def test_two_processes_fetch_it_once(
     async with trio.open_nursery() as nursery:
         with locked(around.kept / f"{file.sha256}-{file.bytes}.lock"):
             nursery.start_soon(around.files.find, [file])
-            await trio.sleep(0.2)
+            with trio.fail_after(60.0):
+                while not around.said:
+                    await trio.sleep(0.01)
             assert mirror.asked == []
     assert mirror.asked == [("/good", None)]
     assert around.said[0] == "another p2pavg of this user fetches it; this one waits"

@@ -24,7 +24,7 @@ from p2pavg.group.topology import Gossip
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.peer.contributing import open_rounds
 from p2pavg.peer.host import Host, JoinedRun
-from p2pavg.peer.shared_states import ShareSettings, open_sharing, shared_run
+from p2pavg.peer.shared_states import ShareSettings, open_sharing
 from p2pavg.peer.statuses import Statuses
 from p2pavg.peer.step_plan import StepPlan, checked_plan, checked_wait
 from p2pavg.peer.watched import Telemetry
@@ -483,12 +483,11 @@ class DecentralizedAverager:
         *,
         task_status: TaskStatus[StateSharing] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        shared = shared_run(self._host, self._run, self.config, schema)
         async with open_sharing(
             self._host,
             self._run,
-            shared,
-            self.config.run_id,
+            self.config,
+            schema,
             settings,
             board,
             self._is_exchanging,

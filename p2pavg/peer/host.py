@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import trio
@@ -20,6 +21,7 @@ from p2pavg.runs.records.greeting import Greeter
 from p2pavg.runs.records.notices import NoticeSpreading, spreading_revocations
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.state.donor.service import StateService
+from p2pavg.state.history.entries import EXCLUDED, REVOKED
 from p2pavg.telemetry.hub import Events
 from p2pavg.verification.evidence.service import EvidenceService
 from p2pavg_dht import RecordNode
@@ -159,6 +161,31 @@ class JoinedRun:
         if self.membership is not None and (why := self.membership.refuses(candidate, now)) is not None:
             return why
         return self._accusations.exclusions.refuses(candidate, now)
+
+    @contextmanager
+    def proofs_to(self, note: Callable[[list[tuple[str, bytes]]], None]) -> Iterator[None]:
+        """Give what proves that peers may not take part any more, by kind: now, and whenever there is more.
+
+        The kinds are :data:`REVOKED` and :data:`EXCLUDED`.
+        """
+        exclusions = self._accusations.exclusions
+        known = None if self.membership is None else self.membership.known
+
+        def tell() -> None:
+            proofs = [(EXCLUDED, evidence) for evidence in exclusions.kept]
+            if known is not None and known.newest.number:
+                proofs.append((REVOKED, known.newest.encode()))
+            note(proofs)
+
+        listeners = [self._accusations.changed, *([] if known is None else [known.changed])]
+        for changed in listeners:
+            changed.append(tell)
+        tell()
+        try:
+            yield
+        finally:
+            for changed in listeners:
+                changed.remove(tell)
 
     def accuse(self, evidence: bytes) -> None:
         """Verify evidence that this peer found itself, exclude the liar, and tell the run. Returns at once."""

@@ -13,6 +13,7 @@ import trio
 
 from p2pavg.allreduce.vector.accumulation import Schema
 from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate, ready_key
 from p2pavg.group.roster import share_cutter
 from p2pavg.net.limits.rate import RateLimit
@@ -23,6 +24,7 @@ from p2pavg.state.average import Expected
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.shelf import Shelf
 from p2pavg.state.donor.uploads import Uploads
+from p2pavg.state.history.recording import HistoryRecorder, HistorySettings, RecordedRun
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.transfers import SharedRun
 from p2pavg.state.sharing import StateSharing
@@ -38,6 +40,7 @@ class ShareSettings:
     upload_mbps: float | None = None
     download_mbps: float | None = None
     directory: Path | None = None
+    history: HistorySettings | None = None
 
 
 def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Schema) -> SharedRun:
@@ -97,11 +100,47 @@ async def _tell_uploads(
 
 
 @asynccontextmanager
+async def _open_history(
+    host: Host, run: JoinedRun, config: AveragingConfig, schema: Schema, settings: HistorySettings | None
+) -> AsyncIterator[HistoryRecorder | None]:
+    """Keep the history of the run for as long as the block runs, if it is to be kept."""
+    if settings is None:
+        yield None
+        return
+    recorded = RecordedRun(
+        run_id=config.run_id,
+        authority=b"" if config.access is None else config.access.authority,
+        certificate=b"" if config.access is None else config.access.certificate,
+        codec=config.codec.name,
+        rule=config.rule,
+        aggregation=config.aggregation.text,
+        version=config.version,
+        schema=schema,
+    )
+    context = host.context
+    recorder = HistoryRecorder(settings, recorded, context.signer, context.wall_clock)
+    await context.run_in_thread(recorder.open)  # it may read the last segment
+    async with trio.open_nursery() as nursery:
+
+        async def write() -> None:
+            # What was given is written to its end, and sealed, also if the averager is cancelled.
+            with trio.CancelScope(shield=True):
+                await in_own_thread(recorder.run, stop=recorder.stop, name="p2pavg-history")
+
+        nursery.start_soon(write)
+        with run.proofs_to(recorder.note):
+            try:
+                yield recorder
+            finally:
+                recorder.stop()
+
+
+@asynccontextmanager
 async def open_sharing(
     host: Host,
     run: JoinedRun,
-    shared: SharedRun,
-    run_id: str,
+    config: AveragingConfig,
+    schema: Schema,
     settings: ShareSettings,
     board: Board,
     is_busy: Callable[[], bool],
@@ -115,6 +154,7 @@ async def open_sharing(
         bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known.
         emit: takes the events of uploads.
     """
+    run_id, shared = config.run_id, shared_run(host, run, config, schema)
     shelf, uploads = Shelf(settings.log_bytes), Uploads()
     host.state.join(
         run_id,
@@ -134,10 +174,11 @@ async def open_sharing(
                 certificate=run.records.certificate,
                 download=RateLimit(settings.download_mbps),
             ) as sessions,
+            _open_history(host, run, config, schema, settings.history) as history,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(_tell_uploads, uploads, run_id, host.context.wall_clock, emit)
-            sharing = StateSharing(shared, board, shelf, sessions, settings.directory, nursery)
+            sharing = StateSharing(shared, board, shelf, sessions, settings.directory, history, nursery)
             try:
                 yield sharing
             finally:

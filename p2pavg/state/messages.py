@@ -1,4 +1,4 @@
-"""The messages of ``/p2pavg/state/2``, with which a joiner fetches blobs from a donor. No I/O, no clock.
+"""The messages of ``/p2pavg/state/3``, with which a joiner fetches blobs from a donor. No I/O, no clock.
 
 A *blob* is a snapshot or one average of a run's log. Its *manifest* says of which *pieces* it consists.
 
@@ -33,7 +33,7 @@ from p2pavg.base.formats import PeerText
 from p2pavg.base.limits import MAX_CERTIFICATE_BYTES
 from p2pavg.base.messages import Hash, Message, cut, decoded, pack
 
-PROTOCOL = "/p2pavg/state/2"
+PROTOCOL = "/p2pavg/state/3"
 TICKET_BYTES = 32
 DIGEST_BYTES = 32
 MAX_KIND = 15

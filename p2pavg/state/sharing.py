@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from p2pavg.runs.records.board import Board
 from p2pavg.state.average import MAX_MANIFEST_BYTES, LoggedAverage, read_manifest
 from p2pavg.state.choice import MAX_ADDRESSES, SnapshotOffer, StateNews, voters
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
+from p2pavg.state.history.recording import HistoryRecorder
 from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
@@ -49,6 +51,7 @@ class StateSharing:
         shelf: what this peer offers.
         sessions: this peer's sessions with donors.
         directory: folder for a download that survives this process; ``None``: downloads are kept in memory.
+        history: records each update; ``None``: none is recorded.
         nursery: lives as long as the averager.
     """
 
@@ -59,9 +62,11 @@ class StateSharing:
         shelf: Shelf,
         sessions: Sessions,
         directory: Path | None,
+        history: HistoryRecorder | None,
         nursery: trio.Nursery,
     ) -> None:
         self.shelf = shelf
+        self.history = history
         self._run = run
         self._board = board
         self._sessions = sessions
@@ -148,13 +153,23 @@ class StateSharing:
         while len(self._logged) > MAX_LOGGED:
             self._logged.popitem(last=False)
 
-    def took(self, group_id: bytes, epoch: int) -> None:
-        """Note that the optimizer has taken an update by the average of one of this peer's rounds."""
+    def took(self, group_id: bytes, epoch: int, after: bytes, numbers: bytes) -> None:
+        """Note that the optimizer has taken an update by the average of one of this peer's rounds.
+
+        Args:
+            group_id: of the round.
+            epoch: updates since the run began, this one included.
+            after: state of the lineage after the update.
+            numbers: the hyperparameters of the update.
+        """
         average = self._logged.pop(group_id, None)
         if average is None:  # it committed nothing that could be passed on
             self.shelf.begin(epoch)
         else:
+            average = replace(average, numbers=numbers)
             self.shelf.took(average, epoch)
+        if self.history is not None:
+            self.history.took(average, epoch, after)
 
     @property
     def is_working(self) -> bool:
@@ -239,10 +254,13 @@ class StateSharing:
         transfer.belongs_to(self._run, expected)
         return self._started(transfer)
 
-    def replayed(self, transfer: AverageTransfer, epoch: int) -> None:
-        """Note that the optimizer has taken an update from the log: its average is offered, too."""
+    def replayed(self, transfer: AverageTransfer, epoch: int, after: bytes, numbers: bytes) -> None:
+        """Note that the optimizer has taken an update from the log: its average is offered, too; see :meth:`took`."""
         # A joiner that follows the log becomes a donor of it: the first donors need not serve all that come later.
-        self.shelf.took(transfer.logged(), epoch)
+        average = transfer.logged(numbers)
+        self.shelf.took(average, epoch)
+        if self.history is not None:
+            self.history.took(average, epoch, after)
 
     def _started(self, transfer: TransferT) -> TransferT:
         self._soon(transfer.run, otherwise=transfer.abandon)

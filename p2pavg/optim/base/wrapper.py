@@ -599,6 +599,11 @@ class PeerOptimizer(TorchOptimizer):
         """
         return None
 
+    def _before(self, success: Success) -> None:
+        """Note that an update of a round is about to be taken."""
+        if self._states is not None:
+            self._states.before_update(success)
+
     def _took(self, success: Success) -> None:
         """Note an update that was taken in a round."""
         if self._states is not None:

@@ -23,6 +23,7 @@ from p2pavg.optim.catching_up.state_check import (
 )
 from p2pavg.optim.coordination.training_run import DATA, TrainingRun
 from p2pavg.optim.ranks.shards import local_of, spread_like
+from p2pavg.state.average import pack_numbers
 from p2pavg.state.checking import check
 from p2pavg.state.layout import MAX_TENSORS, Spec, write_header
 from p2pavg.state.nested import copied, flatten, unflatten
@@ -80,7 +81,7 @@ class CommonState:
         self._training = training
         # Now, because training may add counts to the groups, which would be taken for settings later.
         self._settings = settings_of(optimizer)
-        self._has_warned = False
+        self._has_warned = self._is_numberless = False
         self.check_saves()
         self._check_size()
 
@@ -126,6 +127,22 @@ class CommonState:
     def lineage(self) -> Lineage:
         """The lineage of the present state."""
         return self._training.lineage
+
+    @property
+    def numbers(self) -> bytes:
+        """The hyperparameters of the last update, packed; empty if one of them is no plain value."""
+        try:
+            return pack_numbers(self._training.last_numbers)
+        except StateError as error:
+            if not self._is_numberless:
+                self._is_numberless = True
+                logger.warning("a history of this run cannot be replayed: %s", error)
+            return b""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return tuple(self._parts.labels[: len(self._tensors)])
 
     @property
     def buffers(self) -> frozenset[str]:

@@ -29,7 +29,7 @@ from p2pavg.state.choice import Chosen, StateNews, choose_snapshot, head_of, nam
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
 from p2pavg.state.progress import StateProgress, amount
 from p2pavg.state.sharing import StateSharing
-from p2pavg.state.snapshot import read
+from p2pavg.state.snapshot import copy_of, read
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,18 @@ class SyncStatus:
     needs_snapshot: bool = False
     over: bool = False
     """True if its caller's time is over."""
+
+
+def record_state(sharing: StateSharing, common: CommonState) -> None:
+    """Give the history a snapshot of the present state, if it needs one to record the next update."""
+    if sharing.history is None or not sharing.history.needs_snapshot(common.lineage.state):
+        return
+    try:
+        data = copy_of(common.content())
+    except (StateError, MemoryError) as error:
+        logger.error("the history lacks the next updates: %s", error)  # noqa: TRY400 - one line is enough
+    else:
+        sharing.history.begin(data, common.lineage.epoch, common.lineage.state)
 
 
 class Follower:
@@ -481,9 +493,10 @@ class Follower:
         if not self._ranks.all_agree(not why):
             self._fail(why or "another rank of this peer cannot use its part of an average", now)
             return self._attempts.failure
+        record_state(self._sharing, self._common)
         epoch = self._common.lineage.epoch + 1
         self._owner.replay(averaged, transfer.success(averaged))
-        self._sharing.replayed(transfer, epoch)
+        self._sharing.replayed(transfer, epoch, self._common.lineage.state, self._common.numbers)
         self._sharing.publish(wants=True, epoch=epoch)
         return ""
 

@@ -14,6 +14,7 @@ from torch import nn
 from p2pavg.base.limits import MAX_MBPS
 from p2pavg.base.numbers import check_number
 from p2pavg.data import SharedSampler
+from p2pavg.state.history.recording import HistorySettings
 from p2pavg.state.progress import StateProgress
 
 OnProgress = Callable[[StateProgress], None]
@@ -38,6 +39,9 @@ class RunState:
         upload_mbps: Mbit/s that this peer sends of states; ``None`` is without limit. Rounds have priority anyway.
         download_mbps: Mbit/s that this peer receives of states; ``None`` is without limit.
         scaler: the loop's ``GradScaler``, to be saved in checkpoints.
+        history: folder of this peer alone for the history of the run: every update that this peer takes, with its
+            proof, and a snapshot now and then. ``p2pavg history verify`` checks it.
+        history_keep: number of updates of the history that stay; ``None``: all.
         data: for :class:`~p2pavg.optim.AveragedOptimizer`, the sampler by which the peers of the run take each sample
             once. Each update tells it what the members have contributed, and it is a part of the state.
         on_progress: called about once a second while this peer fetches a state, in the thread of the training loop.
@@ -57,6 +61,8 @@ class RunState:
         upload_mbps: float | None = None,
         download_mbps: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        history: str | os.PathLike[str] | None = None,
+        history_keep: int | None = None,
         data: SharedSampler | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -85,8 +91,13 @@ class RunState:
             raise TypeError(
                 f"on_progress must be a function of one progress, got {type(on_progress).__name__}"
             )
-        if directory is not None and not isinstance(directory, str | os.PathLike):
-            raise TypeError(f"directory must be a path, got {type(directory).__name__}")
+        for name, path in (("directory", directory), ("history", history)):
+            if path is not None and not isinstance(path, str | os.PathLike):
+                raise TypeError(f"{name} must be a path, got {type(path).__name__}")
+        if history_keep is not None:
+            _check_count("history_keep", history_keep)
+            if history is None:
+                raise ValueError("history_keep needs a folder for the history: give history= too")
         self.model = model
         self.directory = None if directory is None else Path(directory)
         self.every = every
@@ -95,6 +106,8 @@ class RunState:
         self.upload_mbps = upload_mbps
         self.download_mbps = download_mbps
         self.scaler = scaler
+        self.history = None if history is None else Path(history)
+        self.history_keep = history_keep
         self.data = data
         self.on_progress = on_progress
         self.continues = True
@@ -126,9 +139,14 @@ class RunState:
         """
         found = copy.copy(self)
         found.directory = None if self.directory is None else self.directory / name
+        found.history = None if self.history is None else self.history / name
         found.continues = continues
         found._is_used = False
         return found
+
+    def history_settings(self, names: tuple[str, ...]) -> HistorySettings | None:
+        """Return where the history is kept, if it is; ``names`` are those of the trained parameters."""
+        return None if self.history is None else HistorySettings(self.history, self.history_keep, names)
 
 
 StateOption: TypeAlias = RunState | nn.Module | Literal[False] | None

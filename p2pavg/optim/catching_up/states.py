@@ -21,7 +21,7 @@ from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.checkpoints import Checkpoints, Owner
 from p2pavg.optim.catching_up.common_state import CommonState
-from p2pavg.optim.catching_up.following import Follower, Following
+from p2pavg.optim.catching_up.following import Follower, Following, record_state
 from p2pavg.optim.catching_up.pausing import Pausing
 from p2pavg.optim.catching_up.run_state import RunState
 from p2pavg.optim.coordination.ending import GrowingPauses, named
@@ -91,6 +91,7 @@ class States:
                 upload_mbps=run_state.upload_mbps,
                 download_mbps=run_state.download_mbps,
                 directory=run_state.directory,
+                history=run_state.history_settings(common.labels),
             )
         )
         self._checkpoints = Checkpoints(run_state, common, owner, together.run, self._sharing)
@@ -232,7 +233,8 @@ class States:
         elif self._took_at is not None:
             self._update_times.append(now - self._took_at)
         self._took_at = now
-        self._sharing.took(bytes.fromhex(success.group_id), epoch)
+        after, numbers = self._common.lineage.state, self._common.numbers
+        self._sharing.took(bytes.fromhex(success.group_id), epoch, after, numbers)
         self._publish(now)
         # The next look, which may take the snapshot of this update, comes at once.
         self._looked_at = now - STATE_LOOK_SECONDS
@@ -245,6 +247,12 @@ class States:
             size = sum(tensor.nbytes for tensor in self._common.content().tensors.values())
             if self._settings.log_bytes is None:
                 self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
+
+    def before_update(self, success: Success) -> None:
+        """Let the history have a snapshot of the state before an update, if it needs one to go on."""
+        # Of an update that this peer takes alone there is no proof, and nothing to record.
+        if success.certificate:
+            record_state(self._sharing, self._common)
 
     def save(self) -> None:
         """Write a checkpoint of the present update, if there is a folder for checkpoints."""

@@ -59,6 +59,8 @@ class TrainingRun:
             labels=parts.labels,
             companions=lambda: together.run.companions,
         )
+        self.last_numbers: Settings = ()
+        """The hyperparameters of the last update."""
         self.compares = True
         """False for peers whose parameters differ by design: nothing is published of them."""
         together.on_look = self.poll
@@ -140,6 +142,7 @@ class TrainingRun:
             result: digest of the averaged tensors.
             parameters: the parameters after the update.
         """
+        self.last_numbers = numbers
         group_id = self._ranks.as_one(success.group_id)
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
         self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
@@ -151,6 +154,7 @@ class TrainingRun:
         self, success: Success, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
     ) -> None:
         """Note an update of the run that this peer has taken later than the others; see :meth:`took`."""
+        self.last_numbers = numbers
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
         after = self.lineage.after(self._ranks.as_one(success.group_id), joint, numbers_digest(numbers))
         self._together.is_at(after)

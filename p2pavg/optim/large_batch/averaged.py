@@ -306,6 +306,7 @@ class AveragedOptimizer(PeerOptimizer):
         if not self._overlap and self._averager.peer_id not in {*result.peers, *result.observers}:
             self._averager.clear()  # the others went on without it: its gradients belong to the parameters before
         # If the call is interrupted from here on, the next one finds the mark and fetches the run's state.
+        self._before(result)
         self._touched.begin_update()
         norm = self._update(result.averaged, result)
         self._training.took(result, numbers, averaged, self._parameters)
@@ -359,7 +360,7 @@ class AveragedOptimizer(PeerOptimizer):
         gradients = self._ranks.settle(averaged[:count])
         norm = self._ranks.norm(gradients)
         if self._max_grad_norm is not None:
-            _clip(gradients, self._max_grad_norm, norm)
+            clip(gradients, self._max_grad_norm, norm)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = spread_like(parameter, gradient)
         self._change(self._parameters, self.inner)
@@ -383,7 +384,7 @@ class AveragedOptimizer(PeerOptimizer):
 
 
 @torch.no_grad()
-def _clip(gradients: Sequence[torch.Tensor], limit: float, norm: float) -> None:
+def clip(gradients: Sequence[torch.Tensor], limit: float, norm: float) -> None:
     """Scale gradients of this L2 norm down to one of at most ``limit``, as ``torch.nn.utils`` does."""
     factor = torch.clamp(limit / (torch.tensor(norm, dtype=torch.float32, device="cpu") + 1e-6), max=1.0)
     for gradient in gradients:

@@ -455,6 +455,7 @@ class LocalUpdates(PeerOptimizer):
         averaged, numbers, now = digest_of(result.averaged), self._anchor.numbers, time.monotonic()
         sent = self._outer_steps.sent
         # If the call is interrupted from here on, the next one finds the mark: the log would bring this step again.
+        self._before(result)
         self._touched.begin_update()
         norm = self._outer_steps.update(self._fragment, result, result.averaged, self._averager.peer_id)
         self._training.took(result, numbers, averaged, self._anchor.tensors)

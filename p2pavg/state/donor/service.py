@@ -1,4 +1,4 @@
-"""Serves the blobs of this peer's runs to joiners: ``/p2pavg/state/2``.
+"""Serves the blobs of this peer's runs to joiners: ``/p2pavg/state/3``.
 
 In a run with an authority, states are shown to members only: the joiner is authenticated by its stream, and sends its
 certificate. A peer that evidence excludes from the run is refused in every run.

@@ -197,6 +197,7 @@ class AverageTransfer(Transfer):
 
     def belongs_to(self, run: SharedRun, expected: Expected) -> None:
         """Note what the average is of."""
+        assert expected.group_id is not None  # it is asked for by its group
         self.group_id, self._run, self._codec_of = expected.group_id, run, expected
 
     def _parts(self) -> tuple[memoryview, ...]:
@@ -217,14 +218,15 @@ class AverageTransfer(Transfer):
         decode(self.proven(), self._parts(), self._codec_of.codec, vector)
         return self._run.unflatten(vector)
 
-    def logged(self) -> LoggedAverage:
-        """Return it as an entry of this peer's own log."""
+    def logged(self, numbers: bytes) -> LoggedAverage:
+        """Return it as an entry of this peer's own log; ``numbers`` are the hyperparameters that this peer has used."""
         proof = self.proven()
         return LoggedAverage(
             proof.state,
             proof.group_id,
             proof.certificate,
             EncodedAverage(self._parts(), proof.digests),
+            numbers,
         )
 
 

@@ -38,6 +38,7 @@ from p2pavg.tools.cli.daemon_commands import (
     status,
     stop,
 )
+from p2pavg.tools.cli.history import app as history_app
 from p2pavg.tools.cli.job import app as job_app
 from p2pavg.tools.cli.launch import launch
 from p2pavg.tools.cli.options import (
@@ -75,6 +76,7 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_intersperse
 app.add_typer(run_app)
 app.add_typer(checkpoint_app)
 app.add_typer(job_app)
+app.add_typer(history_app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -121,6 +121,11 @@ class Exclusions:
                 return evidence
         return None
 
+    @property
+    def kept(self) -> list[bytes]:
+        """The evidence that is kept."""
+        return list(self._evidence.values())
+
     def _least(self, peer_ids: Mapping[str, object]) -> str:
         """Return the peer that is given up first: the oldest that was not met, or else the oldest."""
         return next((peer_id for peer_id in peer_ids if peer_id not in self._met), next(iter(peer_ids)))

@@ -1,0 +1,1 @@
+"""The history of a run, checked and replayed without the program that trained."""

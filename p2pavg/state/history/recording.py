@@ -1,0 +1,459 @@
+"""Records the history of a run at one peer: what it takes part in, or replays, goes to the disk in a thread of its own.
+
+The training thread gives an update, and goes on at once. A disk that fails, or that is slower than the run, costs a
+*hole*: some updates are missing, and the next segment begins with a new snapshot. It never stops the training.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from blake3 import blake3
+
+from p2pavg.allreduce.vector.accumulation import Schema
+from p2pavg.base.errors import P2PAvgError, RemoteProtocolError, StateError
+from p2pavg.base.files import locked, what_to_do
+from p2pavg.base.limits import STALL_SECONDS
+from p2pavg.net.transport import Buffer
+from p2pavg.state.average import LoggedAverage
+from p2pavg.state.history.entries import (
+    FIRST,
+    REVOKED,
+    SEGMENT_ENTRIES,
+    SEGMENT_SNAPSHOTS,
+    Beginning,
+    Entry,
+    Notice,
+    Seal,
+    Snapshot,
+    Update,
+    credits_of,
+    credits_root,
+    merkle_root,
+    sealed,
+)
+from p2pavg.state.history.rules import SegmentRules, dtype_names, rules_of
+from p2pavg.state.history.segments import (
+    LOCK_NAME,
+    Found,
+    Segment,
+    SegmentWriter,
+    recover,
+    segment_files,
+    segment_name,
+)
+from p2pavg.state.tree import chunk_digests, root_of
+from p2pavg_dht import Signer
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 2**28
+"""Averages that wait for the disk. With more, the disk is slower than the run, and a hole is better than no memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What a history says of its run in each segment; see :class:`~p2pavg.state.history.entries.Beginning`."""
+
+    run_id: str
+    authority: bytes
+    certificate: bytes
+    codec: str
+    rule: str
+    aggregation: str
+    version: int
+    schema: Schema
+
+    def beginning(self, *, number: int, time: float, archivist: str, names: Sequence[str]) -> Beginning:
+        """Return the first entry of a segment."""
+        return Beginning(
+            number=number,
+            time=time,
+            archivist=archivist,
+            certificate=self.certificate,
+            run_id=self.run_id,
+            authority=self.authority,
+            codec=self.codec,
+            rule=self.rule,
+            aggregation=self.aggregation,
+            version=self.version,
+            shapes=self.schema.shapes,
+            dtypes=dtype_names(self.schema),
+            names=tuple(names),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HistorySettings:
+    """Where a peer keeps the history of its run.
+
+    Args:
+        directory: folder of this history alone, made if it is missing.
+        keep: updates that stay; older segments are removed. ``None``: all of them.
+        names: of the trained parameters, if they are known.
+    """
+
+    directory: Path
+    keep: int | None = None
+    names: tuple[str, ...] = ()
+
+
+_Task = Callable[[], None]
+
+
+class HistoryRecorder:
+    """The history of one run at one peer. Its owner calls :meth:`open`, and then :meth:`run` in a thread of its own.
+
+    Args:
+        settings: of the folder.
+        run: the run.
+        signer: this peer's, which seals the segments.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, settings: HistorySettings, run: RecordedRun, signer: Signer, wall_clock: Callable[[], float]
+    ) -> None:
+        self._settings, self._run, self._signer, self._wall_clock = settings, run, signer, wall_clock
+        self._resources = ExitStack()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # What the training thread knows: the end of what it has given, not of what is on the disk.
+        self._tip: bytes | None = None
+        self._is_open = False
+        """True while the last segment can be appended to."""
+        self._known: set[bytes] = set()
+        """States of the lineage within the last segment: a peer that began again at a checkpoint passes them again."""
+        self._entries = self._averages = self._snapshot_bytes = self._queued = 0
+        self._rests_until = 0.0
+        self._proofs: list[tuple[str, bytes]] = []
+        """What the members know now."""
+        self._said: set[bytes] = set()
+        """Digests of the proofs that are recorded."""
+        # What the writing thread knows.
+        self._number = 0
+        self._previous = self._before = FIRST
+        """Hashes of the last entry, and of the last one before this segment."""
+        self._writer: SegmentWriter | None = None
+        self._path: Path | None = None
+        self._rules: SegmentRules | None = None
+        self._leaves: list[bytes] = []
+        self._contributed: list[tuple[float, dict[str, float]]] = []
+
+    # ------------------------------------------------------------------ the beginning
+
+    def open(self) -> None:
+        """Lock the folder, and mend what a crash has left in it.
+
+        Raises:
+            StateError: the folder cannot be used, or has the history of another run.
+            BusyError: another process uses it.
+        """
+        directory = self._settings.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._resources.enter_context(locked(directory / LOCK_NAME))
+        except OSError as error:
+            raise StateError(
+                f"cannot keep a history in {directory}: {error.strerror}", remedy=what_to_do(error, directory)
+            ) from None
+        try:
+            self._continue()
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def _continue(self) -> None:
+        files = segment_files(self._settings.directory)
+        own = [path for path in files if path.stem[9:] == self._signer.peer_id[-8:]]
+        for path in files:
+            self._check_run(path)
+        if files:
+            self._number = int(files[-1].stem[:8]) + 1
+        found = None
+        while own and (found := recover(own[-1])) is None:
+            own.pop()  # a crash has left less than a snapshot of it
+        if found is None:
+            return
+        self._previous = found.placed[-1].hash
+        self._known = {found.snapshot.state, *(update.after for update in found.updates)}
+        updates = list(found.updates)
+        self._tip = updates[-1].after if updates else found.snapshot.state
+        if not found.is_sealed and self._has_same_rules(found.beginning):
+            self._go_on(own[-1], found)
+
+    def _check_run(self, path: Path) -> None:
+        """Check that a segment is of this run: one folder has the history of one run."""
+        try:
+            with Segment(path) as segment:
+                beginning = next(segment.entries()).entry
+        except (StateError, StopIteration):
+            return  # it is damaged; whoever verifies the history hears of it
+        assert isinstance(beginning, Beginning)
+        if (beginning.run_id, beginning.authority) != (self._run.run_id, self._run.authority):
+            raise StateError(
+                f"{self._settings.directory} has the history of another run, {beginning.run_id!r}: name another folder"
+            )
+
+    def _beginning(self) -> Beginning:
+        return self._run.beginning(
+            number=self._number,
+            time=self._wall_clock(),
+            archivist=self._signer.peer_id,
+            names=self._settings.names,
+        )
+
+    def _has_same_rules(self, one: Beginning) -> bool:
+        mine = self._beginning()
+        names = [name for name in one.__struct_fields__ if name not in ("number", "time", "certificate")]
+        return all(getattr(one, name) == getattr(mine, name) for name in names)
+
+    def _go_on(self, path: Path, found: Found) -> None:
+        try:
+            self._writer = SegmentWriter.go_on(path, self._previous)
+        except OSError as error:
+            raise StateError(
+                f"cannot append to {path}: {error.strerror}", remedy=what_to_do(error, path)
+            ) from None
+        self._path, self._rules, self._is_open = path, found.rules, True
+        self._before = found.placed[0].previous
+        self._leaves = [placed.hash for placed in found.placed]
+        self._contributed = [
+            (said.time, said.samples)
+            for said in (found.rules.contributions(update.certificate) for update in found.updates)
+        ]
+        self._entries, self._snapshot_bytes = len(found.placed), found.snapshot.size
+        self._averages = sum(update.size for update in found.updates)
+        self._said = {placed.entry.digest for placed in found.placed if isinstance(placed.entry, Notice)}
+        if self._is_full:
+            self._end_segment()
+
+    # ------------------------------------------------------------------ what the training thread calls
+
+    def needs_snapshot(self, state: bytes) -> bool:
+        """Return whether an update from a state of the lineage can be recorded only behind a snapshot of it."""
+        with self._lock:
+            if self._is_open and state == self._tip:
+                return False
+            # On its way again through updates that are recorded: only their end is of use.
+            if state in self._known and state != self._tip:
+                return False
+            return self._queued <= MAX_QUEUED_BYTES // 2 and time.monotonic() >= self._rests_until
+
+    def begin(self, data: memoryview, epoch: int, state: bytes) -> None:
+        """Begin a segment with a snapshot, whose bytes nothing changes any more."""
+        with self._lock:
+            self._tip, self._known, self._is_open = state, {state}, True
+            self._entries, self._averages, self._snapshot_bytes = 2, 0, len(data)
+            # A segment stands alone, so the present list is in each. Evidence may be large, and is recorded once.
+            self._said -= {blake3(proof).digest() for kind, proof in self._proofs if kind == REVOKED}
+            proofs = self._proofs
+        self._give(partial(self._begin_segment, data, epoch, state), len(data))
+        self.note(proofs)
+
+    def took(self, average: LoggedAverage | None, epoch: int, after: bytes) -> None:
+        """Record an update.
+
+        Args:
+            average: ``None`` if it has no proof, such as that of a peer that was alone.
+            epoch: updates since the run began, this one included.
+            after: state of the lineage after it.
+        """
+        with self._lock:
+            if average is None or not self._is_open or average.state != self._tip:
+                if after not in self._known:
+                    self._tip, self._is_open = None, False  # the next one needs a snapshot
+                return
+            if self._queued > MAX_QUEUED_BYTES:
+                self._tip, self._is_open = None, False
+                logger.warning(
+                    "the disk of the history is slower than the run: updates from %d on are missing in it",
+                    epoch,
+                )
+                return
+            self._tip = after
+            self._known.add(after)
+            self._entries += 1
+            self._averages += average.encoded.nbytes
+            ends = self._is_full
+            self._is_open = not ends
+        update = Update(
+            time=self._wall_clock(),
+            epoch=epoch,
+            before=average.state,
+            after=after,
+            certificate=average.certificate,
+            digests=b"".join(average.encoded.digests),
+            numbers=average.numbers,
+            size=average.encoded.nbytes,
+        )
+        self._give(partial(self._append_update, update, average.encoded.parts), average.encoded.nbytes)
+        if ends:
+            self._give(self._end_segment, 0)
+
+    @property
+    def _is_full(self) -> bool:
+        # The seal is an entry, too.
+        return self._entries >= SEGMENT_ENTRIES - 1 or self._averages >= SEGMENT_SNAPSHOTS * max(
+            self._snapshot_bytes, 2**16
+        )
+
+    def note(self, proofs: list[tuple[str, bytes]]) -> None:
+        """Record what members may not take part any more, by the kind of its proof; recorded proofs are left out.
+
+        Args:
+            proofs: all that are known now.
+        """
+        with self._lock:
+            self._proofs = proofs
+        for kind, proof in proofs:
+            digest = blake3(proof).digest()
+            with self._lock:
+                if not self._is_open or digest in self._said:
+                    continue
+                self._said.add(digest)
+                self._entries += 1
+            notice = Notice(time=self._wall_clock(), kind=kind, digest=digest, size=len(proof))
+            self._give(partial(self._append, notice, [proof]), len(proof))
+
+    def _give(self, task: _Task, nbytes: int) -> None:
+        """Give work to the writing thread."""
+
+        def work() -> None:
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._queued -= nbytes + 1
+
+        with self._lock:
+            self._queued += nbytes + 1
+        self._tasks.put(work)
+
+    # ------------------------------------------------------------------ the writing thread
+
+    def run(self) -> None:
+        """Write until :meth:`stop`; then seal the segment, and let go of the folder."""
+        try:
+            while (task := self._tasks.get()) is not None:
+                self._guarded(task)
+                if self._tasks.empty() and self._writer is not None:
+                    # Once for all that came meanwhile: a disk takes as long for one update as for many.
+                    self._guarded(self._writer.store)
+            self._guarded(self._end_segment)
+        finally:
+            self._resources.close()
+
+    def stop(self) -> None:
+        """Let :meth:`run` end when it has written what it was given."""
+        self._tasks.put(None)
+
+    def _guarded(self, task: _Task) -> None:
+        try:
+            task()
+        except OSError as error:
+            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+            self._fail(f"cannot write the history in {self._settings.directory}: {why}")
+        except P2PAvgError as error:
+            self._fail(f"the history cannot record an update: {error}")
+
+    def _fail(self, why: str) -> None:
+        logger.error(
+            "%s; the training goes on, and updates are missing in the history until it can be written", why
+        )
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        with self._lock:
+            self._tip, self._is_open = None, False
+            # A disk that is full stays so for a while, and each try costs a snapshot.
+            self._rests_until = time.monotonic() + STALL_SECONDS
+
+    def _begin_segment(self, data: memoryview, epoch: int, state: bytes) -> None:
+        self._end_segment()
+        if self._path is not None:
+            # It could not be written to its end. What is whole of it stays, without a seal.
+            found = recover(self._path)
+            self._previous = self._before if found is None else found.placed[-1].hash
+        self._before = self._previous
+        beginning = self._beginning()
+        path = self._settings.directory / segment_name(self._number, self._signer.peer_id)
+        self._path, self._rules = path, None
+        self._writer = SegmentWriter.create(path, self._previous)
+        self._number += 1
+        self._leaves, self._contributed = [], []
+        self._append(beginning)
+        root = root_of(chunk_digests(data), len(data))
+        self._append(
+            Snapshot(time=beginning.time, epoch=epoch, state=state, root=root, size=len(data)), [data]
+        )
+        self._rules = rules_of(beginning)
+        self._prune(epoch)
+
+    def _append_update(self, update: Update, parts: Sequence[Buffer]) -> None:
+        if self._writer is None or self._rules is None:
+            return  # the segment could not be written
+        try:
+            said = self._rules.contributions(update.certificate)
+        except RemoteProtocolError as error:
+            raise StateError(f"update {update.epoch}: {error}") from None
+        self._append(update, parts)
+        self._contributed.append((said.time, said.samples))
+
+    def _append(self, entry: Entry, payload: Sequence[Buffer] = ()) -> None:
+        if self._writer is None:
+            return
+        self._previous = self._writer.append(entry, payload)
+        self._leaves.append(self._previous)
+
+    def _end_segment(self) -> None:
+        """Seal the segment, if one is open."""
+        if self._writer is None or self._rules is None:
+            return
+        assert self._path is not None
+        seal = Seal(
+            time=self._wall_clock(),
+            archivist=self._signer.peer_id,
+            run_id=self._run.run_id,
+            number=int(self._path.stem[:8]),
+            entries=len(self._leaves),
+            root=merkle_root(self._leaves),
+            credits=credits_root(credits_of(self._contributed)),
+        )
+        self._append(sealed(self._signer, seal))
+        self._writer.store()
+        self._writer.close()
+        self._writer = self._path = None
+
+    def _prune(self, epoch: int) -> None:
+        """Remove the oldest segments that are of earlier updates than those that stay."""
+        if self._settings.keep is None:
+            return
+        files = segment_files(self._settings.directory)
+        firsts = [_first_epoch(path) for path in files]
+        for path, following in zip(files, firsts[1:], strict=False):
+            # A segment ends where the next one begins.
+            if following is None or following > epoch - self._settings.keep:
+                break
+            path.unlink(missing_ok=True)
+
+
+def _first_epoch(path: Path) -> int | None:
+    try:
+        with Segment(path) as segment:
+            entries = segment.entries()
+            next(entries)
+            entry = next(entries).entry
+    except (StateError, StopIteration):
+        return None
+    assert isinstance(entry, Snapshot)
+    return entry.epoch

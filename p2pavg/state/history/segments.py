@@ -1,0 +1,352 @@
+"""The files of a history: segments that are read entry by entry, and appended to. A crash costs the last entry."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from p2pavg.base.errors import RemoteProtocolError, StateError
+from p2pavg.base.files import PUBLIC, what_to_do
+from p2pavg.net.transport import Buffer
+from p2pavg.state.average import PART_DIGEST_BYTES, Expected, ProvenAverage, manifest_of, read_manifest
+from p2pavg.state.history.entries import (
+    FIRST,
+    FRAME_BYTES,
+    MAGIC,
+    Beginning,
+    Entry,
+    Notice,
+    Seal,
+    Snapshot,
+    Update,
+    framed,
+    hash_of,
+    payload_size,
+    read_entry,
+    read_frame,
+)
+from p2pavg.state.history.rules import SegmentRules, rules_of
+from p2pavg.state.tree import chunk_digests, root_of
+
+SUFFIX = ".history"
+LOCK_NAME = "lock"
+_NAME = re.compile(r"([0-9]{8})-([0-9A-Za-z]{8})\.history")
+
+
+def segment_name(number: int, archivist: str) -> str:
+    """Return the name of a segment's file. The end of the archivist's id keeps those of several archivists apart."""
+    return f"{number:08}-{archivist[-8:]}{SUFFIX}"
+
+
+def segment_files(directory: Path) -> list[Path]:
+    """Return the files of a history, in the order of their names.
+
+    Raises:
+        StateError: the folder cannot be read, or one of these names is no plain file.
+    """
+    try:
+        found = sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+        # A link would lead out of the folder, which may be a stranger's.
+        odd = [path.name for path in found if path.is_symlink() or not path.is_file()]
+    except OSError as error:
+        raise StateError(
+            f"cannot read the history {directory}: {error.strerror}", remedy=what_to_do(error, directory)
+        ) from None
+    if odd:
+        raise StateError(f"{directory / odd[0]} is no plain file, as a segment of a history is")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedEntry:
+    """An entry, and where it stands."""
+
+    entry: Entry
+    hash: bytes
+    """Of the entry; it stands for all entries before, too."""
+    previous: bytes
+    payload: int
+    """Where its payload begins, in bytes from the beginning of the file."""
+    end: int
+    """Where the next entry begins."""
+
+
+class Segment:
+    """A segment's file, mapped into memory for reading.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        StateError: it cannot be read, or begins with something else than a segment.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Not followed: the folder may be a stranger's.
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(descriptor, "rb") as opened:
+                self.size = os.fstat(opened.fileno()).st_size
+                self._map = (
+                    mmap.mmap(opened.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else None
+                )
+        except OSError as error:
+            raise StateError(
+                f"cannot read {path}: {error.strerror}", remedy=what_to_do(error, path)
+            ) from None
+        self._data = memoryview(self._map if self._map is not None else b"")
+        if self._data[: len(MAGIC)] != MAGIC:
+            self.close()
+            raise StateError(f"{path} is no segment of a history: it begins with something else")
+
+    def close(self) -> None:
+        """Let go of the file. Views of its payloads end with it."""
+        self._data.release()
+        if self._map is not None:
+            self._map.close()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def entries(self) -> Iterator[PlacedEntry]:
+        """Yield the entries in their order; check that each names the one before, and that it is where it may be.
+
+        Raises:
+            StateError: the file ends within an entry, an entry is malformed, or does not follow on the one before. The
+                message names the file and the number of the entry.
+        """
+        at, number, previous, last = len(MAGIC), 0, FIRST, None
+        while at < self.size:
+            try:
+                found = self._entry(at)
+                _check_order(number, found, previous, last)
+            except StateError as error:
+                raise StateError(f"{self.path.name}: entry {number}{_told(last)}: {error}") from None
+            yield found
+            at, number, previous, last = found.end, number + 1, found.hash, found.entry
+
+    def _entry(self, at: int) -> PlacedEntry:
+        if at + FRAME_BYTES > self.size:
+            raise StateError("the file ends within it")
+        length, previous = read_frame(bytes(self._data[at : at + FRAME_BYTES]))
+        begin = at + FRAME_BYTES
+        # Compared with the file before anything of this length is read.
+        if begin + length > self.size:
+            raise StateError("the file ends within it")
+        body = bytes(self._data[begin : begin + length])
+        entry = read_entry(body)
+        payload = begin + length
+        end = payload + payload_size(entry)
+        if end > self.size:
+            raise StateError("the file ends within its payload")
+        return PlacedEntry(entry, hash_of(previous, body), previous, payload, end)
+
+    def body(self, placed: PlacedEntry) -> bytes:
+        """Return the bytes of an entry's body."""
+        return placed.entry.encode()
+
+    def payload(self, placed: PlacedEntry) -> memoryview:
+        """Return a view of an entry's payload."""
+        return self._data[placed.payload : placed.end]
+
+
+def _check_order(number: int, found: PlacedEntry, previous: bytes, last: Entry | None) -> None:
+    """Check that an entry follows on the one before, and stands where its kind may stand."""
+    entry = found.entry
+    if number and found.previous != previous:
+        raise StateError("it does not follow on the entry before")
+    wanted = {0: Beginning, 1: Snapshot}.get(number)
+    if wanted is not None and not isinstance(entry, wanted):
+        raise StateError(f"it is no {wanted.__name__.lower()}")
+    if number > 1 and isinstance(entry, Beginning | Snapshot):
+        raise StateError(f"a {type(entry).__name__.lower()} within a segment")
+    if isinstance(last, Seal):
+        raise StateError("it stands behind the seal")
+
+
+def _told(last: Entry | None) -> str:
+    return f", after update {last.epoch}," if isinstance(last, Update) else ""
+
+
+def check_snapshot(snapshot: Snapshot, payload: Buffer) -> None:
+    """Check a snapshot's bytes.
+
+    Raises:
+        StateError: they are others than its entry names.
+    """
+    if root_of(chunk_digests(payload), len(payload)) != snapshot.root:
+        raise StateError(f"the snapshot of update {snapshot.epoch} has other bytes than its entry names")
+
+
+def check_notice(notice: Notice, payload: Buffer) -> None:
+    """Check a notice's bytes.
+
+    Raises:
+        StateError: they are others than its entry names.
+    """
+    if blake3(payload).digest() != notice.digest:
+        raise StateError(f"a notice ({notice.kind}) has other bytes than its entry names")
+
+
+def proven_average(update: Update, expected: Expected) -> ProvenAverage:
+    """Check the certificate of an update.
+
+    Raises:
+        StateError: it is not genuine, or of another run, round or average than the entry says.
+    """
+    digests = update.digests
+    if len(digests) % PART_DIGEST_BYTES:
+        raise StateError(f"update {update.epoch}: digests of an impossible length")
+    try:
+        proven = read_manifest(manifest_of(update.certificate, update.numbers, digests), expected)
+    except (RemoteProtocolError, StateError) as error:
+        raise StateError(f"update {update.epoch}: {error}") from None
+    if sum(proven.sizes) != update.size:
+        raise StateError(f"update {update.epoch}: an average of {update.size} bytes, not {sum(proven.sizes)}")
+    return proven
+
+
+def parts_of(proven: ProvenAverage, payload: memoryview, epoch: int) -> list[memoryview]:
+    """Cut an average into its parts, and check each.
+
+    Raises:
+        StateError: a part has other bytes than the members have signed.
+    """
+    at, parts = 0, []
+    for number, (size, digest) in enumerate(zip(proven.sizes, proven.digests, strict=True)):
+        part = payload[at : at + size]
+        if blake3(part).digest() != digest:
+            raise StateError(
+                f"update {epoch}: part {number} of the average has other bytes than its members signed"
+            )
+        parts.append(part)
+        at += size
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a segment holds up to its last whole entry."""
+
+    beginning: Beginning
+    rules: SegmentRules
+    snapshot: Snapshot
+    placed: tuple[PlacedEntry, ...]
+    is_sealed: bool
+
+    @property
+    def updates(self) -> Iterator[Update]:
+        """The updates in their order."""
+        return (each.entry for each in self.placed if isinstance(each.entry, Update))
+
+
+def recover(path: Path) -> Found | None:
+    """Return what a segment holds, after cutting off what a crash has left behind its last whole entry.
+
+    Every payload is read: a file system may have kept the length of a file and not its last bytes.
+
+    Returns:
+        ``None`` if it has not even a whole snapshot. Then the file is removed.
+
+    Raises:
+        StateError: the file cannot be read or shortened, or is of a later version.
+    """
+    kept: list[PlacedEntry] = []
+    rules: SegmentRules | None = None
+    try:
+        with Segment(path) as segment:
+            for placed in segment.entries():
+                if isinstance(placed.entry, Beginning):
+                    rules = rules_of(placed.entry)
+                assert rules is not None  # the first entry of a segment
+                _check_payload(placed.entry, segment.payload(placed), rules)
+                kept.append(placed)
+    except StateError:
+        # Whatever comes behind the last whole entry is what a crash has left, or of no use.
+        pass
+    try:
+        if len(kept) < 2:
+            path.unlink()
+            return None
+        with path.open("r+b") as opened:
+            opened.truncate(kept[-1].end)
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise StateError(f"cannot shorten {path}: {error.strerror}", remedy=what_to_do(error, path)) from None
+    beginning, snapshot = kept[0].entry, kept[1].entry
+    assert isinstance(beginning, Beginning)
+    assert isinstance(snapshot, Snapshot)
+    assert rules is not None
+    return Found(beginning, rules, snapshot, tuple(kept), isinstance(kept[-1].entry, Seal))
+
+
+def _check_payload(entry: Entry, payload: memoryview, rules: SegmentRules) -> None:
+    if isinstance(entry, Snapshot):
+        check_snapshot(entry, payload)
+    elif isinstance(entry, Notice):
+        check_notice(entry, payload)
+    elif isinstance(entry, Update):
+        parts_of(proven_average(entry, rules.expected()), payload, entry.epoch)
+
+
+class SegmentWriter:
+    """Appends entries to a segment.
+
+    Args:
+        opened: the file, at its end.
+        previous: hash of the last entry.
+    """
+
+    def __init__(self, opened: BinaryIO, previous: bytes) -> None:
+        self._opened = opened
+        self.previous = previous
+        """Hash of the last entry."""
+
+    @classmethod
+    def create(cls, path: Path, previous: bytes) -> SegmentWriter:
+        """Begin a segment; raise OSError if there is one of this name, or if it cannot be written."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PUBLIC)
+        opened = os.fdopen(descriptor, "wb", buffering=0)
+        writer = cls(opened, previous)
+        _write_all(opened, MAGIC)
+        return writer
+
+    @classmethod
+    def go_on(cls, path: Path, previous: bytes) -> SegmentWriter:
+        """Append to a segment that :func:`recover` has read; raise OSError if it cannot be written."""
+        return cls(path.open("ab", buffering=0), previous)
+
+    def append(self, entry: Entry, payload: Sequence[Buffer] = ()) -> bytes:
+        """Write an entry; return its hash. After an OSError the file may end within it: :func:`recover` mends that."""
+        body = entry.encode()
+        _write_all(self._opened, framed(self.previous, body))
+        for part in payload:
+            _write_all(self._opened, part)
+        self.previous = hash_of(self.previous, body)
+        return self.previous
+
+    def store(self) -> None:
+        """Wait until everything is on the disk; raise OSError if it cannot be written."""
+        os.fdatasync(self._opened.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._opened.close()
+
+
+def _write_all(opened: BinaryIO, data: Buffer) -> None:
+    view = memoryview(data).cast("B")
+    # An unbuffered file may take a part of what it is given, such as the last bytes that a disk has room for.
+    while view:
+        view = view[opened.write(view) :]

@@ -1,0 +1,160 @@
+"""The commands ``p2pavg history …``: the record of a run that anyone can check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="history",
+    help="The history of a run: verify it, credit its peers, and merge what several archivists have kept.",
+    no_args_is_help=True,
+)
+
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the history.")]
+RunOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--run", metavar="FILE.run", help="The run's file: the history must be of this run and its authority."
+    ),
+]
+
+
+@app.command()
+def verify(
+    folder: FolderArgument,
+    run: RunOption = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Compare the last parameters with a file of safetensors, also a checkpoint."
+        ),
+    ] = None,
+    first: Annotated[
+        int | None,
+        typer.Option("--from", min=0, metavar="N", help="Begin at the last snapshot before update N."),
+    ] = None,
+    last: Annotated[int | None, typer.Option("--to", min=0, metavar="N", help="End with update N.")] = None,
+    sample: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            help="Check this fraction of the updates, chosen at random, and replay nothing.",
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Verify what this machine has verified before, too.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Replay on this device, such as cuda.")
+    ] = "cpu",
+) -> None:
+    """Check every byte of a history, and replay it to the last bit. The exit code is 1 if something is wrong.
+
+    An interrupted call goes on where it was: what was verified on this machine is not verified again, while its files
+    do not change.
+    """
+    from p2pavg.tools.cli.history_files import verify as check
+
+    lines, is_good = check(
+        folder, run=run, model=model, first=first, last=last, sample=sample, again=again, device=device
+    )
+    for line in lines:
+        typer.echo(line)
+    raise typer.Exit(0 if is_good else 1)
+
+
+@app.command(name="credits")
+def list_credits(
+    folder: FolderArgument,
+    run: RunOption = None,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="FORMAT", help="table, csv, json, or html for a page with a drawing."
+        ),
+    ] = "table",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this file.")
+    ] = None,
+    same: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="A statement of `p2pavg history same`. Repeatable."),
+    ] = [],  # noqa: B006 - typer only reads it
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with credits in JSON. The exit code is 1 if they differ."),
+    ] = None,
+) -> None:
+    """Count the samples and updates of each peer, by day, from what the members of each round have signed.
+
+    A peer that evidence in the history proves to have lied is credited with nothing.
+    """
+    from p2pavg.tools.cli.history_files import compare_credits, write_credits
+
+    if against is not None:
+        differences = compare_credits(folder, against, run=run, same=same)
+        for line in differences or [f"{against} has the credits of this history"]:
+            typer.echo(line)
+        raise typer.Exit(1 if differences else 0)
+    text, faults = write_credits(folder, form, output, run=run, same=same)
+    if text:
+        typer.echo(text, nl=False)
+    for line in faults:
+        typer.echo(f"p2pavg: {line}", err=True)
+    raise typer.Exit(1 if faults else 0)
+
+
+@app.command()
+def receipt(
+    peer: Annotated[
+        str, typer.Argument(metavar="PEER", help="Id of the peer; with --check, the receipt's file.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Folder of the history; not with --check.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default: PEER.receipt."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check a receipt, and print what it proves. No history is needed.")
+    ] = False,
+) -> None:
+    """Write a small file that proves one peer's contributions against the seals of an archivist, or check one."""
+    from p2pavg.tools.cli.history_files import check_receipt, write_receipt
+
+    if check == (folder is not None):
+        raise typer.BadParameter("name a peer and the folder of a history; or, with --check, a receipt alone")
+    lines = check_receipt(Path(peer)) if folder is None else write_receipt(peer, folder, output)
+    for line in lines:
+        typer.echo(line)
+
+
+@app.command()
+def merge(
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, or a history to add to.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Histories of one run.")],
+) -> None:
+    """Copy into one folder what several archivists have of a run, so that one fills the holes of the other."""
+    from p2pavg.tools.cli.history_files import merge as join
+
+    for line in join(output, folders):
+        typer.echo(line)
+
+
+@app.command()
+def same(
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The statement to write.")],
+    identities: Annotated[
+        list[Path], typer.Argument(metavar="KEY...", help="Key files of one person's peers, two at least.")
+    ],
+) -> None:
+    """Sign that several peers are one contributor. Each of their keys signs; `credits --same` counts them as one."""
+    from p2pavg.tools.cli.history_files import write_same
+
+    typer.echo(write_same(output, identities))

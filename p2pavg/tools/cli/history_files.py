@@ -1,0 +1,468 @@
+"""The work of the commands ``p2pavg history …``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import typer
+
+from p2pavg.base.errors import ConfigError, StateError
+from p2pavg.base.files import PUBLIC, create_file, keep_file, what_to_do
+from p2pavg.optim.history.checking import CheckOptions, HistoryReport, check_history
+from p2pavg.optim.history.replica import Replica
+from p2pavg.runs.membership.run_file import read_run_file
+from p2pavg.runs.records.identity import load_seed
+from p2pavg.state.history.entries import Beginning, Update, credits_of
+from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
+from p2pavg.state.history.segments import Segment, segment_files
+from p2pavg.state.layout import read_header
+from p2pavg.state.snapshot import tensors_in
+from p2pavg.tools.cli.credits_page import (
+    Contributor,
+    as_csv,
+    as_html,
+    as_json,
+    as_table,
+    contributors,
+    date_text,
+)
+from p2pavg.tools.jobs.environment import cache_folder
+from p2pavg_dht import Ed25519Signer
+
+_SHOWN_HOLES = 5
+_MODEL_PREFIXES = ("common/parameter/", "common/anchor/", "common/buffer/")
+
+
+def authority_in(run: Path | None) -> bytes | None:
+    """Return the authority of a run file."""
+    return None if run is None else read_run_file(run).authority
+
+
+def verify(
+    folder: Path,
+    *,
+    run: Path | None = None,
+    model: Path | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    sample: float | None = None,
+    again: bool = False,
+    device: str = "cpu",
+) -> tuple[list[str], bool]:
+    """Verify a history; return what was found, line by line, and whether nothing is wrong.
+
+    Raises:
+        StateError: there is no history in the folder.
+        ConfigError: an option cannot be used; the message says why.
+    """
+    if model is not None and sample is not None:
+        raise ConfigError("--model needs a replay: leave out --sample")
+    if first is not None and last is not None and first > last:
+        raise ConfigError(f"--from {first} is behind --to {last}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device} cannot be used: {error}") from None
+    kept = VerifiedSegments(folder)
+    options = CheckOptions(
+        first=first,
+        last=last,
+        sample=sample,
+        authority=authority_in(run),
+        verified=frozenset() if again or sample is not None else kept.names(),
+        device=device,
+    )
+    with _progress() as on_progress:
+        report = check_history(folder, options, on_progress=on_progress, on_verified=kept.note)
+    if not report.faults:
+        kept.save()
+    lines = list(_said(report, options))
+    if model is not None:
+        differences = _differences(report.replica, model)
+        lines += differences or [f"the parameters in {model} are these"]
+        return lines, not report.faults and not differences
+    return lines, not report.faults
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    with typer.progressbar(length=1, file=sys.stderr, label="updates") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield show
+
+
+def _said(report: HistoryReport, options: CheckOptions) -> Iterator[str]:
+    of = f"run {report.run_id!r}, " + (
+        f"authority {report.authority.hex()}" if report.authority else "without an authority"
+    )
+    yield f"{of}; kept by {', '.join(sorted(report.archivists)) or 'nobody'}"
+    if options.verified and report.first:
+        yield "segments that this machine has verified before are not verified again; --again does so"
+    how = f"replayed to {report.replica.digest().hex()}" if report.replica is not None else "not replayed"
+    if report.replica is not None and report.replayed < report.updates:
+        how = f"{report.replayed:,} of them {how}"
+    first = "none" if report.first is None else f"{report.first:,}"
+    yield (
+        f"{report.updates:,} updates of {len(report.peers)} peers, from the snapshot of update {first} to update"
+        f" {report.last:,}: {how}"
+    )
+    for peer_id, reason in sorted(report.excluded.items()):
+        yield f"{peer_id} was excluded: {reason}"
+    for begin, end in report.holes[:_SHOWN_HOLES]:
+        yield f"missing: {f'update {begin}' if begin == end else f'updates {begin} to {end}'}"
+    if len(report.holes) > _SHOWN_HOLES:
+        yield f"missing: {len(report.holes) - _SHOWN_HOLES} more holes"
+    yield from report.remarks
+    yield from (f"WRONG: {fault}" for fault in report.faults)
+    if not report.faults:
+        yield (
+            "nothing is wrong. This proves what the members of each round have averaged and signed. It does not prove"
+            " that gradients came from honest data, or that two peers are two people"
+        )
+
+
+def _differences(replica: Replica | None, file: Path) -> list[str]:
+    """Return what is different between the replayed state and a model's file."""
+    if replica is None:
+        return [f"{file} is not compared: the history could not be replayed to its end"]
+    try:
+        data = memoryview(file.read_bytes())
+        found = tensors_in(data, read_header(data))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+    except StateError as error:
+        raise ConfigError(f"{file} is no file of safetensors: {error}") from None
+    if any(name.startswith("common/") for name in found):
+        # A checkpoint has also what is its peer's own.
+        found = {
+            name.removeprefix(prefix): tensor
+            for prefix in _MODEL_PREFIXES
+            for name, tensor in found.items()
+            if name.startswith(prefix)
+        }
+    mine: dict[str, torch.Tensor] = dict(zip(replica.names, replica.parameters, strict=True))
+    mine |= {name.removeprefix("buffer/"): tensor for name, tensor in replica.buffers.items()}
+    if all(name.startswith("parameter ") for name in mine if not name.startswith("buffer")):
+        return _without_names(list(mine.values()), found)
+    lines = [f"{file} has no {name!r}" for name in mine if name not in found]
+    lines += [
+        f"{file}: {name!r} is not what the history gives"
+        for name, tensor in mine.items()
+        if name in found and not _is_same(tensor, found[name])
+    ]
+    if more := sorted(found.keys() - mine.keys()):
+        lines += [
+            f"{file}: {name!r} is in no history: it was not trained, or is named twice" for name in more
+        ]
+    return lines
+
+
+def _without_names(mine: list[torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    """Compare tensors by their values alone: the archivist did not know the model."""
+    left = dict(found)
+    lines = []
+    for number, tensor in enumerate(mine):
+        name = next((name for name, its in left.items() if _is_same(tensor, its)), None)
+        if name is None:
+            lines.append(f"parameter {number}, of shape {tuple(tensor.shape)}, is not in the file")
+        else:
+            del left[name]
+    return lines + [f"{name!r} is not what the history gives" for name in left]
+
+
+def _is_same(mine: torch.Tensor, its: torch.Tensor) -> bool:
+    # An exported model may have another dtype.
+    mine = mine.detach().cpu().to(its.dtype)
+    return mine.shape == its.shape and torch.equal(
+        mine.contiguous().reshape(-1).view(torch.uint8), its.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+class VerifiedSegments:
+    """The segments of a history that were verified on this machine before.
+
+    They are remembered in this user's cache, and not beside the history: a stranger may have made that.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
+        self._file = cache_folder() / "history" / f"{name}.json"
+        self._kept: dict[str, list[int]] = {}
+        try:
+            said = json.loads(self._file.read_text(encoding="utf-8"))
+            self._kept = {str(name): list(map(int, mark)) for name, mark in said.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            self._kept = {}  # then everything is verified again
+
+    def names(self) -> frozenset[str]:
+        """Return those that have not changed since."""
+        return frozenset(name for name, mark in self._kept.items() if self._mark(name) == mark)
+
+    def note(self, name: str) -> None:
+        """Note that a segment was verified."""
+        mark = self._mark(name)
+        if mark is not None:
+            self._kept[name] = mark
+
+    def save(self) -> None:
+        """Remember them."""
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            keep_file(self._file, json.dumps(self._kept).encode(), mode=0o600)
+        except (OSError, ConfigError) as error:
+            typer.echo(f"p2pavg: the next call verifies everything again: {error}", err=True)
+
+    def _mark(self, name: str) -> list[int] | None:
+        try:
+            found = (self._folder / name).stat()
+        except OSError:
+            return None
+        return [found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+# Credits.
+
+
+def _credited(
+    folder: Path, run: Path | None, same: Sequence[Path]
+) -> tuple[HistoryReport, list[Contributor]]:
+    statements = [read_same(_bytes_of(file)) for file in same]
+    options = CheckOptions(authority=authority_in(run), averages=False)
+    with _progress() as on_progress:
+        report = check_history(folder, options, on_progress=on_progress)
+    found = credits_of(report.contributed)
+    return report, contributors(found, report.excluded, statements)
+
+
+def write_credits(
+    folder: Path, form: str, output: Path | None, *, run: Path | None = None, same: Sequence[Path] = ()
+) -> tuple[str, list[str]]:
+    """Return the credits as text, unless they are written to a file, and what is wrong in the history.
+
+    Raises:
+        StateError: there is no history in the folder, or a statement is not genuine.
+        ConfigError: the format is unknown, or the file cannot be written.
+    """
+    if form not in ("table", "csv", "json", "html"):
+        raise ConfigError(f"--format must be table, csv, json or html, got {form!r}")
+    report, found = _credited(folder, run, same)
+    if form == "json":
+        text = as_json(report.run_id, report.authority, report.first or 0, report.last, found)
+    elif form == "html":
+        text = as_html(report.run_id, found)
+    else:
+        text = as_csv(found) if form == "csv" else as_table(found)
+    if output is None:
+        return text, report.faults
+    keep_file(output, text.encode(), mode=PUBLIC)
+    return f"made {output}: {len(found)} contributors\n", report.faults
+
+
+def compare_credits(
+    folder: Path, file: Path, *, run: Path | None = None, same: Sequence[Path] = ()
+) -> list[str]:
+    """Return the differences between credits in JSON and those of a history."""
+    report, found = _credited(folder, run, same)
+    try:
+        said = json.loads(_bytes_of(file))
+        its = {tuple(each["peers"]): each for each in said["contributors"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} has no credits in JSON: {error!r}") from None
+    mine = json.loads(as_json(report.run_id, report.authority, report.first or 0, report.last, found))
+    own = {tuple(each["peers"]): each for each in mine["contributors"]}
+    lines = list(report.faults)
+    for peers in sorted(own.keys() | its.keys()):
+        if own.get(peers) != its.get(peers):
+            lines.append(f"{file}: {peers[0]} has other credits than the history gives")
+    for name in ("run_id", "authority", "first_update", "last_update"):
+        if said.get(name) != mine[name]:
+            lines.append(f"{file}: {name} is {said.get(name)!r}, and {mine[name]!r} in the history")
+    return lines
+
+
+# Receipts.
+
+
+def write_receipt(peer_id: str, folder: Path, output: Path | None) -> list[str]:
+    """Write the receipt of a peer from the archivist that has most of it; return what it says.
+
+    Raises:
+        StateError: the history has faults, or no sealed segment with a contribution of this peer.
+    """
+    report = check_history(folder, CheckOptions(averages=False))
+    if report.faults:
+        raise StateError(f"no receipt from a history that is wrong: {report.faults[0]}")
+    best: Receipt | None = None
+    for archivist in sorted(report.archivists):
+        segments = sorted(
+            (each for each in report.sealed if each.seal.archivist == archivist),
+            key=lambda each: each.seal.number,
+        )
+        parts = [receipt_part(each.seal, each.credited, peer_id) for each in segments]
+        given = tuple(part for part in parts if part is not None)
+        if given and (best is None or len(given) > len(best.parts)):
+            begin = segments[0].beginning
+            best = Receipt(
+                run_id=report.run_id,
+                authority=report.authority,
+                archivist=archivist,
+                certificate=begin.certificate,
+                peer_id=peer_id,
+                parts=given,
+            )
+    if best is None:
+        raise StateError(
+            f"no sealed segment has a contribution of {peer_id}. An archivist seals 1,024 entries at a time, and the"
+            " rest when it ends"
+        )
+    file = Path(f"{peer_id}.receipt") if output is None else output
+    data = best.encode()
+    keep_file(file, data, mode=PUBLIC)
+    return [f"made {file}: {len(data):,} bytes", *_of_receipt(best)]
+
+
+def check_receipt(file: Path) -> list[str]:
+    """Check a receipt, and return what it proves.
+
+    Raises:
+        StateError: something in it is wrong.
+    """
+    return _of_receipt(read_receipt(_bytes_of(file)))
+
+
+def _of_receipt(receipt: Receipt) -> list[str]:
+    days = [day for part in receipt.parts for day in part.credit.days]
+    updates, samples = sum(day.updates for day in days), sum(day.samples for day in days)
+    first, last = min(day.day for day in days), max(day.day for day in days)
+    authority = (
+        f"with the authority {receipt.authority.hex()}" if receipt.authority else "without an authority"
+    )
+    return [
+        f"{receipt.peer_id} contributed {samples:,.0f} samples to {updates:,} updates of run {receipt.run_id!r},"
+        f" {authority}, from {date_text(first)} to {date_text(last)}",
+        f"signed by the archivist {receipt.archivist} with {len(receipt.parts)} seals",
+    ]
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+
+
+# Several archivists.
+
+
+def merge(output: Path, folders: Sequence[Path]) -> list[str]:
+    """Copy segments of several histories into one folder, as far as they have updates that are not there yet.
+
+    Raises:
+        StateError: a folder has no history, or they are of different runs.
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make {output}: {error.strerror}", remedy=what_to_do(error, output)
+        ) from None
+    runs: set[tuple[str, bytes]] = set()
+    there: dict[str, int] = {}
+    known: set[tuple[bytes, bytes]] = set()
+    for path in segment_files(output):
+        runs.add(_note(path, known))
+        there[path.name] = path.stat().st_size
+    waiting = []
+    for folder in folders:
+        files = segment_files(folder)
+        if not files:
+            raise StateError(f"there is no history in {folder}: it has no file that ends in .history")
+        waiting += files
+    copied = 0
+    for path in sorted(waiting, key=lambda path: (path.name, -path.stat().st_size)):
+        more: set[tuple[bytes, bytes]] = set()
+        run = _note(path, more)
+        runs.add(run)
+        if len(runs) > 1:
+            raise StateError(f"{path} is of another run than the rest: {run[0]!r}")
+        # The same segment may be there from an earlier time, when it was shorter.
+        is_longer = path.name in there and there[path.name] < path.stat().st_size
+        if (path.name in there and not is_longer) or (path.name not in there and more <= known):
+            continue
+        known |= more
+        there[path.name] = path.stat().st_size
+        _copy(path, output / path.name)
+        copied += 1
+    report = check_history(output, CheckOptions(sample=0.0))
+    missing = [f"missing: updates {first} to {last}" for first, last in report.holes]
+    first = 0 if report.first is None else report.first
+    return [
+        f"copied {copied} segments of {len(report.archivists)} archivists: {output} has updates {first} to {report.last}",
+        *(missing or ["no update between these is missing"]),
+        *(f"WRONG: {fault}" for fault in report.faults),
+    ]
+
+
+def _note(path: Path, known: set[tuple[bytes, bytes]]) -> tuple[str, bytes]:
+    """Add the updates of a segment, and return its run."""
+    run = ("", b"")
+    with Segment(path) as segment:
+        try:
+            for placed in segment.entries():
+                entry = placed.entry
+                if isinstance(entry, Update):
+                    known.add((entry.before, entry.after))
+                elif isinstance(entry, Beginning):
+                    run = (entry.run_id, entry.authority)
+        except StateError:
+            pass  # what is whole of it counts; `verify` tells of the rest
+    return run
+
+
+def _copy(source: Path, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        shutil.copyfile(source, draft)
+        draft.replace(target)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot copy {source}: {error.strerror}", remedy=what_to_do(error, target)
+        ) from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_same(output: Path, identities: Sequence[Path]) -> str:
+    """Write the statement that several identities are one contributor; return a line about it.
+
+    Raises:
+        IdentityError: a file holds no key.
+        ConfigError: the file exists or cannot be written.
+    """
+    said = same_peers([Ed25519Signer(load_seed(file)) for file in identities])
+    try:
+        create_file(output, said.encode(), mode=PUBLIC)
+    except FileExistsError:
+        raise ConfigError(f"{output} exists; choose another name") from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
+        ) from None
+    return f"made {output}: {len(said.peers)} identities of one contributor"

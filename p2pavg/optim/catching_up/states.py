@@ -219,6 +219,11 @@ class States:
             return ""
         return "another peer joins, and could not replay the next update: it waits for that peer"
 
+    @property
+    def is_followed(self) -> bool:
+        """True if a peer that is in no round will want the last average; see :attr:`Shelf.is_followed`."""
+        return self._sharing.shelf.is_followed
+
     def took(self, success: Success) -> None:
         """Note an update that this peer took in a round, or alone.
 

@@ -21,7 +21,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2pavg.base.limits import LOOK_SECONDS, MAX_BACKOFF_SECONDS, WARN_WAIT_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, MAX_BACKOFF_SECONDS, QUICK_REPLY_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.messages import Hash, Message
 from p2pavg.optim.coordination.progress import MAX_EPOCH, PeerProgress
 
@@ -228,7 +228,13 @@ class Handover:
         self._sign_at = now
 
     def decide(
-        self, epoch: int, members: Iterable[GroupMember], served_at: float, now: float
+        self,
+        epoch: int,
+        members: Iterable[GroupMember],
+        served_at: float,
+        now: float,
+        *,
+        is_followed: bool = False,
     ) -> Stays | Goes:
         """Return whether to stay now.
 
@@ -237,10 +243,13 @@ class Handover:
             members: the members of its last groups.
             served_at: the time at which another peer last read a part of this peer's snapshot.
             now: the current time.
+            is_followed: true if a peer that is in no round, such as an archivist, is about to read the last average.
         """
         lacking = sorted((m for m in members if m.lacks(epoch)), key=lambda member: member.peer_id)
         serves = served_at >= self._began and now < served_at + self._quiet
         if not lacking and not serves:
+            if is_followed and now < self._began + QUICK_REPLY_SECONDS:
+                return Stays((), self._began + QUICK_REPLY_SECONDS - now, "a peer follows the run")
             return Goes(f"each member of the last groups has update {epoch}, or is gone")
         signs = [(member.peer_id, member.word) for member in lacking]
         if signs != self._signs:

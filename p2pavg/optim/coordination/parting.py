@@ -138,7 +138,8 @@ class Parting:
             )
             for peer_id in run.last_members
         ]
-        found = self._handover.decide(run.lineage.epoch, members, served_at, now)
+        is_followed = states is not None and states.is_followed
+        found = self._handover.decide(run.lineage.epoch, members, served_at, now, is_followed=is_followed)
         if isinstance(found, Goes):
             logger.log(logging.WARNING if self._told else logging.DEBUG, "this peer ends: %s", found.reason)
             return False

@@ -531,7 +531,7 @@ class _Check:
             raise StateError("its members have signed another state before it")
         self._check_members(proven.roster.members, place)
         parts = parts_of(proven, found.segment.payload(place.placed), update.epoch)
-        vector = torch.empty(found.rules.schema.elements, dtype=torch.float32)
+        vector = torch.empty(found.rules.schema.elements, dtype=torch.float32, device="cpu")
         decode(proven, parts, found.rules.codec, vector)
         averaged = found.rules.schema.unflatten(vector)
         assert isinstance(averaged, list)

@@ -261,7 +261,9 @@ def _divided(classes: Sequence[Any], groups: Sequence[dict[str, Any]]) -> list[l
     found: list[list[dict[str, Any]]] = []
     at = 0
     for position, kind in enumerate(classes):
-        options = kind([torch.nn.Parameter(torch.zeros(1, 1))]).defaults.keys()
+        options = kind(
+            [torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))]
+        ).defaults.keys()
         later = len(classes) - position - 1
         end = at + 1
         while end < len(groups) - later and (not later or options <= groups[end].keys()):

@@ -44,6 +44,20 @@ class Shelf:
         self._log_bytes = log_bytes
         self._epoch = 0
         self._read_at = -math.inf
+        self._read: dict[bytes, set[int]] = {}
+        """Parts of each average of the log that other peers have read."""
+
+    @property
+    def is_followed(self) -> bool:
+        """True if a peer has read the average before the last one, and not all of the last one: it will want that too.
+
+        Members of the rounds need none from here: it follows the run, as an archivist does.
+        """
+        with self._lock:
+            if len(self._log) < 2:
+                return False
+            (last, average), (before, _) = list(reversed(self._log.items()))[:2]
+            return before in self._read and len(self._read.get(last, ())) < len(average.encoded.parts)
 
     @property
     def read_at(self) -> float:
@@ -107,6 +121,7 @@ class Shelf:
         with self._lock:
             if epoch != self._epoch + 1:
                 self._log.clear()
+                self._read.clear()
             self._log[average.group_id] = average
             self._epoch = epoch
             self._shorten()
@@ -115,13 +130,15 @@ class Shelf:
         """Drop everything: the parameters were replaced by those after an update."""
         with self._lock:
             self._log.clear()
+            self._read.clear()
             self._snapshot = self._former = None
             self._epoch = epoch
 
     def _shorten(self) -> None:
         held = sum(average.nbytes for average in self._log.values())
         while len(self._log) > MAX_LOG or (len(self._log) > 1 and held > self._log_bytes):
-            _, oldest = self._log.popitem(last=False)
+            group_id, oldest = self._log.popitem(last=False)
+            self._read.pop(group_id, None)
             held -= oldest.nbytes
 
     # ------------------------------------------------------------------ for other peers
@@ -148,8 +165,9 @@ class Shelf:
         with self._lock:
             average = self._log.get(blob_id) if kind == BlobKind.AVERAGE else None
             held = self._held(blob_id) if kind == BlobKind.SNAPSHOT else None
-        if average is not None and 0 <= index < len(average.encoded.parts):
-            return average.encoded.parts[index]
+            if average is not None and 0 <= index < len(average.encoded.parts):
+                self._read.setdefault(blob_id, set()).add(index)
+                return average.encoded.parts[index]
         if held is None or not 0 <= index < len(held.digests):
             return None
         self._read_at = time.monotonic()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import html
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2pavg.state.history.entries import DAY_SECONDS, Credit
+import numpy as np
+
+from p2pavg.state.history.entries import Credit
 
 SHOWN_PEERS = 8
 """Peers with a colour of their own in the drawing; the others are one."""
@@ -67,7 +68,7 @@ def contributors(
 
 def date_text(day: int) -> str:
     """Return a day since 1970 as a date."""
-    return datetime.datetime.fromtimestamp(day * DAY_SECONDS, datetime.UTC).date().isoformat()
+    return str(np.datetime64(day, "D"))
 
 
 def as_table(found: Sequence[Contributor]) -> str:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from p2pavg.tools.cli.daemon_commands import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
+from p2pavg.tools.cli.options import HomeOption
+
 app = typer.Typer(
     name="history",
     help="The history of a run: verify it, credit its peers, and merge what several archivists have kept.",
@@ -20,6 +23,34 @@ RunOption = Annotated[
         "--run", metavar="FILE.run", help="The run's file: the history must be of this run and its authority."
     ),
 ]
+
+
+def archive(
+    folder: FolderArgument,
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Folder, run file or invitation link of the run, as for `p2pavg join`.",
+        ),
+    ],
+    home: HomeOption = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Keep the last N updates. Default: all of them."),
+    ] = None,
+    log_format: FormatOption = LogFormat.TEXT,
+    log_level: LevelOption = LogLevel.INFO,
+) -> None:
+    """Keep the history of a run: every update with its proof, and a snapshot now and then. It trains nothing.
+
+    A peer that trains keeps one with RunState(history=DIR). `p2pavg history verify DIR` checks it.
+    """
+    from p2pavg.tools.cli.archiving import run_archive
+
+    log_to_stderr(log_format, log_level)
+    run_archive(run, folder, home=home, keep=keep)
 
 
 @app.command()

@@ -67,7 +67,7 @@ def verify(
     if first is not None and last is not None and first > last:
         raise ConfigError(f"--from {first} is behind --to {last}")
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {device} cannot be used: {error}") from None
     kept = VerifiedSegments(folder)
@@ -414,7 +414,8 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
     missing = [f"missing: updates {first} to {last}" for first, last in report.holes]
     first = 0 if report.first is None else report.first
     return [
-        f"copied {copied} segments of {len(report.archivists)} archivists: {output} has updates {first} to {report.last}",
+        f"copied {copied} segments; {output} has updates {first} to {report.last} of"
+        f" {len(report.archivists)} archivists",
         *(missing or ["no update between these is missing"]),
         *(f"WRONG: {fault}" for fault in report.faults),
     ]

@@ -39,6 +39,7 @@ from p2pavg.tools.cli.daemon_commands import (
     stop,
 )
 from p2pavg.tools.cli.history import app as history_app
+from p2pavg.tools.cli.history import archive
 from p2pavg.tools.cli.job import app as job_app
 from p2pavg.tools.cli.launch import launch
 from p2pavg.tools.cli.options import (
@@ -69,7 +70,7 @@ app = typer.Typer(
     # ``main`` prints what goes wrong, with an exit code for each kind of error.
     pretty_exceptions_enable=False,
 )
-for command in (join, status, stop, files):
+for command in (join, status, stop, files, archive):
     app.command()(command)
 # What follows the program's name is the program's.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(launch)

@@ -68,6 +68,7 @@ class NoStates:
     average_bytes = 100
     version = 0
     is_working = False
+    history = None
 
     def __init__(self) -> None:
         self.shelf = Shelf(2**24)
@@ -81,7 +82,7 @@ class NoStates:
     def publish(self, *, wants: bool, epoch: int) -> None:
         """Tell no peer."""
 
-    def took(self, group_id: bytes, epoch: int) -> None:
+    def took(self, group_id: bytes, epoch: int, after: bytes, numbers: bytes) -> None:
         self.shelf.begin(epoch)
 
 

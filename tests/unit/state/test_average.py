@@ -21,7 +21,17 @@ from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES, ResultCommit
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
-from p2pavg.state.average import MAX_MANIFEST_BYTES, Expected, LoggedAverage, decode, read_manifest
+from p2pavg.state.average import (
+    MAX_MANIFEST_BYTES,
+    MAX_NUMBERS_BYTES,
+    Expected,
+    LoggedAverage,
+    decode,
+    manifest_of,
+    pack_numbers,
+    read_manifest,
+    read_numbers,
+)
 from p2pavg.state.joiner.transfers import replayed_success
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_compression import resolve_codec
@@ -201,13 +211,13 @@ def test_shares_that_do_not_cover_the_vector_are_refused() -> None:
         signatures = tuple((one, simulated_signer(one).sign(statement.signed_bytes())) for one in range(4))
         commit = ResultCommit(0, frozenset(range(4)), bytes(DIGEST_BYTES), signatures)
         certificate = encode_certificate(strange, commit)
-        data = struct.pack(">I", len(certificate)) + certificate
+        data = manifest_of(certificate, b"", b"")
         refused(data, "elements", group_id=strange.group_id)
 
 
 def _split() -> tuple[bytes, list[bytes]]:
     average = logged()
-    return MANIFEST[: 4 + len(average.certificate)], list(average.encoded.digests)
+    return manifest_of(average.certificate, b"", b""), list(average.encoded.digests)
 
 
 @pytest.mark.parametrize(
@@ -268,4 +278,18 @@ def test_arbitrary_bytes_are_refused(data: bytes) -> None:
 
 def test_a_manifest_beyond_its_bound_is_not_read() -> None:
     refused(bytes(MAX_MANIFEST_BYTES + 1), "a manifest of")
-    refused(struct.pack(">I", 2**32 - 1) + MANIFEST[4:], "no CertifiedCommit")
+    refused(struct.pack(">I", 2**32 - 1) + MANIFEST[4:], "ends too early")
+    average = logged()
+    numbers = bytes(MAX_NUMBERS_BYTES + 1)
+    refused(manifest_of(average.certificate, numbers, b""), "hyperparameters of 65537 bytes")
+
+
+def test_hyperparameters_come_with_an_average() -> None:
+    given = (("lr", 0.1), ("betas", (0.9, 0.999)), ("fused of group 1", True))
+    average = replace(logged(), numbers=pack_numbers(given))
+    assert read_numbers(read_manifest(average.manifest(), expected()).numbers) == given
+    for wrong in (b"", b"\x90", pack_numbers([])[:-1]):
+        with pytest.raises(StateError):
+            read_numbers(wrong)
+    with pytest.raises(StateError, match="the most"):
+        pack_numbers([("lr", "x" * MAX_NUMBERS_BYTES)])

@@ -45,6 +45,7 @@ class Common:
     """A state of one number, whose update e adds e."""
 
     max_bytes = 10_000
+    numbers = b""
 
     def __init__(self) -> None:
         self.lineage = Lineage(3, state_at(3))
@@ -168,6 +169,7 @@ class Shelf:
 class Sharing:
     average_bytes = 100
     version = 0
+    history = None
 
     def __init__(self) -> None:
         self.others: dict[str, StateNews] = {}
@@ -197,7 +199,7 @@ class Sharing:
         self.averages.append(Transfer(group_id))
         return self.averages[-1]
 
-    def replayed(self, transfer: Transfer, epoch: int) -> None:
+    def replayed(self, transfer: Transfer, epoch: int, after: bytes, numbers: bytes) -> None:
         self.shelf.took(transfer.group_id, epoch)
 
     def poll(self) -> None:

@@ -50,6 +50,8 @@ class Clock:
 
 class Common:
     max_bytes = 10**9
+    numbers = b""
+    labels = ()
     buffers: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
@@ -81,6 +83,7 @@ class Sharing:
 
     average_bytes = 100
     version = 0
+    history = None
 
     def __init__(self) -> None:
         self.shelf = Shelf(2**24)
@@ -102,7 +105,7 @@ class Sharing:
     def publish(self, *, wants: bool, epoch: int) -> None:
         self.said.append((wants, epoch))
 
-    def took(self, group_id: bytes, epoch: int) -> None:
+    def took(self, group_id: bytes, epoch: int, after: bytes, numbers: bytes) -> None:
         self.shelf.begin(epoch)
 
     def offer(self, data: memoryview, epoch: int, state: bytes) -> None:

@@ -50,6 +50,11 @@ COMMANDS = {
         "donors and joiners that fail while a state is fetched, in real processes",
         "a quarter of an hour",
     ),
+    "history": Command(
+        "scripts.fault_search.history",
+        "histories that are tampered with, and archivists that are killed",
+        "four minutes",
+    ),
     "day": Command(
         "scripts.fault_search.day",
         "an operator's day: create, invite, start, watch, revoke, move, upgrade, stop, start again",

@@ -6,6 +6,7 @@ place, and goes on with what is left.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -366,8 +367,8 @@ class _Check:
             state = start.said.state
             if state in passed or (epoch is not None and start.said.epoch < epoch):
                 continue
-            if epoch is not None and start.said.epoch > epoch:
-                self.report.holes.append((epoch + 1, start.said.epoch))
+            if epoch is not None:
+                self._note_gap(epoch, start.said.epoch)
             if self.report.first is None:
                 self.report.first = start.said.epoch
             epoch = start.said.epoch
@@ -381,7 +382,26 @@ class _Check:
                 place = self._chosen(ways, following)
                 yield place
                 state, epoch = place.update.after, place.update.epoch
+        # Updates behind the last hole have no snapshot from which they could be replayed.
+        beyond = [place.update for place in self._places if place.update.epoch > (epoch or 0)]
+        if beyond:
+            self._note_gap(epoch or 0, min(update.epoch for update in beyond) - 1)
+            epoch = max(update.epoch for update in beyond)
         self.report.last = epoch or 0
+
+    def _note_gap(self, epoch: int, later: int) -> None:
+        """Note what is missing between an update and the next one that can be reached: up to ``later``."""
+        if epoch == later and not any(place.update.epoch == epoch + 1 for place in self._places):
+            return  # the run goes on with other rules
+        held = sorted({place.update.epoch for place in self._places if epoch < place.update.epoch <= later})
+        missing = [
+            (before + 1, after - 1)
+            for before, after in itertools.pairwise([epoch, *held, later + 1])
+            if after > before + 1
+        ]
+        self.report.holes += missing
+        if not missing:
+            self._fault(f"update {epoch + 1} does not follow on update {epoch}")
 
     def _chosen(self, ways: Mapping[bytes, Place], following: Mapping[bytes, Mapping[bytes, Place]]) -> Place:
         """Return the update that follows; of several, the one that leads furthest."""

@@ -10,7 +10,6 @@ import errno
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ class HistoryRecorder:
         self._known: set[bytes] = set()
         """States of the lineage within the last segment: a peer that began again at a checkpoint passes them again."""
         self._entries = self._averages = self._snapshot_bytes = self._queued = 0
-        self._rests_until = 0.0
+        self._failed_at = -STALL_SECONDS
         self._proofs: list[tuple[str, bytes]] = []
         """What the members know now."""
         self._said: set[bytes] = set()
@@ -247,7 +246,9 @@ class HistoryRecorder:
             # On its way again through updates that are recorded: only their end is of use.
             if state in self._known and state != self._tip:
                 return False
-            return self._queued <= MAX_QUEUED_BYTES // 2 and time.monotonic() >= self._rests_until
+            # Also a clock that was set back ends the rest.
+            rests = 0 <= self._wall_clock() - self._failed_at < STALL_SECONDS
+            return self._queued <= MAX_QUEUED_BYTES // 2 and not rests
 
     def begin(self, data: memoryview, epoch: int, state: bytes) -> None:
         """Begin a segment with a snapshot, whose bytes nothing changes any more."""
@@ -376,7 +377,7 @@ class HistoryRecorder:
         with self._lock:
             self._tip, self._is_open = None, False
             # A disk that is full stays so for a while, and each try costs a snapshot.
-            self._rests_until = time.monotonic() + STALL_SECONDS
+            self._failed_at = self._wall_clock()
 
     def _begin_segment(self, data: memoryview, epoch: int, state: bytes) -> None:
         self._end_segment()

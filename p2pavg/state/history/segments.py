@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -108,10 +109,12 @@ class Segment:
             raise StateError(f"{path} is no segment of a history: it begins with something else")
 
     def close(self) -> None:
-        """Let go of the file. Views of its payloads end with it."""
-        self._data.release()
-        if self._map is not None:
-            self._map.close()
+        """Let go of the file."""
+        # A view of a payload, such as in the traceback of a check that failed, keeps the map until it goes.
+        with suppress(BufferError):
+            self._data.release()
+            if self._map is not None:
+                self._map.close()
 
     def __enter__(self) -> Segment:
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ class MadeRun:
         elements: of its one matrix, in rows of 8; it has a bias of 8, too.
         codec: name of the codec.
         has_authority: true for a run whose members have certificates.
+        authority: number of the signer that signs these.
         make: makes the optimizer.
         aggregation: rule by which contributions are combined.
         max_grad_norm: limit of the gradient.
@@ -96,6 +98,7 @@ class MadeRun:
         elements: int = 512,
         codec: str = "blockwise8",
         has_authority: bool = True,
+        authority: int = AUTHORITY,
         make: Callable[[Sequence[torch.Tensor]], Optimizer | list[Optimizer]] = adamw,
         aggregation: Aggregation = Aggregation(),  # noqa: B008 - frozen
         max_grad_norm: float | None = 0.5,
@@ -112,7 +115,7 @@ class MadeRun:
         self.optimizer = joined(make(self.parameters))
         self._max_grad_norm = max_grad_norm
         self._codec = resolve_codec(codec)
-        self._authority = simulated_signer(AUTHORITY) if has_authority else None
+        self._authority = simulated_signer(authority) if has_authority else None
         self.schema = Schema(
             names=None,
             shapes=shapes,
@@ -179,6 +182,11 @@ class MadeRun:
 
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(tuple(shape), generator=self._generator)
+
+    def change_rules(self, rules: bytes) -> None:
+        """Go on as the peers of a run do that begin again with other settings."""
+        self.lineage = self.lineage.with_rules(rules)
+        self._origin = replace(self._origin, rules=rules)
 
     def snapshot(self) -> memoryview:
         """Return the present state as the bytes of a snapshot."""
@@ -267,10 +275,17 @@ class MadeArchivist:
         run: the run.
         number: of the archivist's signer.
         keep: updates that stay.
+        starts: false to write nothing before the block begins.
     """
 
     def __init__(
-        self, directory: Path, run: MadeRun, number: int = ARCHIVIST, *, keep: int | None = None
+        self,
+        directory: Path,
+        run: MadeRun,
+        number: int = ARCHIVIST,
+        *,
+        keep: int | None = None,
+        starts: bool = True,
     ) -> None:
         self._run = run
         names = ("weight", "bias")
@@ -280,10 +295,18 @@ class MadeArchivist:
         )
         self.recorder.open()
         self._thread = threading.Thread(target=self.recorder.run)
-        self._thread.start()
+        if starts:
+            self._thread.start()
 
     def __enter__(self) -> MadeArchivist:
+        if not self._thread.ident:
+            self._thread.start()
         return self
+
+    def wait(self) -> None:
+        """Wait until all that was given is written."""
+        while self.recorder.waits:
+            time.sleep(0.001)
 
     def __exit__(self, *_: object) -> None:
         self.recorder.stop()

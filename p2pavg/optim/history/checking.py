@@ -128,7 +128,9 @@ class HistoryReport:
     """Updates that were checked, each counted once."""
     replayed: int = 0
     first: int | None = None
-    """Update of the first snapshot."""
+    """Update of the first snapshot from which the history was replayed."""
+    begins_later: bool = False
+    """True if the history has earlier updates, which were not asked for, or verified before."""
     last: int = 0
     """The last update."""
     peers: set[str] = field(default_factory=set)
@@ -367,10 +369,9 @@ class _Check:
             state = start.said.state
             if state in passed or (epoch is not None and start.said.epoch < epoch):
                 continue
-            if epoch is not None:
+            # With the same number, the run goes on with other settings, which the replay checks.
+            if epoch is not None and start.said.epoch > epoch:
                 self._note_gap(epoch, start.said.epoch)
-            if self.report.first is None:
-                self.report.first = start.said.epoch
             epoch = start.said.epoch
             while True:
                 if state not in passed:
@@ -391,8 +392,6 @@ class _Check:
 
     def _note_gap(self, epoch: int, later: int) -> None:
         """Note what is missing between an update and the next one that can be reached: up to ``later``."""
-        if epoch == later and not any(place.update.epoch == epoch + 1 for place in self._places):
-            return  # the run goes on with other rules
         held = sorted({place.update.epoch for place in self._places if epoch < place.update.epoch <= later})
         missing = [
             (before + 1, after - 1)
@@ -417,7 +416,10 @@ class _Check:
             return count
 
         epoch = next(iter(ways.values())).update.epoch
-        self._fault(f"update {epoch}: {len(ways)} different updates follow on the one before")
+        self.report.remarks.append(
+            f"update {epoch}: {len(ways)} different updates follow on the one before. The run fell into parts, or began"
+            " again at an earlier checkpoint; the part that leads furthest is replayed"
+        )
         return ways[max(ways, key=lambda after: (length(after), after))]
 
     def _within(self, line: Iterable[ReadSegment | Place]) -> Iterator[ReadSegment | Place]:
@@ -428,9 +430,12 @@ class _Check:
             if isinstance(each, Place):
                 if self._options.last is not None and each.update.epoch > self._options.last:
                     break
-            elif (first is not None and each.said.epoch < first) or self._was_verified(kept):
+            elif kept and ((first is not None and each.said.epoch <= first) or self._was_verified(kept)):
+                self.report.begins_later = True
                 kept.clear()
             kept.append(each)
+        if kept and isinstance(kept[0], ReadSegment):
+            self.report.first = kept[0].said.epoch
         yield from kept
 
     def _was_verified(self, kept: list[ReadSegment | Place]) -> bool:
@@ -481,10 +486,22 @@ class _Check:
                     )
                     self._fault(f"{found.name}: {what}")
                 return replica
-            return self._replica_of(found, content)
+            fresh = self._replica_of(found, content)
+            if replica is not None and replica.lineage.epoch == here.epoch:
+                self._check_other_rules(found, replica, fresh)
         except (StateError, ValueError, RuntimeError) as error:
             self._fault(f"{found.name}: {error}")
             return None
+        return fresh
+
+    def _check_other_rules(self, found: ReadSegment, replica: Replica, fresh: Replica) -> None:
+        """Check a snapshot of the same update and another lineage: the run goes on with other settings."""
+        epoch = replica.lineage.epoch
+        follows = replica.lineage.with_rules(fresh.origin.rules) == fresh.lineage
+        if follows and replica.digest() == fresh.digest():
+            self.report.remarks.append(f"the run goes on with other settings from update {epoch}")
+        else:
+            self._fault(f"{found.name}: the state of update {epoch} is not what the updates before it give")
 
     def _replica_of(self, found: ReadSegment, content: Content) -> Replica:
         fresh = Replica(content, found.beginning.names, self._options.device)
@@ -570,9 +587,12 @@ class _Check:
             roster = found.rules.committed(update.certificate)
         except RemoteProtocolError as error:
             raise StateError(str(error)) from None
+        said = found.rules.contributions_in(roster)
+        # Else one certificate could stand for many updates, and be credited as often.
+        if said.before != update.before:
+            raise StateError("its members have signed another state before it")
         self._check_members(roster.members, place)
-        after = Lineage(update.epoch, update.after)
-        return CheckedUpdate([], (), after, found.rules.contributions_in(roster))
+        return CheckedUpdate([], (), Lineage(update.epoch, update.after), said)
 
     def _check_members(self, members: Sequence[Candidate], place: Place) -> None:
         authority = self._segments[place.segment].beginning.authority

@@ -250,6 +250,11 @@ class HistoryRecorder:
             rests = 0 <= self._wall_clock() - self._failed_at < STALL_SECONDS
             return self._queued <= MAX_QUEUED_BYTES // 2 and not rests
 
+    @property
+    def waits(self) -> bool:
+        """True while something waits for the disk."""
+        return self._queued > 0
+
     def begin(self, data: memoryview, epoch: int, state: bytes) -> None:
         """Begin a segment with a snapshot, whose bytes nothing changes any more."""
         with self._lock:
@@ -331,7 +336,7 @@ class HistoryRecorder:
 
         def work() -> None:
             try:
-                task()
+                self._guarded(task)
             finally:
                 with self._lock:
                     self._queued -= nbytes + 1
@@ -346,7 +351,7 @@ class HistoryRecorder:
         """Write until :meth:`stop`; then seal the segment, and let go of the folder."""
         try:
             while (task := self._tasks.get()) is not None:
-                self._guarded(task)
+                task()
                 if self._tasks.empty() and self._writer is not None:
                     # Once for all that came meanwhile: a disk takes as long for one update as for many.
                     self._guarded(self._writer.store)
@@ -376,6 +381,7 @@ class HistoryRecorder:
         self._writer = None
         with self._lock:
             self._tip, self._is_open = None, False
+            self._known.clear()  # what was given last may not be on the disk
             # A disk that is full stays so for a while, and each try costs a snapshot.
             self._failed_at = self._wall_clock()
 

@@ -282,9 +282,10 @@ def recover(path: Path) -> Found | None:
         if len(kept) < 2:
             path.unlink()
             return None
-        with path.open("r+b") as opened:
-            opened.truncate(kept[-1].end)
-            os.fsync(opened.fileno())
+        if path.stat().st_size != kept[-1].end:  # else the file stays as it is, also its time
+            with path.open("r+b") as opened:
+                opened.truncate(kept[-1].end)
+                os.fsync(opened.fileno())
     except OSError as error:
         raise StateError(f"cannot shorten {path}: {error.strerror}", remedy=what_to_do(error, path)) from None
     beginning, snapshot = kept[0].entry, kept[1].entry

@@ -111,7 +111,7 @@ def _said(report: HistoryReport, options: CheckOptions) -> Iterator[str]:
         f"authority {report.authority.hex()}" if report.authority else "without an authority"
     )
     yield f"{of}; kept by {', '.join(sorted(report.archivists)) or 'nobody'}"
-    if options.verified and report.first:
+    if options.verified and report.begins_later:
         yield "segments that this machine has verified before are not verified again; --again does so"
     how = f"replayed to {report.replica.digest().hex()}" if report.replica is not None else "not replayed"
     if report.replica is not None and report.replayed < report.updates:

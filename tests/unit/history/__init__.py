@@ -1,0 +1,1 @@
+"""Histories of runs: entries, files, checks, receipts and commands."""

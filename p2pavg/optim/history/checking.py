@@ -222,10 +222,11 @@ class _Check:
         for path in self._files:
             self._read(path)
         self._check_links()
-        line = list(self._within(self._line()))
-        on_line = {id(place) for place in line if isinstance(place, Place)}
+        whole = list(self._line())
+        line = list(self._within(whole))
+        on_line = {id(each) for each in whole}
         rest = [place for place in self._places if id(place) not in on_line and self._is_asked_for(place)]
-        total = len(on_line) + len(rest)
+        total = sum(isinstance(each, Place) for each in line) + len(rest)
         self._walk(line, total)
         # What another archivist has, or what was replaced after a fork, must be genuine, too.
         for _, _ in self._checked(rest):
@@ -235,6 +236,8 @@ class _Check:
 
     def _is_asked_for(self, place: Place) -> bool:
         first, last = self._options.first, self._options.last
+        if self._segments[place.segment].name in self._options.verified:
+            return False
         return (first is None or place.update.epoch >= first) and (last is None or place.update.epoch <= last)
 
     def _fault(self, why: object) -> None:

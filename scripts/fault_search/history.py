@@ -137,10 +137,10 @@ def swap_updates_and_seal(files: list[Path], rng: random.Random) -> str:
     assert isinstance(one.entry, Update)
     assert isinstance(other.entry, Update)
     pieces[first] = Piece(
-        _with(one.entry, other.entry, "certificate", "digests", "numbers", "size"), other.payload
+        _with(one.entry, other.entry, "certificate", "digests", "numbers", "digest", "size"), other.payload
     )
     pieces[second] = Piece(
-        _with(other.entry, one.entry, "certificate", "digests", "numbers", "size"), one.payload
+        _with(other.entry, one.entry, "certificate", "digests", "numbers", "digest", "size"), one.payload
     )
     _again(path, pieces)
     return f"update {one.entry.epoch}"

@@ -42,8 +42,7 @@ from p2pavg.state.history.rules import Contributions, SegmentRules, rules_of
 from p2pavg.state.history.segments import (
     PlacedEntry,
     Segment,
-    check_notice,
-    check_snapshot,
+    check_payload,
     parts_of,
     proven_average,
     segment_files,
@@ -316,7 +315,7 @@ class _Check:
     ) -> frozenset[bytes] | None:
         """Check a notice; return the identifiers of revoked certificates, if it is such a list."""
         try:
-            check_notice(notice, payload)
+            check_payload(notice, payload)
             if notice.kind == REVOKED:
                 return read_revocations(bytes(payload), found.beginning.authority).identifiers
             if notice.kind == EXCLUDED:
@@ -478,7 +477,7 @@ class _Check:
             return None
         try:
             payload = found.segment.payload(found.snapshot)
-            check_snapshot(found.said, payload)
+            check_payload(found.said, payload)
             content = read(payload)
             here = Lineage(found.said.epoch, found.said.state)
             if replica is not None and replica.lineage == here:
@@ -570,7 +569,9 @@ class _Check:
         if proven.state != update.before:
             raise StateError("its members have signed another state before it")
         self._check_members(proven.roster.members, place)
-        parts = parts_of(proven, found.segment.payload(place.placed), update.epoch)
+        payload = found.segment.payload(place.placed)
+        parts = parts_of(proven, payload, update.epoch)
+        check_payload(update, payload)
         vector = torch.empty(found.rules.schema.elements, dtype=torch.float32, device="cpu")
         decode(proven, parts, found.rules.codec, vector)
         averaged = found.rules.schema.unflatten(vector)

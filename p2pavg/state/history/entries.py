@@ -135,6 +135,8 @@ class Update(Message, frozen=True, kw_only=True, tag="update"):
     """BLAKE3 digest of each part, 32 bytes each."""
     numbers: Annotated[bytes, Meta(max_length=MAX_NUMBERS_BYTES)]
     """The optimizer's hyperparameters in this update, from :func:`p2pavg.state.average.pack_numbers`."""
+    digest: Hash
+    """BLAKE3 digest of the payload as a whole, for readers that do not know where its parts begin."""
     size: Annotated[int, Meta(ge=0, le=MAX_SNAPSHOT_BYTES)]
 
 

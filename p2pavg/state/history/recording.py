@@ -292,17 +292,7 @@ class HistoryRecorder:
             self._averages += average.encoded.nbytes
             ends = self._is_full
             self._is_open = not ends
-        update = Update(
-            time=self._wall_clock(),
-            epoch=epoch,
-            before=average.state,
-            after=after,
-            certificate=average.certificate,
-            digests=b"".join(average.encoded.digests),
-            numbers=average.numbers,
-            size=average.encoded.nbytes,
-        )
-        self._give(partial(self._append_update, update, average.encoded.parts), average.encoded.nbytes)
+        self._give(partial(self._append_update, average, epoch, after), average.encoded.nbytes)
         if ends:
             self._give(self._end_segment, 0)
 
@@ -406,14 +396,28 @@ class HistoryRecorder:
         self._rules = rules_of(beginning)
         self._prune(epoch)
 
-    def _append_update(self, update: Update, parts: Sequence[Buffer]) -> None:
+    def _append_update(self, average: LoggedAverage, epoch: int, after: bytes) -> None:
         if self._writer is None or self._rules is None:
             return  # the segment could not be written
         try:
-            said = self._rules.contributions(update.certificate)
+            said = self._rules.contributions(average.certificate)
         except RemoteProtocolError as error:
-            raise StateError(f"update {update.epoch}: {error}") from None
-        self._append(update, parts)
+            raise StateError(f"update {epoch}: {error}") from None
+        digest = blake3()
+        for part in average.encoded.parts:
+            digest.update(part)
+        update = Update(
+            time=self._wall_clock(),
+            epoch=epoch,
+            before=average.state,
+            after=after,
+            certificate=average.certificate,
+            digests=b"".join(average.encoded.digests),
+            numbers=average.numbers,
+            digest=digest.digest(),
+            size=average.encoded.nbytes,
+        )
+        self._append(update, average.encoded.parts)
         self._contributed.append((said.time, said.samples))
 
     def _append(self, entry: Entry, payload: Sequence[Buffer] = ()) -> None:

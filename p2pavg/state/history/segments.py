@@ -182,24 +182,18 @@ def _told(last: Entry | None) -> str:
     return f", after update {last.epoch}," if isinstance(last, Update) else ""
 
 
-def check_snapshot(snapshot: Snapshot, payload: Buffer) -> None:
-    """Check a snapshot's bytes.
+def check_payload(entry: Entry, payload: Buffer) -> None:
+    """Check the payload of any entry against the digest that the entry names.
 
     Raises:
-        StateError: they are others than its entry names.
+        StateError: it has other bytes; the message says of what.
     """
-    if root_of(chunk_digests(payload), len(payload)) != snapshot.root:
-        raise StateError(f"the snapshot of update {snapshot.epoch} has other bytes than its entry names")
-
-
-def check_notice(notice: Notice, payload: Buffer) -> None:
-    """Check a notice's bytes.
-
-    Raises:
-        StateError: they are others than its entry names.
-    """
-    if blake3(payload).digest() != notice.digest:
-        raise StateError(f"a notice ({notice.kind}) has other bytes than its entry names")
+    if isinstance(entry, Snapshot) and root_of(chunk_digests(payload), len(payload)) != entry.root:
+        raise StateError(f"the snapshot of update {entry.epoch} has other bytes than its entry names")
+    if isinstance(entry, Update) and blake3(payload).digest() != entry.digest:
+        raise StateError(f"update {entry.epoch}: its average has other bytes than its entry names")
+    if isinstance(entry, Notice) and blake3(payload).digest() != entry.digest:
+        raise StateError(f"a notice ({entry.kind}) has other bytes than its entry names")
 
 
 def proven_average(update: Update, expected: Expected) -> ProvenAverage:
@@ -266,14 +260,10 @@ def recover(path: Path) -> Found | None:
         StateError: the file cannot be read or shortened, or is of a later version.
     """
     kept: list[PlacedEntry] = []
-    rules: SegmentRules | None = None
     try:
         with Segment(path) as segment:
             for placed in segment.entries():
-                if isinstance(placed.entry, Beginning):
-                    rules = rules_of(placed.entry)
-                assert rules is not None  # the first entry of a segment
-                _check_payload(placed.entry, segment.payload(placed), rules)
+                check_payload(placed.entry, segment.payload(placed))
                 kept.append(placed)
     except StateError:
         # Whatever comes behind the last whole entry is what a crash has left, or of no use.
@@ -291,17 +281,7 @@ def recover(path: Path) -> Found | None:
     beginning, snapshot = kept[0].entry, kept[1].entry
     assert isinstance(beginning, Beginning)
     assert isinstance(snapshot, Snapshot)
-    assert rules is not None
-    return Found(beginning, rules, snapshot, tuple(kept), isinstance(kept[-1].entry, Seal))
-
-
-def _check_payload(entry: Entry, payload: memoryview, rules: SegmentRules) -> None:
-    if isinstance(entry, Snapshot):
-        check_snapshot(entry, payload)
-    elif isinstance(entry, Notice):
-        check_notice(entry, payload)
-    elif isinstance(entry, Update):
-        parts_of(proven_average(entry, rules.expected()), payload, entry.epoch)
+    return Found(beginning, rules_of(beginning), snapshot, tuple(kept), isinstance(kept[-1].entry, Seal))
 
 
 class SegmentWriter:

@@ -1,21 +1,23 @@
-"""One peer of a run whose history is kept: python -m tests.integration.history.work '{"run": ..., ...}'."""
+"""One peer of a run whose history is kept: python -m tests.integration.history.work RUN HOME OPTIONS."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 import p2pavg
-from p2pavg.optim import AveragedOptimizer, RunState, diloco
-from p2pavg.state.checkpoint import write_checkpoint
-from p2pavg.state.snapshot import Content
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco
 
 
 def model_of() -> torch.nn.Module:
+    """Return a model with the same parameters in every process."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -24,42 +26,62 @@ def model_of() -> torch.nn.Module:
     return model
 
 
-def main(options: dict) -> None:
+def optimizer_of(
+    recipe: str, model: torch.nn.Module, averager: p2pavg.blocking.Averager, history: str | None, peers: int
+) -> AveragedOptimizer | LocalUpdates:
+    """Return the optimizer of a recipe."""
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = RunState(model, history=history)
+    if recipe == "diloco":
+        return diloco(inner, averager, sync_every=20, fragments=2, state=state, peers_to_start=peers)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 0.02, 1000)
+    return AveragedOptimizer(
+        inner,
+        averager,
+        target_batch_size=64,
+        scheduler=schedule,
+        max_grad_norm=1.0,
+        state=state,
+        peers_to_start=peers,
+    )
+
+
+def train(run: str, home: str | None, options: dict[str, Any]) -> None:
+    """Train, and write the model at the end."""
     torch.set_num_threads(1)
     model = model_of()
-    config = p2pavg.join_run(options["run"], home=options["home"], match_timeout=10.0)
+    config = p2pavg.join_run(run, home=home, match_timeout=10.0)
     generator = torch.Generator().manual_seed(options["seed"])
     with p2pavg.blocking.open_averager(config) as averager:
-        print(averager.peer_id, flush=True)
-        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        state = RunState(model, history=options.get("history"))
-        common = {"state": state, "peers_to_start": options["peers"]}
-        if options["recipe"] == "diloco":
-            optimizer = diloco(inner, averager, sync_every=4, **common)
-        else:
-            schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 0.02, 1000)
-            optimizer = AveragedOptimizer(
-                inner, averager, target_batch_size=64, scheduler=schedule, max_grad_norm=1.0, **common
-            )
-        said = -1
+        print("peer", averager.peer_id, "at", averager.addresses[0], flush=True)
+        optimizer = optimizer_of(options["recipe"], model, averager, options.get("history"), options["peers"])
+        said, evidence = -1, options.get("evidence")
         while optimizer.epoch < options["updates"]:
             inputs = torch.randn(8, 16, generator=generator)
             optimizer.zero_grad()
             (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean().backward()
-            optimizer.step(samples=8)
-            time.sleep(options["pause"])
+            report = optimizer.step(samples=8)
+            time.sleep(0.1)
             if optimizer.epoch != said:
                 said = optimizer.epoch
-                print(f"update {said}", flush=True)
-        tensors = (
-            optimizer.anchor if options["recipe"] == "diloco" else [p.detach() for p in model.parameters()]
-        )
+                peers = len(report.result.peers) if isinstance(report.result, p2pavg.Success) else 0
+                print(f"update {said} of {peers} peers", flush=True)
+            if evidence and Path(evidence).exists():
+                # As if it had found the lie in a round: nothing of a real peer lies as easily.
+                averager._call(partial(accuse, averager, Path(evidence).read_bytes()))
+                evidence = None
+        if isinstance(optimizer, LocalUpdates):
+            tensors = optimizer.anchor
+        else:
+            tensors = [parameter.detach() for parameter in model.parameters()]
         names = [name for name, _ in model.named_parameters()]
-        common_part = Content(
-            {f"parameter/{name}": tensor for name, tensor in zip(names, tensors, strict=True)}, {}
-        )
-        write_checkpoint(Path(options["out"]), optimizer.epoch, common_part, Content())
-        print("ended", flush=True)
+        save_file(dict(zip(names, tensors, strict=True)), options["out"])
+    print("ended", flush=True)
 
 
-main(json.loads(sys.argv[1]))
+async def accuse(averager: p2pavg.blocking.Averager, evidence: bytes) -> None:
+    averager._averager._run.accuse(evidence)
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], sys.argv[2] or None, json.loads(sys.argv[3]))

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -62,11 +62,18 @@ with p2pavg.job() as job:
 class Started:
     """A process of the command, whose words go to a file."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        command: Sequence[str] = COMMAND,
+    ) -> None:
         self.words = folder / f"{name}.txt"
         self._file = self.words.open("w")
         self.process = subprocess.Popen(
-            [*before, *COMMAND, *arguments],
+            [*before, *command, *arguments],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=self._file,

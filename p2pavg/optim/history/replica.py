@@ -23,7 +23,7 @@ from p2pavg.optim.coordination.training_run import DATA
 from p2pavg.optim.large_batch.averaged import clip
 from p2pavg.optim.local import outer
 from p2pavg.optim.local.anchor import Anchor
-from p2pavg.optim.local.local_options import fragments_of
+from p2pavg.optim.local.local_options import fragments_of, layout_digest
 from p2pavg.optim.ranks.shards import total_norm
 from p2pavg.state.checking import is_finite
 from p2pavg.state.nested import copied, flatten, unflatten
@@ -96,11 +96,14 @@ class Replica:
         self, given: Sequence[torch.Tensor], saved: Mapping[str, Any], device: torch.device | str
     ) -> Anchor:
         count = int(self._fields.get("fragments", "1"))
-        if count > 1 and not self.names[0]:
-            raise StateError(
-                "the run averages fragments of its model, and the history does not have its names"
-            )
         pieces = fragments_of(self.names, [tuple(tensor.shape) for tensor in given], count)
+        # The recipe names the layout. With other names, averages would go to other places without a word.
+        layout = self._fields.get("layout of fragments")
+        if count > 1 and layout != layout_digest(self.names, pieces):
+            raise StateError(
+                "the run averages fragments, which are cut by the names of its model's parameters, and the history does"
+                " not have these: let a peer that trains keep it, with RunState(model, history=...)"
+            )
         tensors = [tensor.to(device, copy=True) for tensor in given]  # the anchor keeps them
         kind = self._fields.get("outer", "")
         return Anchor(tensors, lambda pieces: _optimizer_of(kind, pieces, saved), pieces)

@@ -396,9 +396,11 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
             raise StateError(f"there is no history in {folder}: it has no file that ends in .history")
         waiting += files
     copied = 0
-    for path in sorted(waiting, key=lambda path: (path.name, -path.stat().st_size)):
-        more: set[tuple[bytes, bytes]] = set()
-        run = _note(path, more)
+    # Those that know the model's names come first, and of the same segment the longest.
+    found = [(_note(path, more := set[tuple[bytes, bytes]]()), more, path) for path in waiting]
+    for run, more, path in sorted(
+        found, key=lambda each: (not _has_names(each[2]), each[2].name, -each[2].stat().st_size)
+    ):
         runs.add(run)
         if len(runs) > 1:
             raise StateError(f"{path} is of another run than the rest: {run[0]!r}")
@@ -435,6 +437,16 @@ def _note(path: Path, known: set[tuple[bytes, bytes]]) -> tuple[str, bytes]:
         except StateError:
             pass  # what is whole of it counts; `verify` tells of the rest
     return run
+
+
+def _has_names(path: Path) -> bool:
+    """Return whether a segment has the names of the model's parameters."""
+    with Segment(path) as segment:
+        try:
+            beginning = next(segment.entries()).entry
+        except (StateError, StopIteration):
+            return False
+    return isinstance(beginning, Beginning) and bool(beginning.names)
 
 
 def _copy(source: Path, target: Path) -> None:

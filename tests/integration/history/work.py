@@ -33,7 +33,7 @@ def optimizer_of(
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = RunState(model, history=history)
     if recipe == "diloco":
-        return diloco(inner, averager, sync_every=20, fragments=2, state=state, peers_to_start=peers)
+        return diloco(inner, averager, sync_every=10, state=state, peers_to_start=peers)
     schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 0.02, 1000)
     return AveragedOptimizer(
         inner,

@@ -7,7 +7,9 @@ It does not check certificates or replay updates: `p2pavg history verify` does.
 import hashlib
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 from blake3 import blake3
@@ -51,7 +53,7 @@ def public_key(peer_id: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(number.to_bytes(38, "big")[6:])
 
 
-def entries(data: bytes):
+def entries(data: bytes) -> Iterator[tuple[str, dict[str, Any], bytes, bytes]]:
     """Yield kind, fields, payload and hash of each entry."""
     at, last = len(MAGIC), None
     while at < len(data):

@@ -64,6 +64,7 @@ MAX_BACKOFF_SECONDS = 600.0
 one wait. The log of a night then shows that it lasted all night."""
 BAN_SECONDS = 600.0  # for which a peer that broke the protocol is not met again
 RECORD_LIFE_SECONDS = 600.0  # of records that all peers of a run keep, and renew in time
+DAY_SECONDS = 86400.0
 CLOCK_SKEW_SECONDS = 60.0  # that peers' clocks may differ by
 STAGGER_SECONDS = 0.25  # between two dials to one peer; RFC 8305, section 5
 MAX_NAME_CHARS = 32  # of a tag or a metric; its UTF-8 has at most as many bytes

@@ -6,7 +6,7 @@ import math
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.base.formats import in_bytes
-from p2pavg.base.limits import CLOCK_SKEW_SECONDS
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS, DAY_SECONDS
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.strategy import read_table
 from p2pavg.runs.membership.armour import parse_ledger, read_armour
@@ -20,8 +20,6 @@ from p2pavg.runs.membership.certificate import (
 from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.runs.membership.revocation import RevocationList, authority_of, read_revocations
 from p2pavg.runs.membership.run_file import RunFile, parse_run_file
-
-DAY_SECONDS = 86400.0
 
 
 def describe(text: str, *, now: float, show_secret: bool = False) -> list[str]:

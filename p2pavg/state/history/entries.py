@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.base.limits import (
+    DAY_SECONDS,
     MAX_AUDIT_CHARS,
     MAX_CODEC_CHARS,
     MAX_ROBUST_CHARS,
@@ -55,7 +56,6 @@ SEGMENT_SNAPSHOTS = 16
 """A segment ends when its averages weigh as much as so many snapshots: then snapshots are a sixteenth of a history."""
 MAX_CREDITED = 2**16
 """Peers of one segment: no group has more than 64 contributors, and a segment at most 1,024 updates."""
-DAY_SECONDS = 86400
 REVOKED = "revoked"
 """Kind of a notice: the list of revoked certificates that the authority has signed."""
 EXCLUDED = "excluded"
@@ -71,7 +71,7 @@ PeerIdText = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_L
 _Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**40)], ...], Meta(max_length=16)]
 
 
-class Beginning(Message, frozen=True, kw_only=True, tag="begin"):
+class SegmentBeginning(Message, frozen=True, kw_only=True, tag="begin"):
     """The first entry of a segment: the run, and the rules by which its averages can be checked."""
 
     number: Annotated[int, Meta(ge=0, le=2**40)]
@@ -140,7 +140,7 @@ class Update(Message, frozen=True, kw_only=True, tag="update"):
     size: Annotated[int, Meta(ge=0, le=MAX_SNAPSHOT_BYTES)]
 
 
-class Notice(Message, frozen=True, kw_only=True, tag="notice"):
+class HistoryNotice(Message, frozen=True, kw_only=True, tag="notice"):
     """Something that the run's members learned between two updates. The payload is its proof."""
 
     time: Seconds
@@ -183,7 +183,7 @@ class Seal(Message, frozen=True, kw_only=True, tag="seal"):
         )
 
 
-Entry: TypeAlias = Beginning | Snapshot | Update | Notice | Seal
+Entry: TypeAlias = SegmentBeginning | Snapshot | Update | HistoryNotice | Seal
 
 
 class DayCredit(Message, frozen=True):
@@ -217,7 +217,7 @@ def read_entry(body: bytes) -> Entry:
 
 def payload_size(entry: Entry) -> int:
     """Return the number of bytes that follow an entry's body."""
-    return entry.size if isinstance(entry, Snapshot | Update | Notice) else 0
+    return entry.size if isinstance(entry, Snapshot | Update | HistoryNotice) else 0
 
 
 def framed(previous: bytes, body: bytes) -> bytes:

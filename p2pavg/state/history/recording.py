@@ -29,10 +29,10 @@ from p2pavg.state.history.entries import (
     REVOKED,
     SEGMENT_ENTRIES,
     SEGMENT_SNAPSHOTS,
-    Beginning,
     Entry,
-    Notice,
+    HistoryNotice,
     Seal,
+    SegmentBeginning,
     Snapshot,
     Update,
     credits_of,
@@ -43,7 +43,7 @@ from p2pavg.state.history.entries import (
 from p2pavg.state.history.rules import SegmentRules, dtype_names, rules_of
 from p2pavg.state.history.segments import (
     LOCK_NAME,
-    Found,
+    RecoveredSegment,
     Segment,
     SegmentWriter,
     recover,
@@ -61,7 +61,7 @@ MAX_QUEUED_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a history says of its run in each segment; see :class:`~p2pavg.state.history.entries.Beginning`."""
+    """What a history says of its run in each segment; see :class:`~p2pavg.state.history.entries.SegmentBeginning`."""
 
     run_id: str
     authority: bytes
@@ -72,9 +72,11 @@ class RecordedRun:
     version: int
     schema: Schema
 
-    def beginning(self, *, number: int, time: float, archivist: str, names: Sequence[str]) -> Beginning:
+    def beginning(
+        self, *, number: int, time: float, archivist: str, names: Sequence[str]
+    ) -> SegmentBeginning:
         """Return the first entry of a segment."""
-        return Beginning(
+        return SegmentBeginning(
             number=number,
             time=time,
             archivist=archivist,
@@ -197,13 +199,13 @@ class HistoryRecorder:
                 beginning = next(segment.entries()).entry
         except (StateError, StopIteration):
             return  # it is damaged; whoever verifies the history hears of it
-        assert isinstance(beginning, Beginning)
+        assert isinstance(beginning, SegmentBeginning)
         if (beginning.run_id, beginning.authority) != (self._run.run_id, self._run.authority):
             raise StateError(
                 f"{self._settings.directory} has the history of another run, {beginning.run_id!r}: name another folder"
             )
 
-    def _beginning(self) -> Beginning:
+    def _beginning(self) -> SegmentBeginning:
         return self._run.beginning(
             number=self._number,
             time=self._wall_clock(),
@@ -211,12 +213,12 @@ class HistoryRecorder:
             names=self._settings.names,
         )
 
-    def _has_same_rules(self, one: Beginning) -> bool:
+    def _has_same_rules(self, one: SegmentBeginning) -> bool:
         mine = self._beginning()
         names = [name for name in one.__struct_fields__ if name not in ("number", "time", "certificate")]
         return all(getattr(one, name) == getattr(mine, name) for name in names)
 
-    def _go_on(self, path: Path, found: Found) -> None:
+    def _go_on(self, path: Path, found: RecoveredSegment) -> None:
         try:
             self._writer = SegmentWriter.go_on(path, self._previous)
         except OSError as error:
@@ -232,7 +234,9 @@ class HistoryRecorder:
         ]
         self._entries, self._snapshot_bytes = len(found.placed), found.snapshot.size
         self._averages = sum(update.size for update in found.updates)
-        self._said = {placed.entry.digest for placed in found.placed if isinstance(placed.entry, Notice)}
+        self._said = {
+            placed.entry.digest for placed in found.placed if isinstance(placed.entry, HistoryNotice)
+        }
         if self._is_full:
             self._end_segment()
 
@@ -318,7 +322,7 @@ class HistoryRecorder:
                     continue
                 self._said.add(digest)
                 self._entries += 1
-            notice = Notice(time=self._wall_clock(), kind=kind, digest=digest, size=len(proof))
+            notice = HistoryNotice(time=self._wall_clock(), kind=kind, digest=digest, size=len(proof))
             self._give(partial(self._append, notice, [proof]), len(proof))
 
     def _give(self, task: _Task, nbytes: int) -> None:

@@ -16,7 +16,7 @@ from p2pavg.group.aggregation import Aggregation, read_aggregation
 from p2pavg.group.candidate import Candidate, ready_key
 from p2pavg.group.roster import Roster, norm_factors, share_cutter
 from p2pavg.state.average import Expected
-from p2pavg.state.history.entries import Beginning
+from p2pavg.state.history.entries import SegmentBeginning
 from p2pavg_compression import Codec, CodecError, resolve_codec
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in AVERAGED_DTYPES}
@@ -93,7 +93,7 @@ class Contributions:
     """State of the lineage before the update, which all holders have signed."""
 
 
-def rules_of(beginning: Beginning) -> SegmentRules:
+def rules_of(beginning: SegmentBeginning) -> SegmentRules:
     """Return the rules of a segment.
 
     Raises:

@@ -21,10 +21,10 @@ from p2pavg.state.history.entries import (
     FIRST,
     FRAME_BYTES,
     MAGIC,
-    Beginning,
     Entry,
-    Notice,
+    HistoryNotice,
     Seal,
+    SegmentBeginning,
     Snapshot,
     Update,
     framed,
@@ -169,10 +169,10 @@ def _check_order(number: int, found: PlacedEntry, previous: bytes, last: Entry |
     entry = found.entry
     if number and found.previous != previous:
         raise StateError("it does not follow on the entry before")
-    wanted = {0: Beginning, 1: Snapshot}.get(number)
+    wanted = {0: SegmentBeginning, 1: Snapshot}.get(number)
     if wanted is not None and not isinstance(entry, wanted):
         raise StateError(f"it is no {wanted.__name__.lower()}")
-    if number > 1 and isinstance(entry, Beginning | Snapshot):
+    if number > 1 and isinstance(entry, SegmentBeginning | Snapshot):
         raise StateError(f"a {type(entry).__name__.lower()} within a segment")
     if isinstance(last, Seal):
         raise StateError("it stands behind the seal")
@@ -192,7 +192,7 @@ def check_payload(entry: Entry, payload: Buffer) -> None:
         raise StateError(f"the snapshot of update {entry.epoch} has other bytes than its entry names")
     if isinstance(entry, Update) and blake3(payload).digest() != entry.digest:
         raise StateError(f"update {entry.epoch}: its average has other bytes than its entry names")
-    if isinstance(entry, Notice) and blake3(payload).digest() != entry.digest:
+    if isinstance(entry, HistoryNotice) and blake3(payload).digest() != entry.digest:
         raise StateError(f"a notice ({entry.kind}) has other bytes than its entry names")
 
 
@@ -233,10 +233,10 @@ def parts_of(proven: ProvenAverage, payload: memoryview, epoch: int) -> list[mem
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoveredSegment:
     """What a segment holds up to its last whole entry."""
 
-    beginning: Beginning
+    beginning: SegmentBeginning
     rules: SegmentRules
     snapshot: Snapshot
     placed: tuple[PlacedEntry, ...]
@@ -248,7 +248,7 @@ class Found:
         return (each.entry for each in self.placed if isinstance(each.entry, Update))
 
 
-def recover(path: Path) -> Found | None:
+def recover(path: Path) -> RecoveredSegment | None:
     """Return what a segment holds, after cutting off what a crash has left behind its last whole entry.
 
     Every payload is read: a file system may have kept the length of a file and not its last bytes.
@@ -279,9 +279,11 @@ def recover(path: Path) -> Found | None:
     except OSError as error:
         raise StateError(f"cannot shorten {path}: {error.strerror}", remedy=what_to_do(error, path)) from None
     beginning, snapshot = kept[0].entry, kept[1].entry
-    assert isinstance(beginning, Beginning)
+    assert isinstance(beginning, SegmentBeginning)
     assert isinstance(snapshot, Snapshot)
-    return Found(beginning, rules_of(beginning), snapshot, tuple(kept), isinstance(kept[-1].entry, Seal))
+    return RecoveredSegment(
+        beginning, rules_of(beginning), snapshot, tuple(kept), isinstance(kept[-1].entry, Seal)
+    )
 
 
 class SegmentWriter:

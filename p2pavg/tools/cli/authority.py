@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pavg.base.errors import BusyError, ConfigError, ControlError
 from p2pavg.base.files import PRIVATE, PUBLIC, create_file, locked, read_text, replace_file, what_to_do
+from p2pavg.base.limits import DAY_SECONDS
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.runs.membership.armour import (
     COMMENT,
@@ -50,7 +51,7 @@ from p2pavg.runs.membership.run_file import (
     read_revocations_file,
     read_run_file,
 )
-from p2pavg.runs.membership.words import DAY_SECONDS, describe
+from p2pavg.runs.membership.words import describe
 from p2pavg.runs.records.identity import load_seed, make_seed
 from p2pavg_dht import PeerIdError, public_key_of
 

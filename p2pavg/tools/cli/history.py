@@ -47,7 +47,7 @@ def archive(
 
     A peer that trains keeps one with RunState(history=DIR). `p2pavg history verify DIR` checks it.
     """
-    from p2pavg.tools.cli.archiving import run_archive
+    from p2pavg.tools.history.archiving import run_archive
 
     log_to_stderr(log_format, log_level)
     run_archive(run, folder, home=home, keep=keep)
@@ -89,7 +89,7 @@ def verify(
     An interrupted call goes on where it was: what was verified on this machine is not verified again, while its files
     do not change.
     """
-    from p2pavg.tools.cli.history_files import verify as check
+    from p2pavg.tools.history.commands import verify as check
 
     lines, is_good = check(
         folder, run=run, model=model, first=first, last=last, sample=sample, again=again, device=device
@@ -125,7 +125,7 @@ def list_credits(
 
     A peer that evidence in the history proves to have lied is credited with nothing.
     """
-    from p2pavg.tools.cli.history_files import compare_credits, write_credits
+    from p2pavg.tools.history.commands import compare_credits, write_credits
 
     if against is not None:
         differences = compare_credits(folder, against, run=run, same=same)
@@ -157,7 +157,7 @@ def receipt(
     ] = False,
 ) -> None:
     """Write a small file that proves one peer's contributions against the seals of an archivist, or check one."""
-    from p2pavg.tools.cli.history_files import check_receipt, write_receipt
+    from p2pavg.tools.history.commands import check_receipt, write_receipt
 
     if check == (folder is not None):
         raise typer.BadParameter("name a peer and the folder of a history; or, with --check, a receipt alone")
@@ -172,7 +172,7 @@ def merge(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Histories of one run.")],
 ) -> None:
     """Copy into one folder what several archivists have of a run, so that one fills the holes of the other."""
-    from p2pavg.tools.cli.history_files import merge as join
+    from p2pavg.tools.history.commands import merge as join
 
     for line in join(output, folders):
         typer.echo(line)
@@ -186,6 +186,6 @@ def same(
     ],
 ) -> None:
     """Sign that several peers are one contributor. Each of their keys signs; `credits --same` counts them as one."""
-    from p2pavg.tools.cli.history_files import write_same
+    from p2pavg.tools.history.commands import write_same
 
     typer.echo(write_same(output, identities))

@@ -16,6 +16,7 @@ import trio
 
 from p2pavg import __version__
 from p2pavg.base.formats import PeerText, count, in_bytes
+from p2pavg.base.limits import DAY_SECONDS
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.auxiliary import HelpedRounds
 from p2pavg.peer.joining.home import Home
@@ -23,7 +24,6 @@ from p2pavg.peer.joining.remembering import remembering
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.certificate import date_of, read_certificate
 from p2pavg.runs.membership.membership import Membership, RunAccess
-from p2pavg.runs.membership.words import DAY_SECONDS
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import MAX_TEXTS, Answer, DaemonStatus, Done, Question
 from p2pavg.tools.control.service import control_handler

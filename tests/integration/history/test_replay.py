@@ -12,7 +12,7 @@ import torch
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco, fedadam
 from p2pavg.optim.base.wrapper import PeerOptimizer
-from p2pavg.optim.history.checking import check_history
+from p2pavg.tools.history.checking import check_history
 from tests.integration.optim.company import Batches, config, loss_of, small_model, train_together, until
 
 pytestmark = pytest.mark.one_worker
@@ -23,7 +23,7 @@ PEERS, UPDATES = 2, 8
 def with_buffers() -> torch.nn.Module:
     model = small_model()
     assert isinstance(model, torch.nn.Sequential)
-    return torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(8), *model[1:])
+    return torch.nn.Sequential(model[0], torch.nn.BatchNorm1d(8), *list(model)[1:])
 
 
 def averaged(model: torch.nn.Module, averager: Averager, state: RunState) -> AveragedOptimizer:
@@ -62,7 +62,7 @@ def test_a_replay_gives_the_parameters_of_the_peers(tmp_path: Path, name: str) -
         for _ in until(optimizer, UPDATES):
             optimizer.zero_grad()
             inputs, targets = (part.to(next(model.parameters()).dtype) for part in batches.next())
-            loss_of(model, (inputs, targets)).backward()
+            torch.autograd.backward(loss_of(model, (inputs, targets)))
             optimizer.step(samples=8)
         if isinstance(optimizer, LocalUpdates):
             return optimizer.anchor

@@ -196,6 +196,40 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "like": (["--like"], False, None),
         "dtype": (["--dtype"], False, None),
     },
+    "archive": {
+        "folder": (["folder"], False, None),
+        "run": (["--run"], False, None),
+        "home": (["--home"], False, None),
+        "keep": (["--keep"], False, None),
+        "log_format": (["--log-format"], False, LogFormat.TEXT),
+        "log_level": (["--log-level"], False, LogLevel.INFO),
+    },
+    "history verify": {
+        "folder": (["folder"], False, None),
+        "run": (["--run"], False, None),
+        "model": (["--model"], False, None),
+        "first": (["--from"], False, None),
+        "last": (["--to"], False, None),
+        "sample": (["--sample"], False, None),
+        "again": (["--again"], False, False),
+        "device": (["--device"], False, "cpu"),
+    },
+    "history credits": {
+        "folder": (["folder"], False, None),
+        "run": (["--run"], False, None),
+        "form": (["--format"], False, "table"),
+        "output": (["--output", "-o"], False, None),
+        "same": (["--same"], True, []),
+        "against": (["--against"], False, None),
+    },
+    "history receipt": {
+        "peer": (["peer"], False, None),
+        "folder": (["folder"], False, None),
+        "output": (["--output", "-o"], False, None),
+        "check": (["--check"], False, False),
+    },
+    "history merge": {"output": (["output"], False, None), "folders": (["folders"], False, None)},
+    "history same": {"output": (["output"], False, None), "identities": (["identities"], False, None)},
 }
 
 
@@ -260,6 +294,12 @@ def test_required_arguments() -> None:
         "job unpack": {"file", "folder"},
         "job publish": {"folder", "file"},
         "job fence": set(),
+        "archive": {"run", "folder"},
+        "history verify": {"folder"},
+        "history credits": {"folder"},
+        "history receipt": {"peer"},
+        "history merge": {"output", "folders"},
+        "history same": {"output", "identities"},
     }
 
 

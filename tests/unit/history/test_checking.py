@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import torch
 from torch.optim import Optimizer
 
 from p2pavg.base.errors import StateError
 from p2pavg.group.aggregation import Aggregation, CenteredClip
-from p2pavg.optim.history.checking import CheckOptions, HistoryReport, check_history
-from p2pavg.state.history.entries import EXCLUDED, FIRST, MAGIC, Beginning, Snapshot, framed
+from p2pavg.state.history.entries import EXCLUDED, FIRST, MAGIC, SegmentBeginning, Snapshot, framed
 from p2pavg.state.history.segments import segment_files
 from p2pavg.testing.simulation import simulated_signer
+from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
 from scripts.fault_search.history import SEGMENTS, TAMPERINGS, UPDATES, good_history, reported
 from scripts.fault_search.made_history import (
     ARCHIVIST,
@@ -59,9 +60,8 @@ def muon_and_adamw(parameters: Sequence[torch.Tensor]) -> list[Optimizer]:
 
 
 def two_groups(parameters: Sequence[torch.Tensor]) -> Optimizer:
-    return torch.optim.Adam(
-        [{"params": [parameters[0]], "lr": 0.1}, {"params": [parameters[1]]}], amsgrad=True
-    )
+    groups: list[dict[str, Any]] = [{"params": [parameters[0]], "lr": 0.1}, {"params": [parameters[1]]}]
+    return torch.optim.Adam(groups, amsgrad=True)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,7 @@ def test_a_stranger_is_no_member(tmp_path: Path) -> None:
     run, other = MadeRun(), MadeRun(authority=901)
     with MadeArchivist(tmp_path, run) as archivist:
         archivist.before()
-        run.certificate = lambda number: (
-            other.certificate(number) if number == 2 else MadeRun().certificate(number)
-        )  # type: ignore[method-assign]
+        run.shown[2] = other.certificate(2)
         archivist.take(*run.round())
     (fault, *_) = check(tmp_path).faults
     assert "update 1" in fault
@@ -199,9 +197,8 @@ def test_an_archivist_is_a_member(tmp_path: Path) -> None:
     (path,) = segment_files(tmp_path)
     pieces = taken_apart(path)
     beginning = pieces[0].entry
-    assert isinstance(beginning, Beginning)
-    fields = {name: getattr(beginning, name) for name in beginning.__struct_fields__}
-    pieces[0] = Piece(Beginning(**(fields | {"certificate": run.certificate(3)})), b"")
+    assert isinstance(beginning, SegmentBeginning)
+    pieces[0] = Piece(msgspec.structs.replace(beginning, certificate=run.certificate(3)), b"")
     put_together(path, pieces, FIRST, ARCHIVIST)
     (fault,) = check(tmp_path).faults
     assert "its archivist" in fault
@@ -354,10 +351,9 @@ def test_nothing_larger_than_the_file_is_made(tmp_path: Path) -> None:
     (path,) = segment_files(tmp_path)
     pieces = taken_apart(path)
     beginning, snapshot = pieces[0].entry, pieces[1].entry
-    assert isinstance(beginning, Beginning)
+    assert isinstance(beginning, SegmentBeginning)
     assert isinstance(snapshot, Snapshot)
-    fields = {name: getattr(beginning, name) for name in beginning.__struct_fields__}
-    pieces[0] = Piece(Beginning(**(fields | {"shapes": ((2**40,), (2**40,))})), b"")
+    pieces[0] = Piece(msgspec.structs.replace(beginning, shapes=((2**40,), (2**40,))), b"")
     put_together(path, pieces, first_link(path), ARCHIVIST)
     (fault,) = check(tmp_path).faults
     assert "it averages more values than its snapshot has" in fault

@@ -17,8 +17,8 @@ from p2pavg.state.history.entries import EXCLUDED
 from p2pavg.state.history.segments import segment_files
 from p2pavg.state.snapshot import Content
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.tools.cli.credits_page import Contributor, as_html, as_table
 from p2pavg.tools.cli.main import app
+from p2pavg.tools.history.credits_page import CreditedPeer, as_html, as_table
 from p2pavg_dht import Ed25519Signer
 from scripts.fault_search.history import TAMPERINGS
 from scripts.fault_search.made_history import MadeArchivist, MadeRun, record
@@ -170,7 +170,7 @@ def test_identities_of_one_contributor_are_counted_together(tmp_path: Path) -> N
     )
     _, directory = made(tmp_path)
     call("credits", directory, "--same", statement)
-    found = Contributor(tuple(ids), {0: (2, 4.0)})
+    found = CreditedPeer(tuple(ids), {0: (2, 4.0)})
     assert [line.split()[:2] for line in as_table([found]).splitlines()[1:]] == [
         [ids[0], "2"],
         ["and", ids[1]],
@@ -179,7 +179,7 @@ def test_identities_of_one_contributor_are_counted_together(tmp_path: Path) -> N
 
 def test_a_page_of_many_days_stays_small() -> None:
     """Ten years of a hundred peers."""
-    found = [Contributor((f"{n}",), dict.fromkeys(range(3650), (1, 1.0 + n))) for n in range(100)]
+    found = [CreditedPeer((f"{n}",), dict.fromkeys(range(3650), (1, 1.0 + n))) for n in range(100)]
     page = as_html("<run>", found)
     assert "&lt;run&gt;" in page
     assert len(page) < 600_000

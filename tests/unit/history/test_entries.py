@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +15,10 @@ from p2pavg.base.errors import StateError
 from p2pavg.state.history.entries import (
     FRAME_BYTES,
     MAX_BODY_BYTES,
-    Beginning,
     Entry,
-    Notice,
+    HistoryNotice,
     Seal,
+    SegmentBeginning,
     Snapshot,
     Update,
     credits_of,
@@ -36,7 +37,7 @@ from p2pavg.testing.simulation import simulated_signer
 
 ARCHIVIST = simulated_signer(1)
 HASH = bytes(range(32))
-BEGINNING = Beginning(
+BEGINNING = SegmentBeginning(
     number=3,
     time=100.0,
     archivist=ARCHIVIST.peer_id,
@@ -61,7 +62,7 @@ ENTRIES: list[Entry] = [
         digest=HASH,
         size=28,
     ),
-    Notice(time=2.0, kind="revoked", digest=HASH, size=5),
+    HistoryNotice(time=2.0, kind="revoked", digest=HASH, size=5),
     Seal(
         time=3.0,
         archivist=ARCHIVIST.peer_id,
@@ -134,13 +135,9 @@ def test_no_body_of_another_length_is_read(length: int) -> None:
 
 def test_an_entry_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="shapes"):
-        Beginning(**{**_fields(BEGINNING), "dtypes": ()})
+        msgspec.structs.replace(BEGINNING, dtypes=())
     with pytest.raises(ValueError, match="authority"):
-        Beginning(**{**_fields(BEGINNING), "authority": b"k"})
-
-
-def _fields(entry: Entry) -> dict[str, object]:
-    return {name: getattr(entry, name) for name in entry.__struct_fields__}
+        msgspec.structs.replace(BEGINNING, authority=b"k")
 
 
 def test_a_seal_signs_all_of_its_fields() -> None:
@@ -155,7 +152,9 @@ def test_a_seal_signs_all_of_its_fields() -> None:
         "root": bytes(32),
         "credits": bytes(32),
     }
-    statements = {Seal(**{**_fields(signed), name: value}).statement for name, value in changes.items()}
+    statements = {
+        msgspec.structs.replace(signed, **{name: value}).statement for name, value in changes.items()
+    }
     assert len(statements) == len(changes)
     assert signed.statement not in statements
 

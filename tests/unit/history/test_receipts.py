@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import StateError
-from p2pavg.optim.history.checking import CheckOptions, check_history
 from p2pavg.state.history.entries import DayCredit
 from p2pavg.state.history.receipts import (
     Receipt,
@@ -22,6 +21,7 @@ from p2pavg.state.history.receipts import (
     same_peers,
 )
 from p2pavg.testing.simulation import simulated_signer
+from p2pavg.tools.history.checking import CheckOptions, check_history
 from scripts.fault_search.made_history import ARCHIVIST, MadeRun, record
 
 PEER = simulated_signer(2).peer_id

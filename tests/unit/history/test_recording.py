@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from p2pavg.base.errors import BusyError, StateError
-from p2pavg.optim.history.checking import CheckOptions, HistoryReport, check_history
 from p2pavg.state.history import recording
-from p2pavg.state.history.entries import MAGIC, SEGMENT_ENTRIES, Beginning, Notice, Seal
-from p2pavg.state.history.segments import recover, segment_files
+from p2pavg.state.history.entries import MAGIC, SEGMENT_ENTRIES, HistoryNotice, Seal, SegmentBeginning
+from p2pavg.state.history.segments import SegmentWriter, recover, segment_files
+from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
 from scripts.fault_search.made_history import (
     ARCHIVIST,
     MadeArchivist,
@@ -116,7 +116,7 @@ def test_what_members_learned_is_recorded(tmp_path: Path) -> None:
         archivist.take(*run.round())
         archivist.recorder.note([revoked])  # again
     (path,) = segment_files(tmp_path)
-    assert [type(piece.entry).__name__ for piece in taken_apart(path)].count("Notice") == 1
+    assert [type(piece.entry).__name__ for piece in taken_apart(path)].count("HistoryNotice") == 1
     record(run, tmp_path, 1)
     good(tmp_path)
 
@@ -132,7 +132,7 @@ def test_each_segment_has_the_present_list_of_revoked_certificates(
             archivist.before()
             archivist.take(*run.round())
     for path in segment_files(tmp_path):
-        assert isinstance(taken_apart(path)[2].entry, Notice)
+        assert isinstance(taken_apart(path)[2].entry, HistoryNotice)
 
 
 def test_old_segments_are_removed(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_process_with_other_rules_begins_a_segment(tmp_path: Path) -> None:
     run.recorded = replace(run.recorded, version=1)
     record(run, tmp_path, 2)
     beginnings = [taken_apart(path)[0].entry for path in segment_files(tmp_path)]
-    assert [each.version for each in beginnings if isinstance(each, Beginning)] == [0, 1]
+    assert [each.version for each in beginnings if isinstance(each, SegmentBeginning)] == [0, 1]
     assert good(tmp_path).replayed == 7
 
 
@@ -219,8 +219,8 @@ class Disk:
 
     def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number, self.left = number, 10**9
-        self._write: Callable[..., None] = recording.SegmentWriter.append  # type: ignore[assignment]
-        monkeypatch.setattr(recording.SegmentWriter, "append", lambda *arguments: self.append(*arguments))
+        self._write: Callable[..., None] = SegmentWriter.append  # type: ignore[assignment]
+        monkeypatch.setattr(SegmentWriter, "append", lambda *arguments: self.append(*arguments))
 
     def append(self, *arguments: Any) -> Any:
         self.left -= 1

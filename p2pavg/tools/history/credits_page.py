@@ -20,7 +20,7 @@ _WIDTH, _HEIGHT = 960.0, 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Contributor:
+class CreditedPeer:
     """One contributor, under one identity or several."""
 
     peers: tuple[str, ...]
@@ -42,7 +42,7 @@ class Contributor:
 
 def contributors(
     found: Sequence[Credit], excluded: Mapping[str, str], same: Sequence[tuple[str, ...]]
-) -> list[Contributor]:
+) -> list[CreditedPeer]:
     """Return the contributors, the one with most samples first; those that lied come last.
 
     Args:
@@ -62,7 +62,7 @@ def contributors(
                 days[each.day] = (updates + each.updates, samples + each.samples)
         lies = [excluded[credit.peer_id] for credit in group if credit.peer_id in excluded]
         peers = tuple(sorted(credit.peer_id for credit in group))
-        listed.append(Contributor(peers, dict(sorted(days.items())), "; ".join(lies)))
+        listed.append(CreditedPeer(peers, dict(sorted(days.items())), "; ".join(lies)))
     return sorted(listed, key=lambda each: (bool(each.struck_out), -each.samples, each.peers))
 
 
@@ -71,7 +71,7 @@ def date_text(day: int) -> str:
     return str(np.datetime64(day, "D"))
 
 
-def as_table(found: Sequence[Contributor]) -> str:
+def as_table(found: Sequence[CreditedPeer]) -> str:
     """Return a table for a terminal."""
     total = sum(each.samples for each in found if not each.struck_out)
     rows = [("peer", "updates", "samples", "share", "first day", "last day")]
@@ -98,7 +98,7 @@ def as_table(found: Sequence[Contributor]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_csv(found: Sequence[Contributor]) -> str:
+def as_csv(found: Sequence[CreditedPeer]) -> str:
     """Return one line for each contributor and day."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -109,7 +109,7 @@ def as_csv(found: Sequence[Contributor]) -> str:
     return text.getvalue()
 
 
-def as_json(run_id: str, authority: bytes, first: int, last: int, found: Sequence[Contributor]) -> str:
+def as_json(run_id: str, authority: bytes, first: int, last: int, found: Sequence[CreditedPeer]) -> str:
     """Return everything as JSON."""
     said = {
         "run_id": run_id,
@@ -133,7 +133,7 @@ def as_json(run_id: str, authority: bytes, first: int, last: int, found: Sequenc
     return json.dumps(said, indent=1) + "\n"
 
 
-def as_html(run_id: str, found: Sequence[Contributor]) -> str:
+def as_html(run_id: str, found: Sequence[CreditedPeer]) -> str:
     """Return a page of its own with a drawing of the samples of each day, and the table."""
     title = f"Contributions to {html.escape(run_id)}"
     honest = [each for each in found if not each.struck_out]
@@ -147,7 +147,7 @@ def as_html(run_id: str, found: Sequence[Contributor]) -> str:
     )
 
 
-def _drawing(found: Sequence[Contributor]) -> str:
+def _drawing(found: Sequence[CreditedPeer]) -> str:
     days = sorted({day for each in found for day in each.days})
     if not days:
         return ""

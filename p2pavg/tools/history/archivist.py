@@ -17,7 +17,6 @@ from p2pavg.base.errors import RemoteProtocolError, StateError
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.optim.base.recipe import numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
-from p2pavg.optim.history.replica import Replica
 from p2pavg.peer.peer import Peer
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.runs.config import AveragingConfig
@@ -27,6 +26,7 @@ from p2pavg.state.history.recording import HistorySettings
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import copy_of, read
+from p2pavg.tools.history.replica import Replica
 
 logger = logging.getLogger(__name__)
 

@@ -20,17 +20,16 @@ from p2pavg.base.errors import P2PAvgError, RemoteProtocolError, StateError
 from p2pavg.group.candidate import Candidate
 from p2pavg.optim.base.recipe import Settings, numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
-from p2pavg.optim.history.replica import Replica
 from p2pavg.runs.membership.certificate import refusal
 from p2pavg.runs.membership.revocation import read_revocations
 from p2pavg.state.average import decode, read_numbers
 from p2pavg.state.history.entries import (
     EXCLUDED,
     REVOKED,
-    Beginning,
     Credit,
-    Notice,
+    HistoryNotice,
     Seal,
+    SegmentBeginning,
     Snapshot,
     Update,
     credits_of,
@@ -48,6 +47,7 @@ from p2pavg.state.history.segments import (
     segment_files,
 )
 from p2pavg.state.snapshot import Content, read
+from p2pavg.tools.history.replica import Replica
 from p2pavg.verification.evidence.accusation import read_accusation
 
 REVOKED_GRACE_SECONDS = 120.0
@@ -82,7 +82,7 @@ class ReadSegment:
     """What the entries of one segment say."""
 
     segment: Segment
-    beginning: Beginning
+    beginning: SegmentBeginning
     rules: SegmentRules
     snapshot: PlacedEntry
     hashes: list[bytes] = field(default_factory=list)
@@ -111,7 +111,7 @@ class ReadSegment:
 class SealedCredits:
     """The credits of one segment, which are those under its seal."""
 
-    beginning: Beginning
+    beginning: SegmentBeginning
     seal: Seal
     credited: tuple[Credit, ...]
 
@@ -255,7 +255,7 @@ class _Check:
         try:
             begin, snapshot = next(entries), next(entries)
             beginning = begin.entry
-            assert isinstance(beginning, Beginning)
+            assert isinstance(beginning, SegmentBeginning)
             found = ReadSegment(
                 segment, beginning, rules_of(beginning), snapshot, [begin.hash, snapshot.hash]
             )
@@ -277,7 +277,7 @@ class _Check:
                     self._check_seal(found)
                     continue
                 found.hashes.append(placed.hash)
-                if isinstance(placed.entry, Notice):
+                if isinstance(placed.entry, HistoryNotice):
                     ids = self._check_notice(found, placed.entry, segment.payload(placed))
                     if ids is not None:
                         revoked, revoked_at = ids, placed.entry.time
@@ -311,7 +311,7 @@ class _Check:
                 raise StateError(f"{where}: its archivist {begin.archivist} is no member of the run: {why}")
 
     def _check_notice(
-        self, found: ReadSegment, notice: Notice, payload: memoryview
+        self, found: ReadSegment, notice: HistoryNotice, payload: memoryview
     ) -> frozenset[bytes] | None:
         """Check a notice; return the identifiers of revoked certificates, if it is such a list."""
         try:

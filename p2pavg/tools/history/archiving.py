@@ -11,9 +11,9 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
-from p2pavg.optim.history.archivist import archive
 from p2pavg.peer.joining.member import join_run, open_peer_of
 from p2pavg.state.history.recording import HistorySettings
+from p2pavg.tools.history.archivist import archive
 
 logger = logging.getLogger(__name__)
 

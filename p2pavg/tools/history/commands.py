@@ -15,17 +15,16 @@ import typer
 
 from p2pavg.base.errors import ConfigError, StateError
 from p2pavg.base.files import PUBLIC, create_file, keep_file, what_to_do
-from p2pavg.optim.history.checking import CheckOptions, HistoryReport, check_history
-from p2pavg.optim.history.replica import Replica
 from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.records.identity import load_seed
-from p2pavg.state.history.entries import Beginning, Update, credits_of
+from p2pavg.state.history.entries import SegmentBeginning, Update, credits_of
 from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
 from p2pavg.state.history.segments import Segment, segment_files
 from p2pavg.state.layout import read_header
 from p2pavg.state.snapshot import tensors_in
-from p2pavg.tools.cli.credits_page import (
-    Contributor,
+from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
+from p2pavg.tools.history.credits_page import (
+    CreditedPeer,
     as_csv,
     as_html,
     as_json,
@@ -33,6 +32,7 @@ from p2pavg.tools.cli.credits_page import (
     contributors,
     date_text,
 )
+from p2pavg.tools.history.replica import Replica
 from p2pavg.tools.jobs.environment import cache_folder
 from p2pavg_dht import Ed25519Signer
 
@@ -241,7 +241,7 @@ class VerifiedSegments:
 
 def _credited(
     folder: Path, run: Path | None, same: Sequence[Path]
-) -> tuple[HistoryReport, list[Contributor]]:
+) -> tuple[HistoryReport, list[CreditedPeer]]:
     statements = [read_same(_bytes_of(file)) for file in same]
     options = CheckOptions(authority=authority_in(run), averages=False)
     with _progress() as on_progress:
@@ -432,7 +432,7 @@ def _note(path: Path, known: set[tuple[bytes, bytes]]) -> tuple[str, bytes]:
                 entry = placed.entry
                 if isinstance(entry, Update):
                     known.add((entry.before, entry.after))
-                elif isinstance(entry, Beginning):
+                elif isinstance(entry, SegmentBeginning):
                     run = (entry.run_id, entry.authority)
         except StateError:
             pass  # what is whole of it counts; `verify` tells of the rest
@@ -446,7 +446,7 @@ def _has_names(path: Path) -> bool:
             beginning = next(segment.entries()).entry
         except (StateError, StopIteration):
             return False
-    return isinstance(beginning, Beginning) and bool(beginning.names)
+    return isinstance(beginning, SegmentBeginning) and bool(beginning.names)
 
 
 def _copy(source: Path, target: Path) -> None:

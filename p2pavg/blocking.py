@@ -265,6 +265,10 @@ class Averager:
         """See :meth:`p2pavg.DecentralizedAverager.cancel_matchmaking`."""
         return self._call(partial(self._averager.cancel_matchmaking, reason))
 
+    def rechecked(self, peer_id: str, why: str) -> None:
+        """See :meth:`p2pavg.DecentralizedAverager.rechecked`."""
+        self._call(partial(self._averager.rechecked, peer_id, why))
+
     def share_states(self, settings: ShareSettings) -> StateSharing:
         """See :meth:`p2pavg.DecentralizedAverager.share_states`."""
         return self._call(partial(self._averager.share_states, settings))

@@ -50,6 +50,8 @@ class RunContext:
     processor_wait: ProcessorWait = never_waits
     """Of the event loop's thread."""
     on_milestone: OnMilestone = ignore
+    recheck: float = 0.0
+    """Fraction of the contributions that a member computes again."""
 
 
 def run_context(
@@ -64,6 +66,7 @@ def run_context(
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
     upload: RateLimit,
     download: RateLimit,
+    recheck: float = 0.0,
 ) -> RunContext:
     """Return the context of a run whose vector, or largest share, has so many elements.
 
@@ -92,6 +95,7 @@ def run_context(
         cut_shares=cut_shares,
         processor_wait=peer.processor_wait,
         on_milestone=peer.on_milestone,
+        recheck=recheck,
     )
 
 

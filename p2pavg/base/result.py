@@ -102,6 +102,17 @@ Path: TypeAlias = Literal["lane", "stream"]
 Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnContribution:
+    """A part of another member's contribution, as it came, for a spot check."""
+
+    peer_id: str
+    weight: float
+    """Its samples, as its peer has signed."""
+    parts: tuple[tuple[int, int, bytes], ...] = field(repr=False)
+    """Start and stop in elements of the flat vector, and the values between them as the run's codec encoded them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Success:
     """A group averaged. ``averaged`` is the average of the contributions of ``peers``, and of no other peer.
@@ -152,6 +163,8 @@ class Success:
     lost: Mapping[str, str] = field(default_factory=dict)
     """Members that were dropped during the round, by id, with the reason. A dropped member that is also in ``peers``
     had delivered everything."""
+    drawn: tuple[DrawnContribution, ...] = ()
+    """Contributions of other members that this peer was drawn to compute again; see :attr:`AveragingConfig.recheck`."""
     certificate: bytes = b""
     """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
     :func:`p2pavg.verify_certificate` checks it anywhere. Empty for an update that a peer took alone."""

@@ -356,6 +356,15 @@ class DecentralizedAverager:
         # One assignment of an immutable set, so any thread may do it while a round begins.
         self._expected = frozenset(peers) - {self.peer_id}
 
+    async def rechecked(self, peer_id: str, why: str) -> None:
+        """Note that a peer's contribution is not what its samples give; ``why`` is a sentence about it.
+
+        Optimizers call it. The second time, this peer does not meet that one for a while.
+        """
+        await trio.lowlevel.checkpoint()
+        if self._rounds is not None:
+            self._rounds.rechecked(peer_id, why)
+
     async def cancel_matchmaking(self, reason: str) -> bool:
         """End the round that runs, if it has no group yet.
 

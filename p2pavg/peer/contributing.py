@@ -141,6 +141,7 @@ def open_rounds(
             cut_shares=cut_shares,
             upload=RateLimit(config.max_upload_mbps),
             download=RateLimit(config.max_download_mbps),
+            recheck=float(config.recheck),
         ),
         matchmaker,
         RoundSettings(

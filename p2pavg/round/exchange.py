@@ -34,7 +34,7 @@ from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import GLANCE_SECONDS
-from p2pavg.base.result import FailedCode
+from p2pavg.base.result import DrawnContribution, FailedCode
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.consensus.member import RoundPhase, new_member
@@ -50,6 +50,7 @@ from p2pavg.round.quiet import is_short
 from p2pavg.round.signing import Signing
 from p2pavg.round.slow_members import SlowMembers
 from p2pavg.round.voting import Voting
+from p2pavg.verification.recheck import drawn_targets
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
@@ -198,6 +199,8 @@ class ExchangeOutcome:
     """Bytes of values that this member would move without a codec, in an attempt with relays; ``None`` without them."""
     held_at: float | None = None
     """Trio's clock when this member held the whole result; ``None`` if it never did."""
+    drawn: tuple[DrawnContribution, ...] = ()
+    """Contributions of others that this member was drawn to compute again."""
 
 
 class Exchange:
@@ -548,6 +551,32 @@ class Exchange:
             signers=0 if committed is None else len(committed.signatures),
             encoded=None if committed is None else self._attempt.values.as_encoded(),
             streamed=frozenset(self._attempt.streamed),
+            drawn=self._drawn(self._attempt, committed),
+        )
+
+    def _drawn(self, attempt: Attempt, committed: ResultCommit | None) -> tuple[DrawnContribution, ...]:
+        """Copy the contributions that this member was drawn to compute again: what it holds of them goes now."""
+        context = self._context
+        if not context.recheck or committed is None or committed.attempt != attempt.number:
+            return ()
+        me = context.transport.peer_id
+        own = attempt.plan.own_parts
+        if not own or not attempt.ledger.own_is_averaged:
+            return ()
+        targets = drawn_targets(me, self._roster.group_id, committed.digest, attempt.roster, context.recheck)
+        weights = {member.peer_id: member.weight for member in attempt.roster.contributors}
+        came = [(part, attempt.values.inputs(part.index)) for part in own] if targets else []
+        return tuple(
+            DrawnContribution(
+                target,
+                weights[target],
+                tuple(
+                    (part.start, part.stop, bytes(inputs[target]))
+                    for part, inputs in came
+                    if target in inputs
+                ),
+            )
+            for target in targets
         )
 
     def _remember(self) -> None:

@@ -344,4 +344,5 @@ def _success(
         clipped=clipped,
         lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
         certificate=outcome.certificate,
+        drawn=outcome.drawn,
     )

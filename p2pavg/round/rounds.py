@@ -102,6 +102,7 @@ class Rounds:
         self._telling: deque[Exchange] = deque()
         self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall
         self._unanswered: dict[str, int] = {}  # audits in a row that each peer has not answered
+        self._cheated: dict[str, int] = {}  # contributions of each peer that its samples do not give
 
     async def hold(self, exchange: Exchange) -> ExchangeOutcome:
         """Run an exchange, and learn from its outcome. It goes on telling the others after this has returned."""
@@ -139,6 +140,23 @@ class Rounds:
             if strikes > 1:
                 seconds = min(UNANSWERED_SECONDS * 2.0 ** min(strikes, 10), BAN_SECONDS)
                 self.matchmaker.ban(peer_id, f"{strikes} audits without an answer: {finding}", seconds)
+
+    def rechecked(self, peer_id: str, why: str) -> None:
+        """Learn that a peer's contribution is not what its samples give.
+
+        No other member can be shown it, and the first time may have a reason. So it counts as silence in audits does,
+        and is not forgotten: a peer that cheats now and then has good rechecks, too.
+        """
+        strikes = self._cheated.pop(peer_id, 0) + 1
+        self._cheated[peer_id] = strikes
+        if len(self._cheated) > MAX_STALLED:
+            del self._cheated[next(iter(self._cheated))]
+        logger.warning("%s: %s", peer_id, why)
+        if strikes > 1:
+            seconds = min(UNANSWERED_SECONDS * 2.0 ** min(strikes, 10), BAN_SECONDS)
+            self.matchmaker.ban(
+                peer_id, f"{strikes} contributions that its samples do not give: {why}", seconds
+            )
 
     def _prefer(self, roster: Roster, lost: Iterable[RoundFault]) -> None:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""

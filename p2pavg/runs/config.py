@@ -34,7 +34,7 @@ from p2pavg.group.aggregation import (
 )
 from p2pavg.group.participation import Participation, check_tags
 from p2pavg.group.strategy import check_text, mark
-from p2pavg.group.topology import Gossip, Topology, resolve_topology, size_of_groups
+from p2pavg.group.topology import Gossip, Hierarchical, Topology, resolve_topology, size_of_groups
 from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.membership.run_file import PeerFiles, read_access, read_run_file
 from p2pavg.telemetry.status import MAX_NAME_CHARS, is_printable
@@ -84,6 +84,10 @@ class AveragingConfig:
             excluded from the run with evidence, and :attr:`Success.averaged` of the rounds before stays what it was.
             ``"before"``, ``"before:0.5"``: likewise before each round ends, which takes longer. ``"off"``: no audits.
             All peers of a run need the same value.
+        recheck: fraction of the contributions, 0 to 1, that another member computes again, for
+            :class:`~p2pavg.optim.AveragedOptimizer` with ``recompute``. It needs audits, and no topology
+            ``"hierarchical"``. All peers of a run should have the same value: each checks what it is drawn for with its
+            own.
         topology: the members that average: ``"butterfly"`` or :class:`Butterfly`, in which each member averages a share
             of the vector; ``"star"`` or :class:`Star`, in which the members elect one by announced ``bandwidth`` that
             averages everything; ``"hierarchical"`` or :class:`Hierarchical`, in which sites average before they
@@ -120,6 +124,7 @@ class AveragingConfig:
     robust: str | RobustRule | None = None
     max_norm: float | None = None
     audit: str | Audits = "after"
+    recheck: float = 0.0
     topology: str | Topology = "butterfly"
     name: str = ""
     strategy: str = ""
@@ -179,6 +184,13 @@ class AveragingConfig:
             resolve_audits(self.audit)
         except ConfigError as error:
             raise ConfigError(f"audit: {error}") from None
+        if self.recheck != 0.0:
+            check_number("recheck", self.recheck, 1.0)
+            if resolve_audits(self.audit) is None or isinstance(topology, Hierarchical):
+                raise ConfigError(
+                    "recheck needs audits, whose inputs it compares, and a topology without sites; leave it out, or"
+                    " take another audit or topology"
+                )
         if isinstance(topology, Gossip) and self.participation is not None:
             raise ConfigError(
                 f"participation must be None with the topology {topology.text!r}: all of a small group contribute"

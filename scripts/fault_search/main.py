@@ -55,6 +55,11 @@ COMMANDS = {
         "histories that are tampered with, and archivists that are killed",
         "four minutes",
     ),
+    "rechecks": Command(
+        "scripts.fault_search.rechecks",
+        "spot checks of contributions: honest ones must pass, cheats must be found",
+        "three minutes",
+    ),
     "day": Command(
         "scripts.fault_search.day",
         "an operator's day: create, invite, start, watch, revoke, move, upgrade, stop, start again",

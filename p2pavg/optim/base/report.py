@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.optim.coordination.progress import LeftBehind
 from p2pavg.optim.coordination.together import RoundCoordinator
+from p2pavg.verification.recheck import Recheck
 
 SPEED = "samples_per_second"
 """Name of the metric that every optimizer adds to the caller's."""
@@ -65,6 +66,8 @@ class StepReport:
     """L2 norm of the parameters' change by the update, over all parameters; after an update, and only with
     ``measure_updates=True``."""
 
+    rechecks: tuple[Recheck, ...] = ()
+    """Contributions of other peers that this one has computed again in this update, and compared."""
     consensus_distance: float | None = None
     """After an outer step of :func:`~p2pavg.optim.noloco` or :func:`~p2pavg.optim.gossip`: the L2 distance between this
     peer's anchor and the mean of its group's anchors, before the step, as estimated from a random projection to 1,024

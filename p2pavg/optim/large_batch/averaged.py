@@ -26,6 +26,7 @@ from p2pavg.optim.base.wrapper import PeerOptimizer
 from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.ending import GrowingPauses
 from p2pavg.optim.coordination.progress import Average
+from p2pavg.optim.large_batch.rechecking import Recompute, rechecker_of
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import local_of, spread_like
 
@@ -96,6 +97,11 @@ class AveragedOptimizer(PeerOptimizer):
             for a loop that divides its loss by this number. All calls but the last one of these only count their
             samples, and :meth:`zero_grad` between them changes nothing.
         measure_updates: measure :attr:`StepReport.update_norm`. It costs a copy of the parameters during each update.
+        recompute: computes another peer's gradients again, for spot checks; it goes with
+            :attr:`AveragingConfig.recheck`. It is called with that peer's id, the number of updates before, and its
+            samples, and returns the gradients of the mean loss over these samples, in the order of ``inner``'s
+            parameters. So the batches of all peers have to follow from these arguments. It may use the model, and
+            leaves no trace but in its gradients and averaged buffers.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -127,6 +133,7 @@ class AveragedOptimizer(PeerOptimizer):
         samples_of: SamplesOf | None = None,
         accumulate: int = 1,
         measure_updates: bool = False,
+        recompute: Recompute | None = None,
     ) -> None:
         super().__init__(
             inner,
@@ -161,6 +168,7 @@ class AveragedOptimizer(PeerOptimizer):
             # The participants are drawn for every rank separately: of one batch, only some shards would count.
             raise ValueError("a config with participation cannot be used with a process_group")
         self._overlap = overlap
+        self._rechecker = rechecker_of(recompute, averager, overlap=overlap or process_group is not None)
         target = checked_amount("target_batch_size", target_batch_size)
         self._join(
             rules=(
@@ -305,6 +313,8 @@ class AveragedOptimizer(PeerOptimizer):
         )
         if not self._overlap and self._averager.peer_id not in {*result.peers, *result.observers}:
             self._averager.clear()  # the others went on without it: its gradients belong to the parameters before
+        # At the parameters at which the gradients were computed.
+        rechecks = self._rechecker.check(result, self.epoch, [*self._parameters])
         # If the call is interrupted from here on, the next one finds the mark and fetches the run's state.
         self._before(result)
         self._touched.begin_update()
@@ -315,7 +325,8 @@ class AveragedOptimizer(PeerOptimizer):
         self._together.run.publish(self._averager.weight, waiting=False)
         self._step_scheduler()
         try:
-            return self._updated(self._training.report(result, norm, goes_on=False), rates)
+            report = replace(self._training.report(result, norm, goes_on=False), rechecks=rechecks)
+            return self._updated(report, rates)
         finally:
             # Also if `on_update` raises: the update is taken, and peers that lack it need its average.
             self._took(result)

@@ -258,6 +258,8 @@ class LocalUpdates(PeerOptimizer):
 
     def _check_company(self, feedback: ErrorFeedback | None, process_group: object) -> None:
         """Raise ValueError for arguments that exclude each other."""
+        if self._averager.config.recheck:
+            raise ValueError("local updates cannot be computed again: leave recheck out of the config")
         if feedback is not None and self._parts.averaged:
             raise ValueError("feedback cannot be combined with averaged buffers of a model; give buffers=[]")
         if process_group is not None and self._options.delay:

@@ -19,6 +19,7 @@ from p2pavg.base.errors import (
     StateError,
 )
 from p2pavg.base.result import (
+    DrawnContribution,
     Failed,
     FailedCode,
     InProgress,
@@ -64,6 +65,7 @@ __all__ = [
     "CommitCertificate",
     "ConfigError",
     "DecentralizedAverager",
+    "DrawnContribution",
     "Failed",
     "FailedCode",
     "Fp16",

@@ -63,6 +63,11 @@ PROGRAMS = {
         "population based training beside random search of the same budget",
         "5 minutes",
     ),
+    "history": Command(
+        "scripts.benchmarks.history",
+        "what a history costs: bytes, the archivist's time, the time and memory of a check",
+        "5 minutes",
+    ),
     "training": Command(
         "scripts.benchmarks.training",
         "training with peers beside one process that has the whole batch",

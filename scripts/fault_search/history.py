@@ -33,7 +33,8 @@ from p2pavg.base.errors import StateError
 from p2pavg.state.history.entries import MAGIC, Entry, Seal, Snapshot, Update
 from p2pavg.state.history.segments import recover, segment_files
 from p2pavg.state.tree import chunk_digests, root_of
-from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
+from p2pavg.tools.history.checking import CheckOptions, check_history
+from p2pavg.tools.history.reading import HistoryReport
 from scripts.fault_search.made_history import (
     ARCHIVIST,
     MadeArchivist,

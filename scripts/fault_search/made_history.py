@@ -296,7 +296,8 @@ class MadeArchivist:
             HistorySettings(directory, keep, names), recorded, simulated_signer(number), lambda: run.now
         )
         self.recorder.open()
-        self._thread = threading.Thread(target=self.recorder.run)
+        self._used: Callable[[], float] = lambda: 0.0
+        self._thread = threading.Thread(target=self._write)
         if starts:
             self._thread.start()
 
@@ -304,6 +305,16 @@ class MadeArchivist:
         if not self._thread.ident:
             self._thread.start()
         return self
+
+    def _write(self) -> None:
+        before = time.thread_time()
+        self._used = lambda: time.clock_gettime(clock) - before
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self.recorder.run()
+
+    def thread_seconds(self) -> float:
+        """Return the processor time of the writing thread, while it runs."""
+        return self._used()
 
     def wait(self) -> None:
         """Wait until all that was given is written."""

@@ -174,6 +174,7 @@ class HistoryRecorder:
             raise
 
     def _continue(self) -> None:
+        # Only the last segment can be unfinished: each was sealed, or given up, before the next one began.
         files = segment_files(self._settings.directory)
         own = [path for path in files if path.stem[9:] == self._signer.peer_id[-8:]]
         for path in files:
@@ -185,6 +186,7 @@ class HistoryRecorder:
             own.pop()  # a crash has left less than a snapshot of it
         if found is None:
             return
+        # The chain goes on from there, also in a new file: a segment that is taken away between others is missed.
         self._previous = found.placed[-1].hash
         self._known = {found.snapshot.state, *(update.after for update in found.updates)}
         updates = list(found.updates)
@@ -262,6 +264,7 @@ class HistoryRecorder:
     def begin(self, data: memoryview, epoch: int, state: bytes) -> None:
         """Begin a segment with a snapshot, whose bytes nothing changes any more."""
         with self._lock:
+            # From here on updates may be given, although the snapshot may not be on the disk for a while.
             self._tip, self._known, self._is_open = state, {state}, True
             self._entries, self._averages, self._snapshot_bytes = 2, 0, len(data)
             # A segment stands alone, so the present list is in each. Evidence may be large, and is recorded once.
@@ -279,6 +282,7 @@ class HistoryRecorder:
             after: state of the lineage after it.
         """
         with self._lock:
+            # Decided at once, by what was given before: the training thread never waits for the disk.
             if average is None or not self._is_open or average.state != self._tip:
                 if after not in self._known:
                     self._tip, self._is_open = None, False  # the next one needs a snapshot
@@ -387,12 +391,14 @@ class HistoryRecorder:
             self._previous = self._before if found is None else found.placed[-1].hash
         self._before = self._previous
         beginning = self._beginning()
+        # A number is never used twice: the file of a segment that failed stays, with what is whole of it.
         path = self._settings.directory / segment_name(self._number, self._signer.peer_id)
         self._path, self._rules = path, None
         self._writer = SegmentWriter.create(path, self._previous)
         self._number += 1
         self._leaves, self._contributed = [], []
         self._append(beginning)
+        # Hashed here and not by the caller: a snapshot of a gigabyte takes a third of a second.
         root = root_of(chunk_digests(data), len(data))
         self._append(
             Snapshot(time=beginning.time, epoch=epoch, state=state, root=root, size=len(data)), [data]

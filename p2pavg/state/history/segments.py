@@ -73,8 +73,10 @@ class PlacedEntry:
     hash: bytes
     """Of the entry; it stands for all entries before, too."""
     previous: bytes
+    at: int
+    """Where it begins, in bytes from the beginning of the file."""
     payload: int
-    """Where its payload begins, in bytes from the beginning of the file."""
+    """Where its payload begins."""
     end: int
     """Where the next entry begins."""
 
@@ -132,14 +134,19 @@ class Segment:
         at, number, previous, last = len(MAGIC), 0, FIRST, None
         while at < self.size:
             try:
-                found = self._entry(at)
+                found = self.entry_at(at)
                 _check_order(number, found, previous, last)
             except StateError as error:
                 raise StateError(f"{self.path.name}: entry {number}{_told(last)}: {error}") from None
             yield found
             at, number, previous, last = found.end, number + 1, found.hash, found.entry
 
-    def _entry(self, at: int) -> PlacedEntry:
+    def entry_at(self, at: int) -> PlacedEntry:
+        """Return the entry that begins at a place.
+
+        Raises:
+            StateError: it is malformed, or the file ends within it.
+        """
         if at + FRAME_BYTES > self.size:
             raise StateError("the file ends within it")
         length, previous = read_frame(bytes(self._data[at : at + FRAME_BYTES]))
@@ -153,11 +160,12 @@ class Segment:
         end = payload + payload_size(entry)
         if end > self.size:
             raise StateError("the file ends within its payload")
-        return PlacedEntry(entry, hash_of(previous, body), previous, payload, end)
+        return PlacedEntry(entry, hash_of(previous, body), previous, at, payload, end)
 
-    def body(self, placed: PlacedEntry) -> bytes:
-        """Return the bytes of an entry's body."""
-        return placed.entry.encode()
+    def forget(self) -> None:
+        """Let the system take back the memory of what was read; it is read again when it is needed."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def payload(self, placed: PlacedEntry) -> memoryview:
         """Return a view of an entry's payload."""

@@ -57,6 +57,7 @@ async def archive(
     while True:
         like: Sequence[torch.Tensor] = _UNKNOWN if replica is None else replica.like
         kept = ShareSettings(log_bytes=LOG_BYTES, history=None if replica is None else settings)
+        # An averager has one kind of tensors. The first one only fetches a snapshot, which says what they are.
         async with peer.averager(config) as averager:
             averager.declare(list(like))
             sharing = await averager.share_states(kept)
@@ -165,6 +166,7 @@ class _Archivist:
                             replica.lineage.epoch + 1,
                         )
                         return
+                    # The members keep 64 averages at most, so it may not be late by more.
                     self._sharing.poll()
                     await trio.sleep(GLANCE_SECONDS)
                     continue
@@ -180,6 +182,7 @@ class _Archivist:
                 if first.failure:
                     logger.warning("update %d is missing: %s", replica.lineage.epoch + 1, first.failure)
                     return
+                # In a thread: decoding and the step take as long as in training.
                 transfers.popleft()
                 await trio.to_thread.run_sync(self._record, replica, first)
                 self._on_update(replica.lineage.epoch)

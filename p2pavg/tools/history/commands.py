@@ -22,7 +22,7 @@ from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, rece
 from p2pavg.state.history.segments import Segment, segment_files
 from p2pavg.state.layout import read_header
 from p2pavg.state.snapshot import tensors_in
-from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
+from p2pavg.tools.history.checking import CheckOptions, check_history
 from p2pavg.tools.history.credits_page import (
     CreditedPeer,
     as_csv,
@@ -32,6 +32,7 @@ from p2pavg.tools.history.credits_page import (
     contributors,
     date_text,
 )
+from p2pavg.tools.history.reading import HistoryReport
 from p2pavg.tools.history.replica import Replica
 from p2pavg.tools.jobs.environment import cache_folder
 from p2pavg_dht import Ed25519Signer
@@ -127,6 +128,8 @@ def _said(report: HistoryReport, options: CheckOptions) -> Iterator[str]:
         yield f"missing: {f'update {begin}' if begin == end else f'updates {begin} to {end}'}"
     if len(report.holes) > _SHOWN_HOLES:
         yield f"missing: {len(report.holes) - _SHOWN_HOLES} more holes"
+    if report.holes:
+        yield "the snapshot behind a hole is its archivist's word: no update leads to it"
     yield from report.remarks
     yield from (f"WRONG: {fault}" for fault in report.faults)
     if not report.faults:

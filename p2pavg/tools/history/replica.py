@@ -74,6 +74,7 @@ class Replica:
         buffers = sorted(name for name in content.tensors if name.startswith(BUFFER))
         self.buffers = {name: content.tensors[name].to(device, copy=True) for name in buffers}
         self._values = {name: value for name, value in values.items() if name not in (OPTIMIZER, "lineage")}
+        # The recipe's texts are not signed. A false one gives other parameters than the next snapshot.
         limit = self._fields.get("max_grad_norm", "none")
         self._max_grad_norm = None if limit == "none" else float(limit)
         saved = unflatten(content.tensors, _mapping(values, OPTIMIZER), OPTIMIZER)
@@ -96,6 +97,7 @@ class Replica:
         self, given: Sequence[torch.Tensor], saved: Mapping[str, Any], device: torch.device | str
     ) -> Anchor:
         count = int(self._fields.get("fragments", "1"))
+        # In the order of the program's names, which a snapshot has not.
         pieces = fragments_of(self.names, [tuple(tensor.shape) for tensor in given], count)
         # The recipe names the layout. With other names, averages would go to other places without a word.
         layout = self._fields.get("layout of fragments")
@@ -128,11 +130,15 @@ class Replica:
         if not all(map(is_finite, averaged)):
             raise StateError("an average has NaN or infinite values")
         self._set(numbers)
+        self.apply(averaged)
+        self.lineage = after
+
+    def apply(self, averaged: Sequence[torch.Tensor]) -> None:
+        """Take a step with the present hyperparameters; the lineage stays."""
         count = len(averaged) - len(self.buffers)
         self._step(list(averaged[:count]))
         for buffer, average in zip(self.buffers.values(), averaged[count:], strict=True):
             buffer.copy_(average)
-        self.lineage = after
 
     def _step(self, gradients: list[torch.Tensor]) -> None:
         if self._anchor is not None:
@@ -155,6 +161,7 @@ class Replica:
             if number >= len(groups) or option not in groups[number]:
                 raise StateError(f"hyperparameters with {name!r}, which the optimizer has not")
             held = groups[number][option]
+            # Optimizers with `capturable` keep their rate in a tensor, and compute otherwise with a number.
             if isinstance(held, torch.Tensor):
                 held.fill_(value)
             else:

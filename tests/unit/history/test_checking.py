@@ -19,7 +19,8 @@ from p2pavg.group.aggregation import Aggregation, CenteredClip
 from p2pavg.state.history.entries import EXCLUDED, FIRST, MAGIC, SegmentBeginning, Snapshot, framed
 from p2pavg.state.history.segments import segment_files
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
+from p2pavg.tools.history.checking import CheckOptions, check_history
+from p2pavg.tools.history.reading import HistoryReport
 from scripts.fault_search.history import SEGMENTS, TAMPERINGS, UPDATES, good_history, reported
 from scripts.fault_search.made_history import (
     ARCHIVIST,

@@ -17,7 +17,8 @@ from p2pavg.base.errors import BusyError, StateError
 from p2pavg.state.history import recording
 from p2pavg.state.history.entries import MAGIC, SEGMENT_ENTRIES, HistoryNotice, Seal, SegmentBeginning
 from p2pavg.state.history.segments import SegmentWriter, recover, segment_files
-from p2pavg.tools.history.checking import CheckOptions, HistoryReport, check_history
+from p2pavg.tools.history.checking import CheckOptions, check_history
+from p2pavg.tools.history.reading import HistoryReport
 from scripts.fault_search.made_history import (
     ARCHIVIST,
     MadeArchivist,

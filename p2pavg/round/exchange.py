@@ -41,6 +41,7 @@ from p2pavg.consensus.member import RoundPhase, new_member
 from p2pavg.consensus.votes import Completed, GivenUp, ReceivedUpTo, ResultCommit, Unknown
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
+from p2pavg.group.recheck import drawn_targets
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.group.topology import Hierarchical, Star
@@ -50,7 +51,6 @@ from p2pavg.round.quiet import is_short
 from p2pavg.round.signing import Signing
 from p2pavg.round.slow_members import SlowMembers
 from p2pavg.round.voting import Voting
-from p2pavg.verification.recheck import drawn_targets
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.

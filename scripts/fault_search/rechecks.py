@@ -22,9 +22,9 @@ import torch
 
 from p2pavg.base.result import DrawnContribution
 from p2pavg.group.candidate import sign_candidate
+from p2pavg.group.recheck import Recheck, compare, drawn_targets
 from p2pavg.group.roster import Roster
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.verification.recheck import Recheck, compare, drawn_targets
 from p2pavg_compression import resolve_codec
 
 SAMPLES, TOKENS, WORDS = 16, 16, 64

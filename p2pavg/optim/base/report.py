@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from p2pavg.base.result import RoundResult, Success
+from p2pavg.group.recheck import Recheck
 from p2pavg.optim.coordination.progress import LeftBehind
 from p2pavg.optim.coordination.together import RoundCoordinator
-from p2pavg.verification.recheck import Recheck
 
 SPEED = "samples_per_second"
 """Name of the metric that every optimizer adds to the caller's."""

@@ -10,7 +10,7 @@ import torch
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
-from p2pavg.verification.recheck import Recheck, compare
+from p2pavg.group.recheck import Recheck, compare
 
 logger = logging.getLogger(__name__)
 

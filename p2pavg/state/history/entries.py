@@ -317,27 +317,38 @@ def proven_root(leaf: bytes, index: int, count: int, proof: Sequence[bytes]) -> 
 # Credits of a segment.
 
 
-def credits_of(contributions: Iterable[tuple[float, Mapping[str, float]]]) -> tuple[Credit, ...]:
-    """Return the credit of each peer, in the order of their ids.
+class CreditSums:
+    """The sums of contributions, by peer and day."""
 
-    Args:
-        contributions: of each update, its time and the samples of each contributor.
-    """
-    found: dict[str, dict[int, tuple[int, float]]] = {}
-    for time, samples in contributions:
+    def __init__(self) -> None:
+        self._days: dict[str, dict[int, tuple[int, float]]] = {}
+
+    def add(self, time: float, samples: Mapping[str, float]) -> None:
+        """Add an update: its time, and the samples of each contributor."""
         day = int(time // DAY_SECONDS)
         for peer_id, count in samples.items():
-            updates, total = found.setdefault(peer_id, {}).get(day, (0, 0.0))
-            found[peer_id][day] = (updates + 1, total + count)
-    return tuple(
-        Credit(
-            peer_id=peer_id,
-            days=tuple(
-                DayCredit(day, updates, float(total)) for day, (updates, total) in sorted(days.items())
-            ),
+            updates, total = self._days.setdefault(peer_id, {}).get(day, (0, 0.0))
+            self._days[peer_id][day] = (updates + 1, total + count)
+
+    def credited(self) -> tuple[Credit, ...]:
+        """Return the credit of each peer, in the order of their ids."""
+        return tuple(
+            Credit(
+                peer_id=peer_id,
+                days=tuple(
+                    DayCredit(day, updates, float(total)) for day, (updates, total) in sorted(days.items())
+                ),
+            )
+            for peer_id, days in sorted(self._days.items())
         )
-        for peer_id, days in sorted(found.items())
-    )
+
+
+def credits_of(contributions: Iterable[tuple[float, Mapping[str, float]]]) -> tuple[Credit, ...]:
+    """Return the credit of each peer of some updates, each with its time and the samples of its contributors."""
+    sums = CreditSums()
+    for time, samples in contributions:
+        sums.add(time, samples)
+    return sums.credited()
 
 
 def credits_root(found: Sequence[Credit]) -> bytes:

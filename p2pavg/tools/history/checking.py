@@ -177,7 +177,7 @@ class _Check:
                 continue
             _, found = next(checked)
             if found is not None:
-                self.report.contributed.append((found.contributions.time, found.contributions.samples))
+                self.report.contributed.add(found.contributions.time, found.contributions.samples)
             self._done += 1
             self._on_progress(self._done, total)
             name = self._segments[each.segment].name

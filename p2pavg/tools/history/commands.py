@@ -17,7 +17,7 @@ from p2pavg.base.errors import ConfigError, StateError
 from p2pavg.base.files import PUBLIC, create_file, keep_file, what_to_do
 from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.records.identity import load_seed
-from p2pavg.state.history.entries import SegmentBeginning, Update, credits_of
+from p2pavg.state.history.entries import SegmentBeginning, Update
 from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
 from p2pavg.state.history.segments import Segment, segment_files
 from p2pavg.state.layout import read_header
@@ -249,7 +249,7 @@ def _credited(
     options = CheckOptions(authority=authority_in(run), averages=False)
     with _progress() as on_progress:
         report = check_history(folder, options, on_progress=on_progress)
-    found = credits_of(report.contributed)
+    found = report.contributed.credited()
     return report, contributors(found, report.excluded, statements)
 
 

@@ -19,6 +19,7 @@ from p2pavg.state.history.entries import (
     EXCLUDED,
     REVOKED,
     Credit,
+    CreditSums,
     HistoryNotice,
     Seal,
     SegmentBeginning,
@@ -36,10 +37,6 @@ from p2pavg.state.history.segments import (
 )
 from p2pavg.tools.history.replica import Replica
 from p2pavg.verification.evidence.accusation import read_accusation
-
-REVOKED_GRACE_SECONDS = 120.0
-"""A list of revoked certificates reaches all members within a minute, and a round that has begun by then may end."""
-AHEAD = 2  # updates that are read and checked while one is replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +128,8 @@ class HistoryReport:
     """What a reader should know, and no fault."""
     replica: Replica | None = None
     """The state after the last update that was replayed."""
-    contributed: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
-    """Time of each update, and the samples of its contributors; of updates that are missing there is nothing."""
+    contributed: CreditSums = field(default_factory=CreditSums)
+    """Of the updates on the line. Of updates that are missing there is nothing."""
     sealed: list[SealedCredits] = field(default_factory=list)
     """Of each sealed segment of which all updates were checked."""
 

@@ -10,8 +10,8 @@ import torch
 
 from p2pavg import Success
 from p2pavg.blocking import Averager
+from p2pavg.group.recheck import Recheck
 from p2pavg.optim import AveragedOptimizer
-from p2pavg.verification.recheck import Recheck
 from tests.integration.optim.company import config, loss_of, small_model, train_together, until
 
 pytestmark = pytest.mark.one_worker

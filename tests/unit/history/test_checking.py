@@ -294,9 +294,11 @@ def test_no_more_than_the_median_weight_is_credited_under_a_robust_rule(tmp_path
         run = MadeRun(aggregation=aggregation)
         run.weights[3] = 1e5
         record(run, tmp_path / name, 1)
-        ((_, samples),) = check(tmp_path / name, averages=False).contributed
-        assert samples[simulated_signer(3).peer_id] == credited
-        assert samples[simulated_signer(0).peer_id] == 8.0
+        found = {
+            credit.peer_id: credit.days[0].samples for credit in check(tmp_path / name).contributed.credited()
+        }
+        assert found[simulated_signer(3).peer_id] == credited
+        assert found[simulated_signer(0).peer_id] == 8.0
 
 
 # Hostile files.

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.result import DrawnContribution
 from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.recheck import TOLERANCE, compare, drawn_targets
 from p2pavg.group.roster import Roster
 from p2pavg.testing.simulation import simulated_signer
-from p2pavg.verification.recheck import TOLERANCE, compare, drawn_targets
 from p2pavg_compression import resolve_codec
 
 ELEMENTS = 8192

@@ -37,6 +37,7 @@ from p2pavg.tools.history.checking import CheckOptions, check_history
 from p2pavg.tools.history.reading import HistoryReport
 from scripts.fault_search.made_history import (
     ARCHIVIST,
+    RUN_ID,
     MadeArchivist,
     MadeRun,
     Piece,
@@ -282,7 +283,7 @@ TAMPERINGS: dict[str, Tampering] = {
 def reported(directory: Path, authority: bytes) -> list[str]:
     """Return everything that is wrong or missing in a history, as a reader sees it."""
     try:
-        report = check_history(directory, CheckOptions(authority=authority))
+        report = check_history(directory, CheckOptions(run=(RUN_ID, authority)))
     except StateError as error:
         return [str(error)]
     holes = [

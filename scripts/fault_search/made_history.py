@@ -126,20 +126,17 @@ class MadeRun:
         )
         self._key = ready_key(RUN_ID, self.schema.hash, "", aggregation.text)
         self._cut = share_cutter(self.schema.elements, self._codec.granularity, aggregation.topology)
-        limit = "none" if max_grad_norm is None else repr(max_grad_norm)
         inner = " and ".join(
             type(one).__qualname__ for one in getattr(self.optimizer, "optimizers", [self.optimizer])
         )
-        recipe = Recipe(
+        self._recipe = Recipe(
             rules=(("optimizer", "AveragedOptimizer"), ("inner", inner), ("max_grad_norm", max_grad_norm)),
             numbers=hyperparameters(self.optimizer),
         )
         first = digest_of(self.parameters)
-        fields = tuple({**dict(recipe.fields), "max_grad_norm": limit, "inner": inner}.items())
-        self._origin = Origin(
-            parameters=first, recipe=recipe.digest, rules=recipe.rules_digest, fields=fields
-        )
-        self.lineage = lineage_from(first, recipe.digest)
+        self.origin = _origin(first, self._recipe)
+        """The origin in its snapshots."""
+        self.lineage = lineage_from(first, self._recipe.digest)
         self.recorded = RecordedRun(
             run_id=RUN_ID,
             authority=self.authority,
@@ -185,10 +182,11 @@ class MadeRun:
     def _random(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.randn(tuple(shape), generator=self._generator)
 
-    def change_rules(self, rules: bytes) -> None:
+    def change_rules(self) -> None:
         """Go on as the peers of a run do that begin again with other settings."""
-        self.lineage = self.lineage.with_rules(rules)
-        self._origin = replace(self._origin, rules=rules)
+        self._recipe = replace(self._recipe, rules=(*self._recipe.rules, ("version", 2)))
+        self.lineage = self.lineage.with_rules(self._recipe.rules_digest)
+        self.origin = _origin(self.origin.parameters, self._recipe)
 
     def snapshot(self) -> memoryview:
         """Return the present state as the bytes of a snapshot."""
@@ -197,7 +195,7 @@ class MadeRun:
             "kind": "parameter/",
             "optimizer": told,
             "lineage": pack_lineage(self.lineage),
-            "origin": pack_origin(self._origin),
+            "origin": pack_origin(self.origin),
         }
         named = {
             f"parameter/parameter {number}": tensor.detach() for number, tensor in enumerate(self.parameters)
@@ -267,6 +265,16 @@ class MadeRun:
             parameter.grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def _origin(parameters: bytes, recipe: Recipe) -> Origin:
+    return Origin(
+        parameters=parameters,
+        recipe=recipe.digest,
+        rules=recipe.rules_digest,
+        fields=recipe.fields,
+        settings=recipe.packed,
+    )
 
 
 class MadeArchivist:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import numbers
+import zlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+import msgpack
 import torch
 from blake3 import blake3
 from msgspec import Meta
@@ -27,6 +29,8 @@ MAX_FIELD_CHARS = 64
 MAX_SHOWN_GROUPS = 3  # parameter groups with numbers that peers show each other; the digest covers all groups
 _MAX_DEPTH = 8
 
+_NUMBERS = ("numbers", "")  # between the two kinds of settings
+MAX_PACKED_BYTES = 2**24  # of a recipe, before compression
 VERSION = "version"
 """Name of the setting with the version of the program; see :attr:`p2pavg.AveragingConfig.version`."""
 _RECIPE = "p2pavg/recipe/1"
@@ -140,7 +144,13 @@ class Recipe:
     @property
     def digest(self) -> bytes:
         """Digest of both, 32 bytes."""
-        return settings_digest(_RECIPE, (*self.rules, ("numbers", ""), *self.numbers))
+        return settings_digest(_RECIPE, (*self.rules, _NUMBERS, *self.numbers))
+
+    @property
+    def packed(self) -> bytes:
+        """Both, compressed, for :func:`settings_in`: most of it is the layout of the parameters, which repeats."""
+        settings = (*self.rules, _NUMBERS, *self.numbers)
+        return zlib.compress(pack(*((name, canonical(value)) for name, value in settings)), 9)
 
     @property
     def rules_digest(self) -> bytes:
@@ -152,6 +162,43 @@ class Recipe:
         """The settings that are short enough to be published, with their values as text."""
         shown = [(name, text_of(value)) for name, value in (*self.rules, *self.numbers) if _is_shown(name)]
         return tuple((name, text) for name, text in shown if text)[:MAX_FIELDS]
+
+
+def settings_in(packed: bytes, recipe: bytes, rules: bytes) -> dict[str, str | float | None]:
+    """Return the rules of a recipe that are texts, numbers or none, from :attr:`Recipe.packed`.
+
+    Args:
+        recipe: digest of the whole recipe.
+        rules: digest of its rules.
+
+    Raises:
+        ValueError: the bytes are not those of a recipe with these digests.
+    """
+    unpacker = zlib.decompressobj()
+    try:
+        # Cut at the limit if it is longer. Then it is no whole array, or has another digest.
+        data = unpacker.decompress(packed, MAX_PACKED_BYTES)
+        settings = msgpack.unpackb(data, use_list=False, strict_map_key=False)
+    except (zlib.error, ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ValueError(f"no recipe: {error}") from None
+    if type(settings) is not tuple or any(
+        type(each) is not tuple or len(each) != 2 or type(each[0]) is not str for each in settings
+    ):
+        raise ValueError("no recipe: it has something else than names and values")
+    end = next((at for at, (name, _) in enumerate(settings) if name == _NUMBERS[0]), len(settings))
+    for domain_of, digest in ((settings, recipe), (settings[:end], rules)):
+        if blake3(pack(_RECIPE, *domain_of)).digest() != digest:
+            raise ValueError("a recipe with another digest than the run's")
+    found: dict[str, str | float | None] = {}
+    for name, value in settings[:end]:
+        # Each value is a tuple that begins with its kind, see `canonical`.
+        if value[0] == "text":
+            found[name] = value[1].decode("utf-8", "replace")
+        elif value[0] == "number":
+            found[name] = float.fromhex(value[1]) if "x" in value[1] else float(value[1])
+        elif value[0] == "none":
+            found[name] = None
+    return found
 
 
 def _is_shown(name: str) -> bool:

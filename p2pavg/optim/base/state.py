@@ -186,12 +186,14 @@ class Origin:
     """Digest of the recipe's rules, which never change."""
     fields: tuple[tuple[str, str], ...]
     """The recipe as readable text."""
+    settings: bytes = b""
+    """The whole recipe, of which the digests are, compressed; empty in states of earlier versions."""
 
 
 def pack_origin(origin: Origin) -> dict[str, Any]:
     """Return plain values for a saved state."""
     digests = {name: getattr(origin, name).hex() for name in ("parameters", "recipe", "rules")}
-    return {**digests, "fields": [list(field) for field in origin.fields]}
+    return {**digests, "fields": [list(field) for field in origin.fields], "settings": origin.settings}
 
 
 def origin_of(saved: Mapping[str, Any]) -> Origin:
@@ -200,9 +202,12 @@ def origin_of(saved: Mapping[str, Any]) -> Origin:
         kept = saved["origin"]
         fields = tuple((str(name), str(text)) for name, text in kept["fields"])
         digests = {name: digest_in(kept, name) for name in ("parameters", "recipe", "rules")}
+        settings = kept.get("settings", b"")
+        if type(settings) is not bytes:
+            raise ValueError("state: its recipe is no bytes")  # noqa: TRY301
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"state: it holds no origin: {error!r}") from None
-    return Origin(**digests, fields=fields)
+    return Origin(**digests, fields=fields, settings=settings)
 
 
 def digest_in(saved: Mapping[str, Any], name: str) -> bytes:

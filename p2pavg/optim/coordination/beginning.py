@@ -203,5 +203,9 @@ def _told_differences(saved: Origin, recipe: Recipe, settings: Settings) -> str:
 
 def _origin(parameters: bytes, recipe: Recipe) -> Origin:
     return Origin(
-        parameters=parameters, recipe=recipe.digest, rules=recipe.rules_digest, fields=recipe.fields
+        parameters=parameters,
+        recipe=recipe.digest,
+        rules=recipe.rules_digest,
+        fields=recipe.fields,
+        settings=recipe.packed,
     )

@@ -41,7 +41,7 @@ from p2pavg.state.average import MAX_NUMBERS_BYTES, MAX_PARTS, PART_DIGEST_BYTES
 from p2pavg.state.choice import MAX_EPOCH, MAX_SNAPSHOT_BYTES
 from p2pavg.state.layout import MAX_TENSORS
 from p2pavg_dht import Signer
-from p2pavg_dht.identity import PEER_ID_LENGTH
+from p2pavg_dht.identity import PEER_ID_LENGTH, PeerIdError, public_key_of
 
 MAGIC = b"p2pavg-history/1\n"
 FIRST = bytes(32)
@@ -101,6 +101,12 @@ class SegmentBeginning(Message, frozen=True, kw_only=True, tag="begin"):
     """Of the trained parameters in the program's model, if the archivist knows them."""
 
     def __post_init__(self) -> None:
+        try:
+            public_key_of(self.archivist)
+        except PeerIdError as error:
+            raise ValueError("an archivist that is no peer") from error
+        if not self.run_id.isprintable():
+            raise ValueError("a run id that is not printable")
         if len(self.shapes) != len(self.dtypes):
             raise ValueError("other numbers of shapes and of dtypes")
         if len(self.authority) not in (0, 32):
@@ -144,7 +150,7 @@ class HistoryNotice(Message, frozen=True, kw_only=True, tag="notice"):
     """Something that the run's members learned between two updates. The payload is its proof."""
 
     time: Seconds
-    kind: Annotated[str, Meta(max_length=16)]
+    kind: Annotated[str, Meta(pattern="^[a-z]{1,16}$")]
     """:data:`REVOKED` or :data:`EXCLUDED`; later versions may have more."""
     digest: Hash
     """BLAKE3 digest of the payload."""

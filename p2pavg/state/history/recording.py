@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from p2pavg.state.history.segments import (
     RecoveredSegment,
     Segment,
     SegmentWriter,
+    read_segment,
     recover,
     segment_files,
     segment_name,
@@ -127,13 +128,17 @@ class HistoryRecorder:
         self._settings, self._run, self._signer, self._wall_clock = settings, run, signer, wall_clock
         self._resources = ExitStack()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Held while work is given, so that entries stand in that order: notices come from trio's thread.
+        self._lock = threading.RLock()
         # What the training thread knows: the end of what it has given, not of what is on the disk.
         self._tip: bytes | None = None
         self._is_open = False
         """True while the last segment can be appended to."""
         self._known: set[bytes] = set()
-        """States of the lineage within the last segment: a peer that began again at a checkpoint passes them again."""
+        """All states of the lineage that are recorded, 32 bytes each. A peer that began again at a checkpoint passes
+        them again, and an update that stood twice would be credited twice."""
+        self._given: set[bytes] = set()
+        """Those of the segment that is open."""
         self._entries = self._averages = self._snapshot_bytes = self._queued = 0
         self._failed_at = -STALL_SECONDS
         self._proofs: list[tuple[str, bytes]] = []
@@ -174,25 +179,31 @@ class HistoryRecorder:
             raise
 
     def _continue(self) -> None:
-        # Only the last segment can be unfinished: each was sealed, or given up, before the next one began.
         files = segment_files(self._settings.directory)
-        own = [path for path in files if path.stem[9:] == self._signer.peer_id[-8:]]
         for path in files:
             self._check_run(path)
-        if files:
-            self._number = int(files[-1].stem[:8]) + 1
-        found = None
-        while own and (found := recover(own[-1])) is None:
-            own.pop()  # a crash has left less than a snapshot of it
-        if found is None:
+        own = [path for path in files if path.stem[9:] == self._signer.peer_id[-8:]]
+        if own:
+            self._number = int(own[-1].stem[:8]) + 1
+        # Only the last segment can be unfinished: each was sealed, or given up, before the next one began.
+        last = recover(own[-1]) if own else None
+        older = [read_segment(path) for path in own[:-1]]
+        held = [each for each in (*older, last) if each is not None]
+        for each in held:
+            if each.beginning.archivist != self._signer.peer_id:
+                raise StateError(
+                    f"{self._settings.directory} has a segment of {each.beginning.archivist} under the name of this one"
+                )
+            self._known |= each.states
+        if not held:
             return
         # The chain goes on from there, also in a new file: a segment that is taken away between others is missed.
-        self._previous = found.placed[-1].hash
-        self._known = {found.snapshot.state, *(update.after for update in found.updates)}
-        updates = list(found.updates)
-        self._tip = updates[-1].after if updates else found.snapshot.state
-        if not found.is_sealed and self._has_same_rules(found.beginning):
-            self._go_on(own[-1], found)
+        newest = held[-1]
+        self._previous = newest.placed[-1].hash
+        updates = list(newest.updates)
+        self._tip = updates[-1].after if updates else newest.snapshot.state
+        if last is not None and last.can_go_on and self._has_same_rules(last.beginning):
+            self._go_on(own[-1], last)
 
     def _check_run(self, path: Path) -> None:
         """Check that a segment is of this run: one folder has the history of one run."""
@@ -230,10 +241,11 @@ class HistoryRecorder:
         self._path, self._rules, self._is_open = path, found.rules, True
         self._before = found.placed[0].previous
         self._leaves = [placed.hash for placed in found.placed]
-        self._contributed = [
-            (said.time, said.samples)
-            for said in (found.rules.contributions(update.certificate) for update in found.updates)
-        ]
+        try:
+            said = [found.rules.contributions(update.certificate) for update in found.updates]
+        except RemoteProtocolError as error:
+            raise StateError(f"{path}: {error}") from None
+        self._contributed = [(each.time, each.samples) for each in said]
         self._entries, self._snapshot_bytes = len(found.placed), found.snapshot.size
         self._averages = sum(update.size for update in found.updates)
         self._said = {
@@ -265,13 +277,14 @@ class HistoryRecorder:
         """Begin a segment with a snapshot, whose bytes nothing changes any more."""
         with self._lock:
             # From here on updates may be given, although the snapshot may not be on the disk for a while.
-            self._tip, self._known, self._is_open = state, {state}, True
+            self._tip, self._is_open = state, True
+            self._known.add(state)
+            self._given = {state}
             self._entries, self._averages, self._snapshot_bytes = 2, 0, len(data)
             # A segment stands alone, so the present list is in each. Evidence may be large, and is recorded once.
             self._said -= {blake3(proof).digest() for kind, proof in self._proofs if kind == REVOKED}
-            proofs = self._proofs
-        self._give(partial(self._begin_segment, data, epoch, state), len(data))
-        self.note(proofs)
+            self._give(partial(self._begin_segment, data, epoch, state), len(data))
+            self.note(self._proofs)
 
     def took(self, average: LoggedAverage | None, epoch: int, after: bytes) -> None:
         """Record an update.
@@ -296,13 +309,14 @@ class HistoryRecorder:
                 return
             self._tip = after
             self._known.add(after)
+            self._given.add(after)
             self._entries += 1
             self._averages += average.encoded.nbytes
             ends = self._is_full
             self._is_open = not ends
-        self._give(partial(self._append_update, average, epoch, after), average.encoded.nbytes)
-        if ends:
-            self._give(self._end_segment, 0)
+            self._give(partial(self._append_update, average, epoch, after), average.encoded.nbytes)
+            if ends:
+                self._give(self._end_segment, 0)
 
     @property
     def _is_full(self) -> bool:
@@ -319,15 +333,14 @@ class HistoryRecorder:
         """
         with self._lock:
             self._proofs = proofs
-        for kind, proof in proofs:
-            digest = blake3(proof).digest()
-            with self._lock:
+            for kind, proof in proofs:
+                digest = blake3(proof).digest()
                 if not self._is_open or digest in self._said:
                     continue
                 self._said.add(digest)
                 self._entries += 1
-            notice = HistoryNotice(time=self._wall_clock(), kind=kind, digest=digest, size=len(proof))
-            self._give(partial(self._append, notice, [proof]), len(proof))
+                notice = HistoryNotice(time=self._wall_clock(), kind=kind, digest=digest, size=len(proof))
+                self._give(partial(self._append, notice, [proof]), len(proof))
 
     def _give(self, task: _Task, nbytes: int) -> None:
         """Give work to the writing thread."""
@@ -374,12 +387,14 @@ class HistoryRecorder:
         logger.error(
             "%s; the training goes on, and updates are missing in the history until it can be written", why
         )
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):  # the error of the disk, once more
+                writer.close()
         with self._lock:
             self._tip, self._is_open = None, False
-            self._known.clear()  # what was given last may not be on the disk
+            self._known -= self._given  # what was given last may not be on the disk
+            self._given.clear()
             # A disk that is full stays so for a while, and each try costs a snapshot.
             self._failed_at = self._wall_clock()
 
@@ -459,7 +474,9 @@ class HistoryRecorder:
         """Remove the oldest segments that are of earlier updates than those that stay."""
         if self._settings.keep is None:
             return
-        files = segment_files(self._settings.directory)
+        # Those of other archivists may have what is missing here.
+        mine = self._signer.peer_id[-8:]
+        files = [path for path in segment_files(self._settings.directory) if path.stem[9:] == mine]
         firsts = [_first_epoch(path) for path in files]
         for path, following in zip(files, firsts[1:], strict=False):
             # A segment ends where the next one begins.

@@ -15,7 +15,7 @@ from p2pavg.consensus.certificate import verified_commit
 from p2pavg.group.aggregation import Aggregation, read_aggregation
 from p2pavg.group.candidate import Candidate, ready_key
 from p2pavg.group.roster import Roster, norm_factors, share_cutter
-from p2pavg.state.average import Expected
+from p2pavg.state.average import MIN_TRUSTED_SIGNERS, Expected
 from p2pavg.state.history.entries import SegmentBeginning
 from p2pavg_compression import Codec, CodecError, resolve_codec
 
@@ -56,6 +56,11 @@ class SegmentRules:
             RemoteProtocolError: it is malformed, not genuine, or of a run with other rules.
         """
         whole, commit = verified_commit(certificate)
+        # One member alone can make a group of itself and of records that others have published.
+        if len(commit.signatures) < MIN_TRUSTED_SIGNERS:
+            raise RemoteProtocolError(
+                f"a certificate that {len(commit.signatures)} members have signed, {MIN_TRUSTED_SIGNERS} are needed"
+            )
         if whole.members[0].record.key != self.key or whole.members[0].codec != self.codec.name:
             raise RemoteProtocolError("the certificate of a group with other tensors or rules")
         if sum(whole.shares) != self.schema.elements:

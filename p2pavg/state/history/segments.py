@@ -81,6 +81,10 @@ class PlacedEntry:
     """Where the next entry begins."""
 
 
+class TornSegmentError(StateError):
+    """A segment's file ends within an entry, as one does whose archivist was killed."""
+
+
 class Segment:
     """A segment's file, mapped into memory for reading.
 
@@ -88,7 +92,8 @@ class Segment:
         path: of the file.
 
     Raises:
-        StateError: it cannot be read, or begins with something else than a segment.
+        TornSegmentError: it ends within its first bytes.
+        StateError: it cannot be read, or begins with something else than a segment of this version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,9 +111,12 @@ class Segment:
                 f"cannot read {path}: {error.strerror}", remedy=what_to_do(error, path)
             ) from None
         self._data = memoryview(self._map if self._map is not None else b"")
-        if self._data[: len(MAGIC)] != MAGIC:
+        begin = bytes(self._data[: len(MAGIC)])
+        if begin != MAGIC:
             self.close()
-            raise StateError(f"{path} is no segment of a history: it begins with something else")
+            if MAGIC.startswith(begin):
+                raise TornSegmentError(f"{path.name}: the file ends within its first bytes")
+            raise StateError(f"{path} is no segment of a history of version 1: it begins with something else")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -128,8 +136,9 @@ class Segment:
         """Yield the entries in their order; check that each names the one before, and that it is where it may be.
 
         Raises:
-            StateError: the file ends within an entry, an entry is malformed, or does not follow on the one before. The
-                message names the file and the number of the entry.
+            TornSegmentError: the file ends within an entry.
+            StateError: an entry is malformed, or does not follow on the one before. The message names the file and the
+                number of the entry.
         """
         at, number, previous, last = len(MAGIC), 0, FIRST, None
         while at < self.size:
@@ -137,7 +146,7 @@ class Segment:
                 found = self.entry_at(at)
                 _check_order(number, found, previous, last)
             except StateError as error:
-                raise StateError(f"{self.path.name}: entry {number}{_told(last)}: {error}") from None
+                raise type(error)(f"{self.path.name}: entry {number}{_told(last)}: {error}") from None
             yield found
             at, number, previous, last = found.end, number + 1, found.hash, found.entry
 
@@ -148,18 +157,18 @@ class Segment:
             StateError: it is malformed, or the file ends within it.
         """
         if at + FRAME_BYTES > self.size:
-            raise StateError("the file ends within it")
+            raise TornSegmentError("the file ends within it")
         length, previous = read_frame(bytes(self._data[at : at + FRAME_BYTES]))
         begin = at + FRAME_BYTES
         # Compared with the file before anything of this length is read.
         if begin + length > self.size:
-            raise StateError("the file ends within it")
+            raise TornSegmentError("the file ends within it")
         body = bytes(self._data[begin : begin + length])
         entry = read_entry(body)
         payload = begin + length
         end = payload + payload_size(entry)
         if end > self.size:
-            raise StateError("the file ends within its payload")
+            raise TornSegmentError("the file ends within its payload")
         return PlacedEntry(entry, hash_of(previous, body), previous, at, payload, end)
 
     def forget(self) -> None:
@@ -242,56 +251,85 @@ def parts_of(proven: ProvenAverage, payload: memoryview, epoch: int) -> list[mem
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSegment:
-    """What a segment holds up to its last whole entry."""
+    """What a segment holds."""
 
     beginning: SegmentBeginning
     rules: SegmentRules
     snapshot: Snapshot
     placed: tuple[PlacedEntry, ...]
-    is_sealed: bool
+    """The entries that could be read; the last one is whole."""
+    can_go_on: bool
+    """True if it has no seal, and nothing in it is damaged."""
 
     @property
     def updates(self) -> Iterator[Update]:
         """The updates in their order."""
         return (each.entry for each in self.placed if isinstance(each.entry, Update))
 
+    @property
+    def states(self) -> set[bytes]:
+        """The states of the lineage that it leads through."""
+        return {self.snapshot.state, *(update.after for update in self.updates)}
+
+
+def read_segment(path: Path) -> RecoveredSegment | None:
+    """Return what a segment holds, without a change of the file; ``None`` if it has not even a whole snapshot.
+
+    Raises:
+        StateError: the file cannot be read, or is no segment of this version.
+    """
+    kept: list[PlacedEntry] = []
+    is_torn = is_damaged = False
+    try:
+        with Segment(path) as segment:
+            try:
+                for placed in segment.entries():
+                    kept.append(placed)
+            except TornSegmentError:
+                is_torn = True
+            except StateError:
+                is_damaged = True
+            # A file system may have kept the length of a file, and not its last bytes.
+            if kept and not is_torn and not is_damaged and not isinstance(kept[-1].entry, Seal):
+                try:
+                    check_payload(kept[-1].entry, segment.payload(kept[-1]))
+                except StateError:
+                    kept.pop()
+    except TornSegmentError:
+        return None
+    if len(kept) < 2:
+        if is_damaged:
+            raise StateError(f"{path} is damaged in its first entries")
+        return None
+    beginning, snapshot = kept[0].entry, kept[1].entry
+    assert isinstance(beginning, SegmentBeginning)
+    assert isinstance(snapshot, Snapshot)
+    can_go_on = not is_damaged and not isinstance(kept[-1].entry, Seal)
+    return RecoveredSegment(beginning, rules_of(beginning), snapshot, tuple(kept), can_go_on)
+
 
 def recover(path: Path) -> RecoveredSegment | None:
     """Return what a segment holds, after cutting off what a crash has left behind its last whole entry.
 
-    Every payload is read: a file system may have kept the length of a file and not its last bytes.
+    Only the unfinished end of a segment without a seal is cut. A file with other damage stays as it is.
 
     Returns:
         ``None`` if it has not even a whole snapshot. Then the file is removed.
 
     Raises:
-        StateError: the file cannot be read or shortened, or is of a later version.
+        StateError: the file cannot be read or shortened, or is no segment of this version.
     """
-    kept: list[PlacedEntry] = []
+    found = read_segment(path)
     try:
-        with Segment(path) as segment:
-            for placed in segment.entries():
-                check_payload(placed.entry, segment.payload(placed))
-                kept.append(placed)
-    except StateError:
-        # Whatever comes behind the last whole entry is what a crash has left, or of no use.
-        pass
-    try:
-        if len(kept) < 2:
+        if found is None:
             path.unlink()
-            return None
-        if path.stat().st_size != kept[-1].end:  # else the file stays as it is, also its time
+        elif found.can_go_on and path.stat().st_size != found.placed[-1].end:
             with path.open("r+b") as opened:
-                opened.truncate(kept[-1].end)
+                opened.truncate(found.placed[-1].end)
                 os.fsync(opened.fileno())
     except OSError as error:
         raise StateError(f"cannot shorten {path}: {error.strerror}", remedy=what_to_do(error, path)) from None
-    beginning, snapshot = kept[0].entry, kept[1].entry
-    assert isinstance(beginning, SegmentBeginning)
-    assert isinstance(snapshot, Snapshot)
-    return RecoveredSegment(
-        beginning, rules_of(beginning), snapshot, tuple(kept), isinstance(kept[-1].entry, Seal)
-    )
+    return found
 
 
 class SegmentWriter:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from p2pavg.base.errors import P2PAvgError, RemoteProtocolError, StateError
-from p2pavg.group.candidate import Candidate
+from p2pavg.group.roster import Roster
 from p2pavg.optim.base.recipe import Settings, numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
 from p2pavg.runs.membership.certificate import refusal
@@ -37,8 +37,6 @@ from p2pavg.state.snapshot import Content, read
 from p2pavg.tools.history.reading import HistoryReader, HistoryReport, Place, ReadSegment, SealedCredits
 from p2pavg.tools.history.replica import Replica
 
-REVOKED_GRACE_SECONDS = 120.0
-"""A list of revoked certificates reaches all members within a minute, and a round that has begun by then may end."""
 AHEAD = 2  # updates that are read and checked while one is replayed
 
 
@@ -62,7 +60,7 @@ class CheckOptions:
             all, and they are replayed.
         averages: false to check certificates alone, and neither averages nor what they lead to.
         seed: of the choice of a sample.
-        authority: the run's authority, if it is known: 32 bytes.
+        run: id of the run and public key of its authority, if they are known.
         verified: names of segments that were verified before, and have not changed since.
         device: on which the updates are replayed.
     """
@@ -72,7 +70,7 @@ class CheckOptions:
     sample: float | None = None
     averages: bool = True
     seed: int | None = None
-    authority: bytes | None = None
+    run: tuple[str, bytes] | None = None
     verified: frozenset[str] = frozenset()
     device: str = "cpu"
 
@@ -93,8 +91,9 @@ def check_history(
     Raises:
         StateError: there is no history in this folder.
     """
-    with ExitStack() as stack:
-        return _Check(directory, options, stack, on_progress, on_verified).run()
+    check = _Check(directory, options, on_progress, on_verified)
+    with closing(check):
+        return check.run()
 
 
 class _Check:
@@ -102,17 +101,20 @@ class _Check:
         self,
         directory: Path,
         options: CheckOptions,
-        stack: ExitStack,
         on_progress: Callable[[int, int], None],
         on_verified: Callable[[str], None],
     ) -> None:
         self._options = options
         self._on_progress, self._on_verified = on_progress, on_verified
-        self._reader = HistoryReader(directory, options.authority, stack)
+        self._reader = HistoryReader(directory, options.run)
         self._segments = self._reader.segments
         self.report = self._reader.report
         self._random = random.Random(options.seed)
         self._done = 0
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
 
     def run(self) -> HistoryReport:
         """Do all of it."""
@@ -128,7 +130,24 @@ class _Check:
         for _, _ in self._checked(rest):
             self._done += 1
             self._on_progress(self._done, total)
+        self._check_rest(whole)
         return self.report
+
+    def _check_rest(self, line: Sequence[ReadSegment | Place]) -> None:
+        """Check what no update leads to: snapshots of their own, and seals on no update."""
+        walked = {id(each) for each in line}
+        for found in self._segments:
+            if not found.updates:
+                self._compare_credits(found, ())
+            if id(found) not in walked:
+                self.report.remarks.append(
+                    f"{found.name}: no update leads to its snapshot of update {found.said.epoch}"
+                )
+                if self._options.sample is None and self._options.averages:
+                    try:
+                        self._content(found)
+                    except StateError as error:
+                        self._fault(f"{found.name}: {error}")
 
     def _is_asked_for(self, place: Place) -> bool:
         first, last = self._options.first, self._options.last
@@ -147,7 +166,9 @@ class _Check:
             if isinstance(each, Place):
                 if self._options.last is not None and each.epoch > self._options.last:
                     break
-            elif kept and ((first is not None and each.said.epoch <= first) or self._was_verified(kept)):
+            elif kept and (
+                (first is not None and each.said.epoch <= first) or self._was_verified(each, kept)
+            ):
                 self.report.begins_later = True
                 kept.clear()
             kept.append(each)
@@ -155,8 +176,11 @@ class _Check:
             self.report.first = kept[0].said.epoch
         yield from kept
 
-    def _was_verified(self, kept: list[ReadSegment | Place]) -> bool:
-        """Return whether all files of a part of the line were verified before."""
+    def _was_verified(self, snapshot: ReadSegment, kept: list[ReadSegment | Place]) -> bool:
+        """Return whether a snapshot, and all files of the line before it since the last one, were verified before."""
+        # The snapshot itself, too: what comes behind it is replayed from there, and a new file may have a false one.
+        if snapshot.name not in self._options.verified:
+            return False
         names = {(self._segments[each.segment] if isinstance(each, Place) else each).name for each in kept}
         return names <= self._options.verified
 
@@ -167,7 +191,6 @@ class _Check:
         checked = self._checked([each for each in line if isinstance(each, Place)])
         replica: Replica | None = None
         whole: dict[str, bool] = {}
-        last = 0
         for each in line:
             if isinstance(each, ReadSegment):
                 # A snapshot is believed only if there is nothing before it that could be replayed.
@@ -181,13 +204,12 @@ class _Check:
             self._done += 1
             self._on_progress(self._done, total)
             name = self._segments[each.segment].name
-            if each.segment != last:
-                self._segments[last].segment.forget()
-                last = each.segment
             replica = self._taken(replica, each, found)
             if replica is None:
                 whole[name] = False
         self.report.replica = replica
+        if self._options.last is not None or self._options.first is not None:
+            return  # the rest of these files was not looked at
         for name, is_whole in whole.items():
             if is_whole:
                 self._on_verified(name)
@@ -196,24 +218,30 @@ class _Check:
         if self._options.sample is not None or not self._options.averages:
             return None
         try:
-            payload = found.segment.payload(found.snapshot)
-            check_payload(found.said, payload)
-            content = read(payload)
-            here = Lineage(found.said.epoch, found.said.state)
-            if replica is not None and replica.lineage == here:
-                # Its own optimizer goes on, so that a difference here shows in all later snapshots, too.
-                if why := replica.difference(content):
-                    what = (
-                        f"the snapshot of update {here.epoch} is not what the updates before it give: {why}"
-                    )
-                    self._fault(f"{found.name}: {what}")
-                return replica
-            fresh = self._replica_of(found, content)
-            if replica is not None and replica.lineage.epoch == here.epoch:
-                self._check_other_rules(found, replica, fresh)
-        except (StateError, ValueError, RuntimeError) as error:
-            self._fault(f"{found.name}: {error}")
+            return self._compared(found, replica)
+        # A snapshot may be anything that its archivist could think of, and torch's optimizers trust what they load.
+        except Exception as error:  # noqa: BLE001 - whatever it raises is the snapshot's fault, and is told as one
+            self._fault(f"{found.name}: {_told(error)}")
             return None
+
+    def _content(self, found: ReadSegment) -> Content:
+        payload = self._reader.file(found).payload(found.snapshot)
+        check_payload(found.said, payload)
+        return read(payload)
+
+    def _compared(self, found: ReadSegment, replica: Replica | None) -> Replica:
+        content, here = self._content(found), Lineage(found.said.epoch, found.said.state)
+        if replica is not None and replica.lineage == here:
+            # Its own optimizer goes on, so that a difference here shows in all later snapshots, too.
+            if why := replica.difference(content):
+                what = f"the snapshot of update {here.epoch} is not what the updates before it give: {why}"
+                self._fault(f"{found.name}: {what}")
+            return replica
+        fresh = self._replica_of(found, content)
+        if replica is not None and replica.lineage.epoch == here.epoch:
+            self._check_other_rules(found, replica, fresh)
+        elif fresh.unproven and found.name not in self._options.verified:
+            self.report.remarks.append(f"{found.name}: {fresh.unproven} is its archivist's word")
         return fresh
 
     def _check_other_rules(self, found: ReadSegment, replica: Replica, fresh: Replica) -> None:
@@ -246,8 +274,8 @@ class _Check:
             return None
         try:
             replica.take(found.averaged, found.numbers, found.after)
-        except (StateError, ValueError, RuntimeError) as error:
-            self._fault(f"update {place.epoch}: it cannot be replayed: {error}")
+        except Exception as error:  # noqa: BLE001 - as above: the options and rates are the archivist's, too
+            self._fault(f"update {place.epoch}: it cannot be replayed: {_told(error)}")
             return None
         self.report.replayed += 1
         return replica
@@ -287,7 +315,7 @@ class _Check:
     def _entry(self, place: Place) -> tuple[ReadSegment, PlacedEntry, Update]:
         """Read the entry of an update again: the index has only its place."""
         found = self._segments[place.segment]
-        placed = found.segment.entry_at(place.at)
+        placed = self._reader.file(found).entry_at(place.at)
         if not isinstance(placed.entry, Update):
             raise StateError(f"update {place.epoch}: the file was changed while it was checked")
         return found, placed, placed.entry
@@ -300,8 +328,9 @@ class _Check:
         proven = proven_average(update, found.rules.expected())
         if proven.state != update.before:
             raise StateError("its members have signed another state before it")
-        self._check_members(proven.roster.members, place)
-        payload = found.segment.payload(placed)
+        said = found.rules.contributions_in(proven.roster)
+        self._check_members(proven.roster, said.time, place)
+        payload = self._reader.file(found).payload(placed)
         parts = parts_of(proven, payload, update.epoch)
         check_payload(update, payload)
         vector = torch.empty(found.rules.schema.elements, dtype=torch.float32, device="cpu")
@@ -315,7 +344,7 @@ class _Check:
             raise StateError(
                 "the state after it does not follow from the one before, its average and its rates"
             )
-        return CheckedUpdate(averaged, numbers, after, found.rules.contributions_in(proven.roster))
+        return CheckedUpdate(averaged, numbers, after, said)
 
     def _check_certificate(self, place: Place) -> CheckedUpdate:
         found, _, update = self._entry(place)
@@ -327,27 +356,21 @@ class _Check:
         # Else one certificate could stand for many updates, and be credited as often.
         if said.before != update.before:
             raise StateError("its members have signed another state before it")
-        self._check_members(roster.members, place)
+        self._check_members(roster, said.time, place)
         return CheckedUpdate([], (), Lineage(update.epoch, update.after), said)
 
-    def _check_members(self, members: Sequence[Candidate], place: Place) -> None:
+    def _check_members(self, roster: Roster, time: float, place: Place) -> None:
         authority = self._segments[place.segment].beginning.authority
-        for member in members:
-            if why := self._refusal(member, authority, place):
-                raise StateError(f"{member.peer_id} was no member of the run: {why}")
-
-    def _refusal(self, member: Candidate, authority: bytes, place: Place) -> str | None:
         if not authority:
-            return None
-        # The deadline is what the member has signed. So a certificate that has expired since was good then.
-        late = member.deadline > place.revoked.since + REVOKED_GRACE_SECONDS
-        return refusal(
-            member.certificate,
-            authority=authority,
-            peer_id=member.peer_id,
-            now=member.deadline,
-            revoked=place.revoked.identifiers if late else (),
-        )
+            return
+        revoked = self._reader.revocations.at(place.epoch, time)
+        for member in roster.members:
+            # By the median of all clocks: a member of its own could sign a moment at which its certificate was good.
+            why = refusal(
+                member.certificate, authority=authority, peer_id=member.peer_id, now=time, revoked=revoked
+            )
+            if why:
+                raise StateError(f"{member.peer_id} was no member of the run: {why}")
 
     def _credit(self, segment: ReadSegment, place: Place, contributions: Contributions) -> None:
         """Compare the credits under a seal with those that the certificates give, once all of them are checked."""
@@ -357,6 +380,9 @@ class _Check:
             return
         found = [segment.contributed[at] for at in sorted(segment.contributed)]
         segment.contributed.clear()
+        self._compare_credits(segment, found)
+
+    def _compare_credits(self, segment: ReadSegment, found: Sequence[Contributions]) -> None:
         if segment.seal is None:
             return
         credited = credits_of((said.time, said.samples) for said in found)
@@ -364,3 +390,7 @@ class _Check:
             self._fault(f"{segment.name}: its seal names other credits than its certificates give")
         else:
             self.report.sealed.append(SealedCredits(segment.beginning, segment.seal, credited))
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, P2PAvgError) else repr(error)

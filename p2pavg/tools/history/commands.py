@@ -14,12 +14,11 @@ import torch
 import typer
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.base.files import PUBLIC, create_file, keep_file, what_to_do
+from p2pavg.base.files import PUBLIC, create_file, keep_file, replacing, what_to_do
 from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.records.identity import load_seed
-from p2pavg.state.history.entries import SegmentBeginning, Update
 from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
-from p2pavg.state.history.segments import Segment, segment_files
+from p2pavg.state.history.segments import read_segment, segment_files
 from p2pavg.state.layout import read_header
 from p2pavg.state.snapshot import tensors_in
 from p2pavg.tools.history.checking import CheckOptions, check_history
@@ -38,12 +37,16 @@ from p2pavg.tools.jobs.environment import cache_folder
 from p2pavg_dht import Ed25519Signer
 
 _SHOWN_HOLES = 5
+_PIECE_BYTES = 2**20
 _MODEL_PREFIXES = ("common/parameter/", "common/anchor/", "common/buffer/")
 
 
-def authority_in(run: Path | None) -> bytes | None:
-    """Return the authority of a run file."""
-    return None if run is None else read_run_file(run).authority
+def run_in(file: Path | None) -> tuple[str, bytes] | None:
+    """Return the id and the authority of a run file."""
+    if file is None:
+        return None
+    run = read_run_file(file)
+    return run.run_id, run.authority
 
 
 def verify(
@@ -76,7 +79,7 @@ def verify(
         first=first,
         last=last,
         sample=sample,
-        authority=authority_in(run),
+        run=run_in(run),
         verified=frozenset() if again or sample is not None else kept.names(),
         device=device,
     )
@@ -111,7 +114,7 @@ def _said(report: HistoryReport, options: CheckOptions) -> Iterator[str]:
     of = f"run {report.run_id!r}, " + (
         f"authority {report.authority.hex()}" if report.authority else "without an authority"
     )
-    yield f"{of}; kept by {', '.join(sorted(report.archivists)) or 'nobody'}"
+    yield f"{of}; sealed by {', '.join(sorted(report.archivists)) or 'nobody'}"
     if options.verified and report.begins_later:
         yield "segments that this machine has verified before are not verified again; --again does so"
     how = f"replayed to {report.replica.digest().hex()}" if report.replica is not None else "not replayed"
@@ -236,7 +239,8 @@ class VerifiedSegments:
             found = (self._folder / name).stat()
         except OSError:
             return None
-        return [found.st_ino, found.st_size, found.st_mtime_ns]
+        # The time of the last change cannot be set by a program, unlike that of the last write.
+        return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 # Credits.
@@ -246,7 +250,7 @@ def _credited(
     folder: Path, run: Path | None, same: Sequence[Path]
 ) -> tuple[HistoryReport, list[CreditedPeer]]:
     statements = [read_same(_bytes_of(file)) for file in same]
-    options = CheckOptions(authority=authority_in(run), averages=False)
+    options = CheckOptions(run=run_in(run), averages=False)
     with _progress() as on_progress:
         report = check_history(folder, options, on_progress=on_progress)
     found = report.contributed.credited()
@@ -284,19 +288,23 @@ def compare_credits(
     report, found = _credited(folder, run, same)
     try:
         said = json.loads(_bytes_of(file))
-        its = {tuple(each["peers"]): each for each in said["contributors"]}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} has no credits in JSON: {error!r}") from None
     mine = json.loads(as_json(report.run_id, report.authority, report.first or 0, report.last, found))
-    own = {tuple(each["peers"]): each for each in mine["contributors"]}
+    if said == mine:
+        return list(report.faults)
     lines = list(report.faults)
-    for peers in sorted(own.keys() | its.keys()):
-        if own.get(peers) != its.get(peers):
-            lines.append(f"{file}: {peers[0]} has other credits than the history gives")
-    for name in ("run_id", "authority", "first_update", "last_update"):
-        if said.get(name) != mine[name]:
-            lines.append(f"{file}: {name} is {said.get(name)!r}, and {mine[name]!r} in the history")
-    return lines
+    listed = said.get("contributors") if type(said) is dict else None
+    its = listed if type(listed) is list else []
+    own = mine["contributors"]
+    lines += [
+        f"{file}: {each['peers'][0]} has other credits than the history gives"
+        for each in own
+        if each not in its
+    ]
+    if more := sum(each not in own for each in its):
+        lines.append(f"{file}: {more} of its entries are not in the history")
+    return lines if lines != report.faults else [*lines, f"{file} differs from the credits of the history"]
 
 
 # Receipts.
@@ -377,7 +385,7 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
     """Copy segments of several histories into one folder, as far as they have updates that are not there yet.
 
     Raises:
-        StateError: a folder has no history, or they are of different runs.
+        StateError: a folder has no history, one in which something is wrong, or they are of different runs.
         ConfigError: the folder cannot be written.
     """
     try:
@@ -386,83 +394,82 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         raise ConfigError(
             f"cannot make {output}: {error.strerror}", remedy=what_to_do(error, output)
         ) from None
-    runs: set[tuple[str, bytes]] = set()
-    there: dict[str, int] = {}
     known: set[tuple[bytes, bytes]] = set()
-    for path in segment_files(output):
-        runs.add(_note(path, known))
-        there[path.name] = path.stat().st_size
-    waiting = []
-    for folder in folders:
-        files = segment_files(folder)
-        if not files:
-            raise StateError(f"there is no history in {folder}: it has no file that ends in .history")
-        waiting += files
+    there = {path.name: path for path in segment_files(output)}
+    for path in there.values():
+        known |= _updates_in(path) or set()
+    runs: set[tuple[str, bytes]] = set()
+    waiting: list[Path] = []
+    for folder in [*([output] if there else []), *folders]:
+        # Updates count only if their members have signed them: made-up ones would keep the genuine ones out.
+        report = check_history(folder, CheckOptions(averages=False))
+        if report.faults:
+            raise StateError(f"{folder} is not merged: {report.faults[0]}")
+        runs.add((report.run_id, report.authority))
+        if folder is not output:
+            waiting += segment_files(folder)
+    if len(runs) > 1:
+        raise StateError(
+            f"these histories are of {len(runs)} different runs: {', '.join(sorted(run for run, _ in runs))}"
+        )
     copied = 0
     # Those that know the model's names come first, and of the same segment the longest.
-    found = [(_note(path, more := set[tuple[bytes, bytes]]()), more, path) for path in waiting]
-    for run, more, path in sorted(
-        found, key=lambda each: (not _has_names(each[2]), each[2].name, -each[2].stat().st_size)
-    ):
-        runs.add(run)
-        if len(runs) > 1:
-            raise StateError(f"{path} is of another run than the rest: {run[0]!r}")
-        # The same segment may be there from an earlier time, when it was shorter.
-        is_longer = path.name in there and there[path.name] < path.stat().st_size
-        if (path.name in there and not is_longer) or (path.name not in there and more <= known):
+    for path in sorted(waiting, key=lambda path: (not _has_names(path), path.name, -path.stat().st_size)):
+        more = _updates_in(path)
+        if more is None:
+            continue  # not even a snapshot was written
+        if path.name in there:
+            # The same segment may be there from an earlier time, when it was shorter. Nothing else is replaced.
+            if not _goes_on(there[path.name], path):
+                continue
+        elif more <= known:
             continue
         known |= more
-        there[path.name] = path.stat().st_size
         _copy(path, output / path.name)
+        there[path.name] = output / path.name
         copied += 1
-    report = check_history(output, CheckOptions(sample=0.0))
+    report = check_history(output, CheckOptions(averages=False))
     missing = [f"missing: updates {first} to {last}" for first, last in report.holes]
     first = 0 if report.first is None else report.first
     return [
-        f"copied {copied} segments; {output} has updates {first} to {report.last} of"
-        f" {len(report.archivists)} archivists",
+        f"copied {copied} segments; {output} has updates {first} to {report.last}",
         *(missing or ["no update between these is missing"]),
         *(f"WRONG: {fault}" for fault in report.faults),
     ]
 
 
-def _note(path: Path, known: set[tuple[bytes, bytes]]) -> tuple[str, bytes]:
-    """Add the updates of a segment, and return its run."""
-    run = ("", b"")
-    with Segment(path) as segment:
-        try:
-            for placed in segment.entries():
-                entry = placed.entry
-                if isinstance(entry, Update):
-                    known.add((entry.before, entry.after))
-                elif isinstance(entry, SegmentBeginning):
-                    run = (entry.run_id, entry.authority)
-        except StateError:
-            pass  # what is whole of it counts; `verify` tells of the rest
-    return run
+def _updates_in(path: Path) -> set[tuple[bytes, bytes]] | None:
+    """Return the updates of a segment, by the states before and after; ``None`` if it has not even a snapshot."""
+    found = read_segment(path)
+    return None if found is None else {(update.before, update.after) for update in found.updates}
+
+
+def _goes_on(one: Path, other: Path) -> bool:
+    """Return whether a file begins with all bytes of another one, and is longer."""
+    size = one.stat().st_size
+    if other.stat().st_size <= size:
+        return False
+    with one.open("rb") as shorter, other.open("rb") as longer:
+        return all(
+            shorter.read(_PIECE_BYTES) == longer.read(min(_PIECE_BYTES, size - at))
+            for at in range(0, size, _PIECE_BYTES)
+        )
 
 
 def _has_names(path: Path) -> bool:
     """Return whether a segment has the names of the model's parameters."""
-    with Segment(path) as segment:
-        try:
-            beginning = next(segment.entries()).entry
-        except (StateError, StopIteration):
-            return False
-    return isinstance(beginning, SegmentBeginning) and bool(beginning.names)
+    found = read_segment(path)
+    return found is not None and bool(found.beginning.names)
 
 
 def _copy(source: Path, target: Path) -> None:
-    draft = target.with_name(f".{target.name}.draft")
     try:
-        shutil.copyfile(source, draft)
-        draft.replace(target)
+        with source.open("rb") as opened, replacing(target, mode=PUBLIC) as copy:
+            shutil.copyfileobj(opened, copy)
     except OSError as error:
         raise ConfigError(
             f"cannot copy {source}: {error.strerror}", remedy=what_to_do(error, target)
         ) from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write_same(output: Path, identities: Sequence[Path]) -> str:

@@ -49,7 +49,13 @@ def contributors(
         excluded: reasons of the peers that lied.
         same: identities that are one contributor.
     """
-    owner = {peer_id: peers[0] for peers in same for peer_id in peers}
+    owner: dict[str, str] = {}
+    for peers in same:
+        # Statements may overlap: then all of their identities are one.
+        joined = {owner.get(peer_id, peer_id) for peer_id in peers} | set(peers)
+        first = min(joined)
+        owner = {peer_id: first if at in joined else at for peer_id, at in owner.items()}
+        owner |= dict.fromkeys(joined, first)
     grouped: dict[str, list[Credit]] = {}
     for credit in found:
         grouped.setdefault(owner.get(credit.peer_id, credit.peer_id), []).append(credit)

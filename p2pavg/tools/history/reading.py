@@ -7,8 +7,9 @@ place, and the rest is read.
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,19 +33,49 @@ from p2pavg.state.history.rules import Contributions, SegmentRules, rules_of
 from p2pavg.state.history.segments import (
     PlacedEntry,
     Segment,
+    TornSegmentError,
     check_payload,
     segment_files,
 )
 from p2pavg.tools.history.replica import Replica
 from p2pavg.verification.evidence.accusation import read_accusation
 
+REVOKED_GRACE_SECONDS = 120.0
+"""A list of revoked certificates reaches all members within a minute, and a round that has begun by then may end."""
+MAX_OPEN = 8  # files
+MAX_FORKS = 20  # that are told
 
-@dataclass(frozen=True, slots=True)
+
 class Revocations:
-    """The certificates that the members knew to be revoked at an update."""
+    """The revoked certificates that a history tells of, and since when."""
 
-    identifiers: frozenset[bytes] = frozenset()
-    since: float = 0.0
+    def __init__(self) -> None:
+        self._lists: dict[int, tuple[int, frozenset[bytes]]] = {}
+        self._since: dict[int, float] = {}
+
+    def note(self, number: int, identifiers: frozenset[bytes], epoch: int) -> None:
+        """Note a list that stands behind an update. It holds in all segments, also in those that do not repeat it."""
+        known = self._lists.get(number, (epoch, identifiers))
+        self._lists[number] = (min(epoch, known[0]), identifiers)
+
+    def at(self, epoch: int, time: float) -> frozenset[bytes]:
+        """Return the certificates that no member of an update may have shown.
+
+        The clock of the archivist does not count, and that of a single member neither: a list holds from the first
+        update behind it on, by the median of what its members have signed, and :data:`REVOKED_GRACE_SECONDS` later.
+
+        Args:
+            epoch: of the update.
+            time: the median of the moments that its members have signed.
+        """
+        behind = [number for number, (since, _) in self._lists.items() if since < epoch]
+        holding = []
+        for number in behind:
+            self._since[number] = min(self._since.get(number, time), time)
+            if time > self._since[number] + REVOKED_GRACE_SECONDS:
+                holding.append(number)
+        # The newest list is complete.
+        return self._lists[max(holding)][1] if holding else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +89,13 @@ class Place:
     before: bytes
     """State of the lineage before it, as the entry says. It is not checked yet."""
     after: bytes
-    revoked: Revocations
 
 
 @dataclass(slots=True)
 class ReadSegment:
     """What the entries of one segment say."""
 
-    segment: Segment
+    path: Path
     beginning: SegmentBeginning
     rules: SegmentRules
     snapshot: PlacedEntry
@@ -82,7 +112,7 @@ class ReadSegment:
     @property
     def name(self) -> str:
         """Name of the file."""
-        return self.segment.path.name
+        return self.path.name
 
     @property
     def said(self) -> Snapshot:
@@ -139,16 +169,21 @@ class HistoryReader:
 
     Args:
         directory: of the history.
-        authority: the run's authority, if it is known: 32 bytes.
-        stack: closes the files.
+        run: id and authority of the run, if they are known.
 
     Raises:
         StateError: there is no history in this folder.
     """
 
-    def __init__(self, directory: Path, authority: bytes | None, stack: ExitStack) -> None:
-        self._authority, self._stack = authority, stack
+    def __init__(self, directory: Path, run: tuple[str, bytes] | None) -> None:
+        self._run = run
         self.report = HistoryReport()
+        self.revocations = Revocations()
+        self._opened: OrderedDict[Path, Segment] = OrderedDict()
+        self._opening = threading.Lock()
+        self._forks = 0
+        self._marks: set[int] = set()
+        """Of each archivist's updates: its seals count each update once."""
         self.segments: list[ReadSegment] = []
         self.places: list[Place] = []
         files = segment_files(directory)
@@ -157,6 +192,27 @@ class HistoryReader:
         for path in files:
             self._read(path)
         self._check_links()
+
+    def file(self, segment: ReadSegment) -> Segment:
+        """Return the file of a segment. A few stay open: a long run has more segments than a process may have files.
+
+        Raises:
+            StateError: it cannot be read any more.
+        """
+        return self._open(segment.path)
+
+    def _open(self, path: Path) -> Segment:
+        with self._opening:
+            found = self._opened.pop(path, None) or Segment(path)
+            self._opened[path] = found
+            if len(self._opened) > MAX_OPEN:
+                self._opened.popitem(last=False)[1].close()
+            return found
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._opened:
+            self._opened.popitem()[1].close()
 
     def _fault(self, why: object) -> None:
         # Never raised: one fault must not hide what comes behind it, or in other files.
@@ -167,7 +223,10 @@ class HistoryReader:
     def _read(self, path: Path) -> None:
         """Read the entries of a segment; check its chain, its notices and its seal."""
         try:
-            segment = self._stack.enter_context(Segment(path))
+            segment = self._open(path)
+        except TornSegmentError as error:
+            self._cut(path, error)
+            return
         except StateError as error:
             self._fault(error)
             return
@@ -176,44 +235,62 @@ class HistoryReader:
             begin, snapshot = next(entries), next(entries)
             beginning = begin.entry
             assert isinstance(beginning, SegmentBeginning)
-            found = ReadSegment(
-                segment, beginning, rules_of(beginning), snapshot, [begin.hash, snapshot.hash]
-            )
+            found = ReadSegment(path, beginning, rules_of(beginning), snapshot, [begin.hash, snapshot.hash])
             found.previous, found.last = begin.previous, snapshot.hash
             self._check_beginning(found)
-        except StopIteration:
-            self._fault(f"{path.name}: it ends before its snapshot")
+        except (StopIteration, TornSegmentError) as error:
+            self._cut(path, str(error) or "it ends before its snapshot")
             return
         except StateError as error:
             self._fault(error if path.name in str(error) else f"{path.name}: {error}")
             return
+        if any(
+            (each.beginning.archivist, each.beginning.number) == (beginning.archivist, beginning.number)
+            for each in self.segments
+        ):
+            # Each seal counts its updates, so one that stood twice would be credited twice.
+            self._fault(f"{path.name}: another file has the same segment of its archivist")
+            return
         self.segments.append(found)
-        # A list holds for the updates behind it. Each segment repeats the present one, so it can be read alone.
-        revoked = Revocations()
+        number, epoch = len(self.segments) - 1, found.said.epoch
         try:
             for placed in entries:
-                found.last = placed.hash
-                if isinstance(placed.entry, Seal):
-                    found.seal = placed.entry
+                found.last, entry = placed.hash, placed.entry
+                if isinstance(entry, Seal):
+                    found.seal = entry
                     self._check_seal(found)
                     continue
                 found.hashes.append(placed.hash)
-                if isinstance(placed.entry, HistoryNotice):
-                    ids = self._check_notice(found, placed.entry, segment.payload(placed))
-                    if ids is not None:
-                        revoked = Revocations(ids, placed.entry.time)
-                elif isinstance(placed.entry, Update):
+                if isinstance(entry, HistoryNotice):
+                    self._read_notice(found, entry, segment.payload(placed), epoch)
+                elif isinstance(entry, Update):
                     found.updates += 1
-                    number, said = len(self.segments) - 1, placed.entry
-                    self.places.append(Place(number, placed.at, said.epoch, said.before, said.after, revoked))
+                    epoch = entry.epoch
+                    self._count(found, entry)
+                    self.places.append(Place(number, placed.at, epoch, entry.before, entry.after))
+        except TornSegmentError as error:
+            self._cut(path, error)
         except StateError as error:
-            # A process that was killed leaves its last entry unfinished; so does one that cuts off what follows.
             self._fault(f"{error}; what comes behind it in this file is left out")
         if found.seal is None:
             self.report.remarks.append(
-                f"{found.name}: it has no seal yet, so its archivist has not signed it"
+                f"{found.name}: it has no seal, so its archivist has not signed it yet"
             )
         segment.forget()
+
+    def _count(self, found: ReadSegment, update: Update) -> None:
+        """Check that an update stands once in the segments of its archivist: the seals add up what is under them."""
+        mark = hash((found.beginning.archivist, update.before, update.after))
+        if mark in self._marks:
+            self._fault(f"{found.name}: update {update.epoch} stands twice in the segments of its archivist")
+        self._marks.add(mark)
+
+    def _cut(self, path: Path, error: object) -> None:
+        # A process that was killed leaves its last entry unfinished. One that cuts off what it does not like gives a
+        # history of less: if anything follows, a hole or the chain shows it.
+        why = str(error)
+        where = why if path.name in why else f"{path.name}: {why}"
+        self.report.remarks.append(f"{where}: its archivist was killed, or still writes")
 
     def _check_beginning(self, found: ReadSegment) -> None:
         begin, report, where = found.beginning, self.report, found.name
@@ -222,13 +299,13 @@ class HistoryReader:
             raise StateError(f"{where}: it averages more values than its snapshot has")
         if not report.run_id:
             report.run_id, report.authority = begin.run_id, begin.authority
-            if self._authority not in (None, begin.authority):
+            if self._run not in (None, (begin.run_id, begin.authority)):
+                authority = begin.authority.hex() or "none"
                 raise StateError(
-                    f"{where}: it is of a run with another authority, {begin.authority.hex() or 'none'}"
+                    f"{where}: it is of another run, {begin.run_id!r} with the authority {authority}"
                 )
         elif (report.run_id, report.authority) != (begin.run_id, begin.authority):
             raise StateError(f"{where}: it is of another run, {begin.run_id!r}")
-        report.archivists.add(begin.archivist)
         if begin.authority:
             why = refusal(
                 begin.certificate, authority=begin.authority, peer_id=begin.archivist, now=begin.time
@@ -236,20 +313,20 @@ class HistoryReader:
             if why is not None:
                 raise StateError(f"{where}: its archivist {begin.archivist} is no member of the run: {why}")
 
-    def _check_notice(
-        self, found: ReadSegment, notice: HistoryNotice, payload: memoryview
-    ) -> frozenset[bytes] | None:
-        """Check a notice; return the identifiers of revoked certificates, if it is such a list."""
+    def _read_notice(
+        self, found: ReadSegment, notice: HistoryNotice, payload: memoryview, epoch: int
+    ) -> None:
+        """Check a notice that stands behind an update."""
         try:
             check_payload(notice, payload)
             if notice.kind == REVOKED:
-                return read_revocations(bytes(payload), found.beginning.authority).identifiers
+                said = read_revocations(bytes(payload), found.beginning.authority)
+                self.revocations.note(said.number, said.identifiers, epoch)
             if notice.kind == EXCLUDED:
                 accusation = read_accusation(bytes(payload))
                 self.report.excluded[accusation.peer_id] = accusation.reason
         except (StateError, RemoteProtocolError) as error:
             self._fault(f"{found.name}: {error}")
-        return None
 
     def _check_seal(self, found: ReadSegment) -> None:
         seal, begin = found.seal, found.beginning
@@ -260,6 +337,9 @@ class HistoryReader:
             self._fault(f"{found.name}: its seal is on other entries")
         elif not is_signed(seal.archivist, seal.signature, seal.statement):
             self._fault(f"{found.name}: its seal is forged: {seal.archivist} has not signed it")
+        else:
+            # Anyone can write a name into a segment that nobody has signed.
+            self.report.archivists.add(seal.archivist)
 
     def _check_links(self) -> None:
         """Check that each archivist's segments follow on each other."""
@@ -284,10 +364,12 @@ class HistoryReader:
 
     def line(self) -> Iterator[ReadSegment | Place]:
         """Yield the updates of the run in their order, and each snapshot before the first update behind it."""
-        # By the state before and the one after: several archivists have the same update, which is walked once.
-        following: dict[bytes, dict[bytes, Place]] = {}
+        # By the state before and the one after: several archivists have the same update, which is walked once. With its
+        # number, as a hostile history may lead back to an earlier state.
+        following: dict[tuple[int, bytes], dict[bytes, Place]] = {}
         for place in self.places:
-            following.setdefault(place.before, {}).setdefault(place.after, place)
+            following.setdefault((place.epoch - 1, place.before), {}).setdefault(place.after, place)
+        lengths = _lengths(following)
         snapshots: dict[bytes, list[ReadSegment]] = {}
         for found in self.segments:
             snapshots.setdefault(found.said.state, []).append(found)
@@ -307,10 +389,10 @@ class HistoryReader:
                 if state not in passed:
                     passed.add(state)
                     yield from snapshots.get(state, ())
-                ways = following.get(state)
+                ways = following.get((epoch, state))
                 if not ways:
                     break
-                place = self._chosen(ways, following)
+                place = self._chosen(ways, lengths)
                 yield place
                 state, epoch = place.after, place.epoch
         # Updates behind the last hole have no snapshot from which they could be replayed.
@@ -332,22 +414,22 @@ class HistoryReader:
         if not missing:
             self._fault(f"update {epoch + 1} does not follow on update {epoch}")
 
-    def _chosen(self, ways: Mapping[bytes, Place], following: Mapping[bytes, Mapping[bytes, Place]]) -> Place:
+    def _chosen(self, ways: Mapping[bytes, Place], lengths: Mapping[tuple[int, bytes], int]) -> Place:
         """Return the update that follows; of several, the one that leads furthest."""
-        if len(ways) == 1:
-            return next(iter(ways.values()))
-
-        def length(state: bytes) -> int:
-            count, seen = 0, set()
-            while state not in seen and (onward := following.get(state)):
-                seen.add(state)
-                state = next(iter(onward))
-                count += 1
-            return count
-
         epoch = next(iter(ways.values())).epoch
-        self.report.remarks.append(
-            f"update {epoch}: {len(ways)} different updates follow on the one before. The run fell into parts, or began"
-            " again at an earlier checkpoint; the part that leads furthest is replayed"
-        )
-        return ways[max(ways, key=lambda after: (length(after), after))]
+        if len(ways) > 1:
+            self._forks += 1
+            if self._forks <= MAX_FORKS:
+                self.report.remarks.append(
+                    f"update {epoch}: {len(ways)} different updates follow on the one before. The run fell into parts,"
+                    " or began again at an earlier checkpoint; the part that leads furthest is replayed"
+                )
+        return ways[max(ways, key=lambda after: (lengths.get((epoch, after), 0), after))]
+
+
+def _lengths(following: Mapping[tuple[int, bytes], Mapping[bytes, Place]]) -> dict[tuple[int, bytes], int]:
+    """Return how many updates follow on each state, at most."""
+    found: dict[tuple[int, bytes], int] = {}
+    for epoch, state in sorted(following, reverse=True):
+        found[epoch, state] = 1 + max(found.get((epoch + 1, after), 0) for after in following[epoch, state])
+    return found

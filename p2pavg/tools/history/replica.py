@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from p2pavg.base.errors import StateError
 from p2pavg.optim.base.joined import JoinedOptimizer
-from p2pavg.optim.base.recipe import Settings, hyperparameters, numbers_digest
+from p2pavg.optim.base.recipe import Settings, hyperparameters, numbers_digest, settings_in
 from p2pavg.optim.base.state import Lineage, digest_of, lineage_from, lineage_of, origin_of, pack_lineage
 from p2pavg.optim.catching_up.common_state import OPTIMIZER, SCHEDULER
-from p2pavg.optim.catching_up.state_check import checked_optimizer, saved_by
+from p2pavg.optim.catching_up.state_check import SWITCHES, checked_optimizer, saved_by
 from p2pavg.optim.coordination.training_run import DATA
 from p2pavg.optim.large_batch.averaged import clip
 from p2pavg.optim.local import outer
@@ -63,9 +63,16 @@ class Replica:
             self.origin = origin = origin_of(values)
         except ValueError as error:
             raise StateError(str(error)) from None
-        self._fields = dict(origin.fields)
-        self._prefix = values.get("kind")
-        if self._prefix not in (PARAMETER, ANCHOR):
+        try:
+            self._rules = settings_in(origin.settings, origin.recipe, origin.rules)
+        except ValueError as error:
+            raise StateError(
+                f"the snapshot has no recipe that its updates could be replayed by: {error}"
+            ) from None
+        # From the recipe, whose digest is in the lineage that members sign, and not from a word beside it.
+        kinds = {"AveragedOptimizer": PARAMETER, "LocalUpdates": ANCHOR}
+        self._prefix = kinds.get(str(self._rules.get("optimizer")), "")
+        if not self._prefix or values.get("kind") != self._prefix:
             raise StateError("the snapshot is of a kind of optimizer that this version cannot replay")
         numbered = _numbered(content, self._prefix)
         self.names = tuple(names) if len(names) == len(numbered) else tuple(numbered)
@@ -74,40 +81,49 @@ class Replica:
         buffers = sorted(name for name in content.tensors if name.startswith(BUFFER))
         self.buffers = {name: content.tensors[name].to(device, copy=True) for name in buffers}
         self._values = {name: value for name, value in values.items() if name not in (OPTIMIZER, "lineage")}
-        # The recipe's texts are not signed. A false one gives other parameters than the next snapshot.
-        limit = self._fields.get("max_grad_norm", "none")
-        self._max_grad_norm = None if limit == "none" else float(limit)
+        limit = self._rules.get("max_grad_norm")
+        self._max_grad_norm = float(limit) if isinstance(limit, float) else None
         saved = unflatten(content.tensors, _mapping(values, OPTIMIZER), OPTIMIZER)
         self._anchor: Anchor | None = None
         if self._prefix == PARAMETER:
             self.parameters = [torch.nn.Parameter(tensor.to(device, copy=True)) for tensor in given]
-            self.optimizer = _optimizer_of(self._fields.get("inner", ""), self.parameters, saved)
+            self.optimizer = _optimizer_of(str(self._rules.get("inner")), self.parameters, saved)
         else:
             self._anchor = self._anchor_of(given, saved, device)
             self.parameters = self._anchor.tensors  # type: ignore[assignment]
             self.optimizer = self._anchor.optimizer
         _load(self.optimizer, saved)
-        # The beginning of a run is its first parameters and its recipe. An anchor may have another dtype than these.
-        if self.lineage.epoch == 0 and self._anchor is None:
-            first = lineage_from(digest_of(self.parameters), origin.recipe)
-            if first != self.lineage:
-                raise StateError("the first parameters are not those with which the run began")
+        self.unproven = f"the state of update {self.lineage.epoch}"
+        """What of the state is the word of whoever made the snapshot, unless updates lead to it."""
+        if self.lineage.epoch == 0:
+            self._check_first()
+            self.unproven = "the optimizer's state before the first update" if saved.get("state") else ""
+
+    def _check_first(self) -> None:
+        """Check that the run began with these parameters: with the recipe, they are in the lineage."""
+        # An anchor is float32, and the parameters that it was taken from may have another dtype.
+        dtypes = [None] if self._anchor is None else [None, torch.bfloat16, torch.float16, torch.float64]
+        for dtype in dtypes:
+            tensors = [each if dtype is None else each.to(dtype) for each in self.parameters]
+            if lineage_from(digest_of(tensors), self.origin.recipe) == self.lineage:
+                return
+        raise StateError("the first parameters are not those with which the run began")
 
     def _anchor_of(
         self, given: Sequence[torch.Tensor], saved: Mapping[str, Any], device: torch.device | str
     ) -> Anchor:
-        count = int(self._fields.get("fragments", "1"))
+        count = int(self._rules.get("fragments") or 1)
         # In the order of the program's names, which a snapshot has not.
         pieces = fragments_of(self.names, [tuple(tensor.shape) for tensor in given], count)
         # The recipe names the layout. With other names, averages would go to other places without a word.
-        layout = self._fields.get("layout of fragments")
+        layout = self._rules.get("layout of fragments")
         if count > 1 and layout != layout_digest(self.names, pieces):
             raise StateError(
                 "the run averages fragments, which are cut by the names of its model's parameters, and the history does"
                 " not have these: let a peer that trains keep it, with RunState(model, history=...)"
             )
         tensors = [tensor.to(device, copy=True) for tensor in given]  # the anchor keeps them
-        kind = self._fields.get("outer", "")
+        kind = str(self._rules.get("outer"))
         return Anchor(tensors, lambda pieces: _optimizer_of(kind, pieces, saved), pieces)
 
     @property
@@ -187,7 +203,11 @@ class Replica:
 
     def difference(self, content: Content) -> str:
         """Return the first tensor of a snapshot that is not this replica's, as a sentence; empty if all are."""
-        mine = self.content().tensors
+        here = self.content()
+        for name in ("kind", "origin"):
+            if here.values[name] != content.values.get(name):
+                return f"it has another {name}"
+        mine = here.tensors
         scheduled = f"{SCHEDULER}/"
         its = {name: tensor for name, tensor in content.tensors.items() if not name.startswith(scheduled)}
         if missing := sorted(mine.keys() ^ its.keys()):
@@ -237,9 +257,14 @@ def _optimizer_of(kinds: str, parameters: Sequence[torch.Tensor], saved: Mapping
             )
         classes.append(_CLASSES[kind])
     groups = saved.get("param_groups")
-    if type(groups) is not list or any(type(group) is not dict for group in groups):
-        raise StateError("the snapshot's optimizer has no groups")
-    numbers = [number for group in groups for number in group.get("params", ())]
+    if type(groups) is not list or any(
+        type(group) is not dict
+        or type(group.get("params")) is not list
+        or any(type(name) is not str for name in group)
+        for group in groups
+    ):
+        raise StateError("the snapshot's optimizer has no groups of options and parameters")
+    numbers = [number for group in groups for number in group["params"]]
     if numbers != list(range(len(parameters))):
         raise StateError("the snapshot's optimizer is of other parameters")
     try:
@@ -249,7 +274,12 @@ def _optimizer_of(kinds: str, parameters: Sequence[torch.Tensor], saved: Mapping
             made.append(
                 one(
                     [
-                        {name: value for name, value in group.items() if name in taken and _is_plain(value)}
+                        {
+                            name: value
+                            for name, value in group.items()
+                            # Which implementation takes the step is this machine's choice.
+                            if name in taken and name not in SWITCHES and _is_plain(value)
+                        }
                         | {"params": [parameters[number] for number in group["params"]]}
                         for group in part
                     ]
@@ -261,7 +291,7 @@ def _optimizer_of(kinds: str, parameters: Sequence[torch.Tensor], saved: Mapping
     # A schedule, or the program, may have added options that are no arguments, such as `initial_lr`.
     for held, group in zip(optimizer.param_groups, groups, strict=True):
         for name, value in group.items():
-            if name not in held and _is_plain(value):
+            if name not in held and name not in SWITCHES and _is_plain(value):
                 held[name] = value
     return optimizer
 

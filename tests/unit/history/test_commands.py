@@ -61,12 +61,15 @@ def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_verify_goes_on_where_it_was(tmp_path: Path) -> None:
     run, directory = made(tmp_path)
-    call("verify", directory)
+    record(run, directory, 2)
+    # A part of it is no proof of the rest of its files.
+    call("verify", directory, "--to", "3")
+    assert "8 updates of 4 peers" in call("verify", directory).output
     record(run, directory, 3)
     said = call("verify", directory).output
     assert "not verified again" in said
-    assert "3 updates of 4 peers" in said
-    assert "9 updates of 4 peers" in call("verify", directory, "--again").output
+    assert "5 updates of 4 peers, from the snapshot of update 6" in said
+    assert "11 updates of 4 peers" in call("verify", directory, "--again").output
     # A file that has changed since is verified again.
     TAMPERINGS["flip a bit of an average"]([segment_files(directory)[0]], random.Random(1))
     call("verify", directory, code=1)
@@ -222,4 +225,4 @@ def test_histories_of_two_runs_are_not_merged(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app, ["history", "merge", str(tmp_path / "both"), str(tmp_path / "a"), str(tmp_path / "b")]
     )
-    assert "is of another run than the rest" in str(result.exception)
+    assert "these histories are of 2 different runs" in str(result.exception)

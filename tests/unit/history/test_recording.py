@@ -188,7 +188,7 @@ def test_a_file_that_kept_its_length_and_not_its_bytes_is_cut(tmp_path: Path) ->
     found = recover(path)
     assert found is not None
     assert path.stat().st_size == ends[-2]
-    assert not found.is_sealed
+    assert found.can_go_on
 
 
 def test_a_file_without_a_whole_snapshot_is_removed(tmp_path: Path) -> None:

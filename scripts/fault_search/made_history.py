@@ -108,6 +108,10 @@ class MadeRun:
         """Numbers of the signers that are in each round."""
         self.weights: dict[int, float] = {}
         """Of a member, if it is not 8."""
+        self.signs: list[int] | None = None
+        """Places of the members that sign that they hold the result; ``None``: all."""
+        self.clocks: dict[int, float] = {}
+        """Seconds by which the clock of a member is wrong."""
         self.shown: dict[int, bytes] = {}
         """Certificates that a member shows in place of its own."""
         self.now = BEGAN
@@ -214,6 +218,7 @@ class MadeRun:
         signatures = tuple(
             (position, simulated_signer(number).sign(statement.signed_bytes()))
             for position, number in enumerate(self.members)
+            if self.signs is None or position in self.signs
         )
         certificate = encode_certificate(roster, ResultCommit(0, everyone, digest, signatures))
         averaged = self.schema.unflatten(decoded)
@@ -232,7 +237,7 @@ class MadeRun:
         return sign_candidate(
             simulated_signer(number),
             key=self._key,
-            deadline=self.now + number * 0.001,
+            deadline=self.now + number * 0.001 + self.clocks.get(number, 0.0),
             expiration_time=self.now + 1000.0,
             weight=self.weights.get(number, 8.0),
             bandwidth=100.0,

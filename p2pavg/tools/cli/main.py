@@ -221,6 +221,10 @@ def monitor(
         list[str],
         typer.Option(metavar="HOST", help="Further name under which browsers ask for the page. Repeatable."),
     ] = [],  # noqa: B006
+    history: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Show the credits of this history at /credits, too."),
+    ] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Show the run here instead.")] = False,
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The monitor's certificate in the run of NAME.run.")
@@ -251,9 +255,9 @@ def monitor(
     log_to_stderr(log_format, log_level)
     with naming(context):
         found = find_run(run, bootstrap=bootstrap, certificate=certificate, identity=identity)
-        if terminal and (port is not None or listen is not None):
-            raise typer.BadParameter("--terminal serves no page: leave out --port and --listen")
-        options = None if terminal else options_of(port, listen, token_file, name)
+        if terminal and (port is not None or listen is not None or history is not None):
+            raise typer.BadParameter("--terminal serves no page: leave out --port, --listen and --history")
+        options = None if terminal else options_of(port, listen, token_file, name, history)
         run_monitor(found, options, identity=identity, listen=peer_listen)
 
 

@@ -71,7 +71,11 @@ def find_run(
 
 
 def options_of(
-    port: int | None, listen: str | None, token_file: Path | None, names: Sequence[str]
+    port: int | None,
+    listen: str | None,
+    token_file: Path | None,
+    names: Sequence[str],
+    history: Path | None = None,
 ) -> MonitorOptions:
     """Return where the page is served.
 
@@ -79,14 +83,21 @@ def options_of(
         ConfigError: the options do not fit together, or the token's file cannot be read.
     """
     token = None if token_file is None else _read_token(token_file)
+    pages = None
+    if history is not None:
+        from p2pavg.tools.history.commands import CreditsPage
+
+        pages = {"/credits": CreditsPage(history)}
     if listen is None:
-        return MonitorOptions(port=port or 0, token=token, names=tuple(names))
+        return MonitorOptions(port=port or 0, token=token, names=tuple(names), pages=pages)
     if port is not None:
         raise ConfigError("--port and --listen exclude each other: --listen HOST:PORT has the port")
     host, colon, its_port = listen.rpartition(":")
     if not colon or not host or not its_port.isdecimal():
         raise ConfigError(f"--listen must be HOST:PORT, such as 0.0.0.0:8080, got {listen!r}")
-    return MonitorOptions(port=int(its_port), host=host.strip("[]"), token=token, names=tuple(names))
+    return MonitorOptions(
+        port=int(its_port), host=host.strip("[]"), token=token, names=tuple(names), pages=pages
+    )
 
 
 def _read_token(path: Path) -> str:

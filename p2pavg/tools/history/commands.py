@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import trio
 import typer
 
 from p2pavg.base.errors import ConfigError, StateError
@@ -305,6 +307,37 @@ def compare_credits(
     if more := sum(each not in own for each in its):
         lines.append(f"{file}: {more} of its entries are not in the history")
     return lines if lines != report.faults else [*lines, f"{file} differs from the credits of the history"]
+
+
+class CreditsPage:
+    """The page of a monitor with the credits of a history, made anew when its files have changed.
+
+    Args:
+        folder: of the history.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: tuple[list[tuple[str, int]], bytes] | None = None
+        self._turn = trio.Lock()
+
+    async def __call__(self) -> tuple[str, bytes]:
+        """Return the media type and the content."""
+        # One at a time, in a thread: certificates of many updates take seconds.
+        async with self._turn:
+            return "text/html", await trio.to_thread.run_sync(self._content)
+
+    def _content(self) -> bytes:
+        try:
+            files = [(path.name, path.stat().st_size) for path in segment_files(self._folder)]
+            if self._made is None or self._made[0] != files:
+                report, found = _credited(self._folder, None, ())
+                text = as_html(report.run_id, found, '<link rel="stylesheet" href="monitor.css">')
+                faults = "".join(f"<p>{html.escape(fault)}</p>" for fault in report.faults)
+                self._made = (files, f"{text}{faults}".encode())
+        except (StateError, OSError) as error:
+            return f"<!doctype html><p>{html.escape(str(error))}</p>".encode()
+        return self._made[1]
 
 
 # Receipts.

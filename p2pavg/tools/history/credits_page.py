@@ -139,15 +139,23 @@ def as_json(run_id: str, authority: bytes, first: int, last: int, found: Sequenc
     return json.dumps(said, indent=1) + "\n"
 
 
-def as_html(run_id: str, found: Sequence[CreditedPeer]) -> str:
-    """Return a page of its own with a drawing of the samples of each day, and the table."""
+_STYLE = (
+    "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "svg{width:100%;height:auto}pre{overflow-x:auto}"
+    "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}</style>"
+)
+
+
+def as_html(run_id: str, found: Sequence[CreditedPeer], style: str = _STYLE) -> str:
+    """Return a page of its own with a drawing of the samples of each day, and the table.
+
+    Args:
+        style: in the page's head. The monitor's pages have a sheet of their own, and allow no other one.
+    """
     title = f"Contributions to {html.escape(run_id)}"
     honest = [each for each in found if not each.struck_out]
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-        "svg{width:100%;height:auto}pre{overflow-x:auto}"
-        "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}</style>"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>{style}'
         f"<h1>{title}</h1><p>Samples of each day (UTC), from what the members of each round have signed.</p>"
         f"{_drawing(honest)}<pre>{html.escape(as_table(found))}</pre></html>\n"
     )

@@ -90,6 +90,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "listen": (["--listen"], False, None),
         "token_file": (["--token-file"], False, None),
         "name": (["--name"], True, []),
+        "history": (["--history"], False, None),
         "terminal": (["--terminal"], False, False),
         "certificate": (["--certificate"], False, None),
         "identity": (["--identity"], False, None),

@@ -18,6 +18,7 @@ from p2pavg.state.history.segments import segment_files
 from p2pavg.state.snapshot import Content
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg.tools.cli.main import app
+from p2pavg.tools.history.commands import CreditsPage
 from p2pavg.tools.history.credits_page import CreditedPeer, as_html, as_table
 from p2pavg_dht import Ed25519Signer
 from scripts.fault_search.history import TAMPERINGS
@@ -178,6 +179,18 @@ def test_identities_of_one_contributor_are_counted_together(tmp_path: Path) -> N
         [ids[0], "2"],
         ["and", ids[1]],
     ]
+
+
+async def test_the_monitor_shows_the_credits(tmp_path: Path) -> None:
+    run, directory = made(tmp_path)
+    page = CreditsPage(directory)
+    kind, first = await page()
+    assert (kind, first.count(b"<rect")) == ("text/html", 4)
+    # The guard of the monitor's pages allows no style of their own.
+    assert b"<style" not in first
+    record(run, directory, 2)
+    assert (await page())[1] != first
+    assert b"there is no history in" in (await CreditsPage(tmp_path)())[1]
 
 
 def test_a_page_of_many_days_stays_small() -> None:

@@ -2,8 +2,8 @@
 
 Audits show that a reducer averaged what came. They do not show that what came is the gradient of the samples that its
 sender claims. Where the batches of a job follow from the run, the peer and the update, another member can compute it
-again, at the same parameters. Who checks whom is drawn from the digest of the result: by then all contributions are
-sent, so a cheat does not know where it will be looked at.
+again, at the same parameters. Who checks whom follows from the checker's signature of the result: nobody else can know
+it before the result is fixed, and so choose a contribution that is not looked at, and the checker cannot choose it.
 
 This proves nothing to others: floating point differs between kinds of hardware. It is this member's own judgement.
 """
@@ -33,28 +33,28 @@ CODEC_FACTOR = 2.0
 _DOMAIN = "p2pavg/recheck/1"
 
 
-def drawn_targets(me: str, group_id: bytes, digest: bytes, roster: Roster, fraction: float) -> list[str]:
+def drawn_targets(me: str, ticket: bytes, roster: Roster, fraction: float) -> list[str]:
     """Return the contributors whose gradients this member was drawn to compute again.
 
-    Each contributor is checked with probability ``fraction``, by one other contributor that has reduced a share: it
-    holds a part of the contribution as it came. All members draw alike.
+    Each contribution is checked ``fraction`` times on average, by other contributors that have reduced a share: they
+    hold a part of it as it came. Whoever has the signature of a member can tell what it was drawn for.
 
     Args:
-        group_id: 32 bytes.
-        digest: of the committed result, 32 bytes.
+        ticket: this member's signature of the committed result, as it stands in the certificate.
         roster: of the attempt that was committed, with its shares.
     """
-    able = [
+    able = {
         member.peer_id
         for member, share in zip(roster.members, roster.shares, strict=True)
         if share and member in roster.contributors
-    ]
+    }
+    if me not in able:
+        return []
     found = []
     for target in roster.contributors:
-        others = [peer_id for peer_id in able if peer_id != target.peer_id]
-        drawn = blake3(pack(_DOMAIN, group_id, digest, target.peer_id)).digest(16)
-        chance, which = (int.from_bytes(drawn[at : at + 8], "big") for at in (0, 8))
-        if others and chance < fraction * 2.0**64 and others[which % len(others)] == me:
+        others = len(able - {target.peer_id})
+        drawn = int.from_bytes(blake3(pack(_DOMAIN, ticket, target.peer_id)).digest(8), "big")
+        if target.peer_id != me and drawn * others < fraction * 2.0**64:
             found.append(target.peer_id)
     return found
 

@@ -38,6 +38,7 @@ from p2pavg.base.result import DrawnContribution, FailedCode
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.consensus.member import RoundPhase, new_member
+from p2pavg.consensus.statements import Statement
 from p2pavg.consensus.votes import Completed, GivenUp, ReceivedUpTo, ResultCommit, Unknown
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
@@ -563,7 +564,11 @@ class Exchange:
         own = attempt.plan.own_parts
         if not own or not attempt.ledger.own_is_averaged:
             return ()
-        targets = drawn_targets(me, self._roster.group_id, committed.digest, attempt.roster, context.recheck)
+        statement = Statement(self._roster.group_id, committed.attempt, committed.members, committed.digest)
+        ticket = context.signer.sign(
+            statement.signed_bytes()
+        )  # that of its vote: such signatures are deterministic
+        targets = drawn_targets(me, ticket, attempt.roster, context.recheck)
         weights = {member.peer_id: member.weight for member in attempt.roster.contributors}
         came = [(part, attempt.values.inputs(part.index)) for part in own] if targets else []
         return tuple(

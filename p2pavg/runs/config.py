@@ -84,7 +84,7 @@ class AveragingConfig:
             excluded from the run with evidence, and :attr:`Success.averaged` of the rounds before stays what it was.
             ``"before"``, ``"before:0.5"``: likewise before each round ends, which takes longer. ``"off"``: no audits.
             All peers of a run need the same value.
-        recheck: fraction of the contributions, 0 to 1, that another member computes again, for
+        recheck: how often each contribution is computed again by other members on average, 0 to 1, for
             :class:`~p2pavg.optim.AveragedOptimizer` with ``recompute``. It needs audits, and no topology
             ``"hierarchical"``. All peers of a run should have the same value: each checks what it is drawn for with its
             own.

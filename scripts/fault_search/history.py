@@ -245,7 +245,9 @@ def cut_a_segment(files: list[Path], rng: random.Random) -> str:
     """Cut off the end of a segment between others."""
     path = rng.choice(files[:-1])
     data = path.read_bytes()
-    path.write_bytes(data[: rng.randrange(len(MAGIC), len(data) - 1)])
+    # Behind its snapshot. Without that, nothing of it is left, and a history without its first segment begins later.
+    begin = len(MAGIC) + sum(map(len, raw_entries(path)[:2]))
+    path.write_bytes(data[: rng.randrange(begin, len(data) - 1)])
     return ""
 
 

@@ -169,9 +169,8 @@ def updates_until_found(fraction: float, runs: int, rng: random.Random) -> tuple
         update = 0
         while not strikes or max(strikes.values()) < 2:
             update += 1
-            digest = rng.randbytes(32)
             for each in others:
-                if cheat in drawn_targets(each, roster.group_id, digest, roster, fraction):
+                if cheat in drawn_targets(each, rng.randbytes(64), roster, fraction):
                     seen.append(update)
                     strikes[each] += 1
         first.append(seen[0])

@@ -76,8 +76,8 @@ def test_honest_peers_pass() -> None:
     stop = threading.Event()
     found = train_together(lambda _, averager: train(averager, 8, cheats=False, stop=stop), PEERS, HOW)
     rechecks = [recheck for of_peer in found for recheck in of_peer]
-    # Each contribution of each update is checked once.
-    assert len(rechecks) == 8 * PEERS
+    # Each of 24 contributions is expected to be checked once: 48 draws with one half.
+    assert 8 <= len(rechecks) <= 40
     assert not any(recheck.differs for recheck in rechecks)
     assert max(recheck.difference for recheck in rechecks) < 0.01
 
@@ -88,7 +88,7 @@ def test_a_peer_that_leaves_out_half_of_its_samples_is_met_no_more(caplog: pytes
     def work(index: int, averager: Averager) -> list[Recheck]:
         ids[index] = averager.peer_id
         try:
-            return train(averager, 8, cheats=index == 2, stop=stop)
+            return train(averager, 16, cheats=index == 2, stop=stop)
         finally:
             if index != 2:
                 stop.set()  # the one that is alone waits for no end

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS, MAX_MEMBERS
@@ -28,7 +28,7 @@ from p2pavg.group.shares import (
     levelled,
     share_bounds,
 )
-from p2pavg.group.topology import BUTTERFLY, Hierarchical, Star, Topology
+from p2pavg.group.topology import BUTTERFLY, Butterfly, Gossip, Hierarchical, Star, Topology
 from p2pavg_dht import Record
 from p2pavg_dht.record import pack as pack_record
 from p2pavg_dht.record import unpack as unpack_record
@@ -243,6 +243,8 @@ def share_cutter(
 
     It uses only what the members signed, so every member computes the same shares.
     """
+    if not isinstance(topology, Star | Hierarchical | Butterfly | Gossip):
+        assert_never(topology)  # a new one must say how it cuts, and not be taken for a butterfly
 
     def cut(members: Sequence[Candidate]) -> tuple[int, ...]:
         if isinstance(topology, Star):

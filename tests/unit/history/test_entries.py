@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import get_args
 
 import msgspec
 import pytest
@@ -75,6 +76,10 @@ ENTRIES: list[Entry] = [
     ),
 ]
 LEAVES = st.lists(st.binary(max_size=6), min_size=1, max_size=40)
+
+
+def test_each_kind_of_entry_is_tested_here() -> None:
+    assert {type(entry) for entry in ENTRIES} == set(get_args(Entry))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: type(entry).__name__)

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -53,6 +54,8 @@ SEGMENTS, UPDATES = 3, 8
 STRANGER = 77
 """Number of a signer that is in no round."""
 _SMALL_FILE = 200_000  # bytes, in which some tens of updates fit
+_KILLS_OF_ONE = 20
+"""Kills of one history: each writer makes all of its updates again, so a long one takes ever more time."""
 
 Tampering = Callable[[list[Path], random.Random], str]
 """Changes a history, and returns a part of what must be reported."""
@@ -361,46 +364,61 @@ def _written(directory: Path, seconds: float, file_bytes: int | None = None) -> 
         process.send_signal(signal.SIGKILL)
 
 
+@dataclass
+class _Kills:
+    """What was seen."""
+
+    wrong: int = 0
+    cut: int = 0
+    kept: int = 0
+    replayed: int = 0
+    holes: int = 0
+
+
 def kill(count: int, seed: int) -> int:
     """Kill an archivist again and again; return what was wrong."""
-    wrong, cut = 0, 0
-    rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder) / "history"
-        directory.mkdir()
-        last = holes = 0
-        for number in range(count):
-            limited = number % 10 == 9
-            # Every tenth one runs into the limit of a file first, as on a full disk.
-            size = None
-            if limited:
-                size = (
-                    max((path.stat().st_size for path in segment_files(directory)), default=0) + _SMALL_FILE
-                )
-            _written(directory, rng.random() * 0.3 + (1.0 if limited else 0.0), size)
-            before = {path.name: path.stat().st_size for path in segment_files(directory)}
-            for path in segment_files(directory)[-2:]:
-                recover(path)
-            after = {path.name: path.stat().st_size for path in segment_files(directory)}
-            cut += before != after
-            if not after:
-                continue  # killed before there was a snapshot
-            report = check_history(directory, CheckOptions(sample=0.05, seed=number))
-            if report.faults or report.last < last or (len(report.holes) > holes and not limited):
-                wrong += 1
-                print(
-                    f"WRONG: after kill {number}: {report.faults} {report.holes}, update {report.last} after {last}"
-                )
-            last, holes = report.last, len(report.holes)
-        report = check_history(directory) if segment_files(directory) else HistoryReport()
-        if report.faults:
-            wrong += 1
-            print(f"WRONG: {report.faults}")
-        print(
-            f"{count} kills: {last} updates kept, {report.replayed} replayed, {len(report.holes)} holes from full"
-            f" disks; {cut} times an unfinished entry was cut off"
-        )
-    return wrong
+    seen, rng = _Kills(), random.Random(seed)
+    for first in range(0, count, _KILLS_OF_ONE):
+        with tempfile.TemporaryDirectory() as folder:
+            _kill_one(Path(folder), range(first, min(first + _KILLS_OF_ONE, count)), rng, seen)
+        print(f"after {min(first + _KILLS_OF_ONE, count)} kills: {seen.wrong} wrong", flush=True)
+    print(
+        f"{count} kills: {seen.kept} updates kept, {seen.replayed} replayed, {seen.holes} holes from full disks;"
+        f" {seen.cut} times an unfinished entry was cut off"
+    )
+    return seen.wrong
+
+
+def _kill_one(directory: Path, kills: range, rng: random.Random, seen: _Kills) -> None:
+    last = holes = 0
+    for number in kills:
+        limited = number % 10 == 9
+        # Every tenth one runs into the limit of a file first, as on a full disk.
+        size = None
+        if limited:
+            size = max((path.stat().st_size for path in segment_files(directory)), default=0) + _SMALL_FILE
+        _written(directory, rng.random() * 0.3 + (1.0 if limited else 0.0), size)
+        before = {path.name: path.stat().st_size for path in segment_files(directory)}
+        for path in segment_files(directory)[-2:]:
+            recover(path)
+        after = {path.name: path.stat().st_size for path in segment_files(directory)}
+        seen.cut += before != after
+        if not after:
+            continue  # killed before there was a snapshot
+        report = check_history(directory, CheckOptions(sample=0.05, seed=number))
+        if report.faults or report.last < last or (len(report.holes) > holes and not limited):
+            seen.wrong += 1
+            print(
+                f"WRONG: after kill {number}: {report.faults} {report.holes}, update {report.last} after {last}"
+            )
+        last, holes = report.last, len(report.holes)
+    report = check_history(directory) if segment_files(directory) else HistoryReport()
+    if report.faults:
+        seen.wrong += 1
+        print(f"WRONG: {report.faults}")
+    seen.kept += last
+    seen.replayed += report.replayed
+    seen.holes += holes
 
 
 def main() -> int:

@@ -49,15 +49,17 @@ class Shelf:
 
     @property
     def is_followed(self) -> bool:
-        """True if a peer has read the average before the last one, and not all of the last one: it will want that too.
+        """True if a peer has read an average of the log, and not all of the last one: it may want that, too.
 
-        Members of the rounds need none from here: it follows the run, as an archivist does.
+        Members of the rounds need none from here. An archivist does, and reads several updates at once every few
+        seconds, so those just before the last one may be new to it.
         """
         with self._lock:
-            if len(self._log) < 2:
+            if not self._log:
                 return False
-            (last, average), (before, _) = list(reversed(self._log.items()))[:2]
-            return before in self._read and len(self._read.get(last, ())) < len(average.encoded.parts)
+            *earlier, (last, average) = self._log.items()
+            has_all = len(self._read.get(last, ())) >= len(average.encoded.parts)
+            return not has_all and any(group_id in self._read for group_id, _ in earlier)
 
     @property
     def read_at(self) -> float:

@@ -2,8 +2,9 @@
 
 Audits show that a reducer averaged what came. They do not show that what came is the gradient of the samples that its
 sender claims. Where the batches of a job follow from the run, the peer and the update, another member can compute it
-again, at the same parameters. Who checks whom follows from the checker's signature of the result: nobody else can know
-it before the result is fixed, and so choose a contribution that is not looked at, and the checker cannot choose it.
+again, at the same parameters. Who checks whom follows from the checker's signature of the result: no other peer can
+know it before the result is fixed, and so choose a contribution that is not looked at, and the checker cannot choose
+it.
 
 This proves nothing to others: floating point differs between kinds of hardware. It is this member's own judgement.
 """
@@ -37,7 +38,7 @@ def drawn_targets(me: str, ticket: bytes, roster: Roster, fraction: float) -> li
     """Return the contributors whose gradients this member was drawn to compute again.
 
     Each contribution is checked ``fraction`` times on average, by other contributors that have reduced a share: they
-    hold a part of it as it came. Whoever has the signature of a member can tell what it was drawn for.
+    hold a part of it as it came. Anyone who has the signature of a member can tell what it was drawn for.
 
     Args:
         ticket: this member's signature of the committed result, as it stands in the certificate.

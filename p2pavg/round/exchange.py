@@ -565,9 +565,8 @@ class Exchange:
         if not own or not attempt.ledger.own_is_averaged:
             return ()
         statement = Statement(self._roster.group_id, committed.attempt, committed.members, committed.digest)
-        ticket = context.signer.sign(
-            statement.signed_bytes()
-        )  # that of its vote: such signatures are deterministic
+        # The signature of its vote again: Ed25519 gives the same bytes for the same message (RFC 8032, section 5.1.6).
+        ticket = context.signer.sign(statement.signed_bytes())
         targets = drawn_targets(me, ticket, attempt.roster, context.recheck)
         weights = {member.peer_id: member.weight for member in attempt.roster.contributors}
         came = [(part, attempt.values.inputs(part.index)) for part in own] if targets else []

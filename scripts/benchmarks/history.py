@@ -1,4 +1,4 @@
-"""What a history costs: bytes, the archivist's time, and the time and memory of a check.
+"""Measure the costs of a history: bytes, the archivist's time, and the time and memory of a check.
 
 scripts/bench history                        a million parameters, and 50,000 small updates (about 4 minutes)
 scripts/bench history --small-updates 5000   fewer of these

@@ -366,7 +366,7 @@ def _written(directory: Path, seconds: float, file_bytes: int | None = None) -> 
 
 @dataclass
 class _Kills:
-    """What was seen."""
+    """Counts of what the kills have done."""
 
     wrong: int = 0
     cut: int = 0

@@ -191,13 +191,14 @@ def settings_in(packed: bytes, recipe: bytes, rules: bytes) -> dict[str, str | f
             raise ValueError("a recipe with another digest than the run's")
     found: dict[str, str | float | None] = {}
     for name, value in settings[:end]:
-        # Each value is a tuple that begins with its kind, see `canonical`.
-        if value[0] == "text":
-            found[name] = value[1].decode("utf-8", "replace")
-        elif value[0] == "number":
-            found[name] = float.fromhex(value[1]) if "x" in value[1] else float(value[1])
-        elif value[0] == "none":
-            found[name] = None
+        # Each value is a tuple that begins with its kind, see `canonical`. The digests may be a liar's, too.
+        match value:
+            case ("text", bytes() as text):
+                found[name] = text.decode("utf-8", "replace")
+            case ("number", str() as text):
+                found[name] = float.fromhex(text) if "x" in text else float(text)
+            case ("none",):
+                found[name] = None
     return found
 
 

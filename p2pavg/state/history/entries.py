@@ -202,7 +202,7 @@ class DayCredit(Message, frozen=True):
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """What one peer has contributed to the updates of one segment, from their signed rosters."""
+    """The contributions of one peer to the updates of one segment, from their signed rosters."""
 
     peer_id: PeerIdText
     days: Annotated[tuple[DayCredit, ...], Meta(min_length=1, max_length=SEGMENT_ENTRIES)]

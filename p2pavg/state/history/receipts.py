@@ -34,7 +34,7 @@ def is_signed(peer_id: str, signature: bytes, statement: bytes) -> bool:
 
 
 class ReceiptPart(Message, frozen=True, kw_only=True):
-    """What one segment proves of a peer."""
+    """The contributions of a peer that one segment proves."""
 
     seal: Seal
     credit: Credit
@@ -45,7 +45,7 @@ class ReceiptPart(Message, frozen=True, kw_only=True):
 
 
 class Receipt(Message, frozen=True, kw_only=True, tag="p2pavg-receipt/1"):
-    """What one archivist's segments prove of a peer."""
+    """The contributions of a peer that one archivist's segments prove."""
 
     run_id: Annotated[str, Meta(min_length=1, max_length=128)]
     authority: Annotated[bytes, Meta(max_length=32)]

@@ -62,7 +62,7 @@ MAX_QUEUED_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a history says of its run in each segment; see :class:`~p2pavg.state.history.entries.SegmentBeginning`."""
+    """The facts that each segment repeats; see :class:`~p2pavg.state.history.entries.SegmentBeginning`."""
 
     run_id: str
     authority: bytes
@@ -96,7 +96,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class HistorySettings:
-    """Where a peer keeps the history of its run.
+    """The folder in which a peer keeps the history of its run.
 
     Args:
         directory: folder of this history alone, made if it is missing.
@@ -142,7 +142,7 @@ class HistoryRecorder:
         self._entries = self._averages = self._snapshot_bytes = self._queued = 0
         self._failed_at = -STALL_SECONDS
         self._proofs: list[tuple[str, bytes]] = []
-        """What the members know now."""
+        """The proofs that the members have now."""
         self._said: set[bytes] = set()
         """Digests of the proofs that are recorded."""
         # What the writing thread knows.
@@ -211,7 +211,7 @@ class HistoryRecorder:
             with Segment(path) as segment:
                 beginning = next(segment.entries()).entry
         except (StateError, StopIteration):
-            return  # it is damaged; whoever verifies the history hears of it
+            return  # it is damaged; `p2pavg history verify` reports it
         assert isinstance(beginning, SegmentBeginning)
         if (beginning.run_id, beginning.authority) != (self._run.run_id, self._run.authority):
             raise StateError(

@@ -74,11 +74,11 @@ class PlacedEntry:
     """Of the entry; it stands for all entries before, too."""
     previous: bytes
     at: int
-    """Where it begins, in bytes from the beginning of the file."""
+    """Its first byte, counted from the beginning of the file."""
     payload: int
-    """Where its payload begins."""
+    """The first byte of its payload."""
     end: int
-    """Where the next entry begins."""
+    """The first byte of the next entry."""
 
 
 class TornSegmentError(StateError):
@@ -251,7 +251,7 @@ def parts_of(proven: ProvenAverage, payload: memoryview, epoch: int) -> list[mem
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSegment:
-    """What a segment holds."""
+    """The content of a segment, as far as it can be read."""
 
     beginning: SegmentBeginning
     rules: SegmentRules

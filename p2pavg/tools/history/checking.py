@@ -52,7 +52,7 @@ class CheckedUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What is checked.
+    """The choice of the updates to check, and of the checks.
 
     Args:
         first, last: updates; ``None``: all.

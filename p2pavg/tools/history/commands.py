@@ -116,7 +116,7 @@ def _said(report: HistoryReport, options: CheckOptions) -> Iterator[str]:
     of = f"run {report.run_id!r}, " + (
         f"authority {report.authority.hex()}" if report.authority else "without an authority"
     )
-    yield f"{of}; sealed by {', '.join(sorted(report.archivists)) or 'nobody'}"
+    yield f"{of}; sealed by {', '.join(sorted(report.archivists)) or 'no archivist'}"
     if options.verified and report.begins_later:
         yield "segments that this machine has verified before are not verified again; --again does so"
     how = f"replayed to {report.replica.digest().hex()}" if report.replica is not None else "not replayed"

@@ -84,7 +84,7 @@ class Place:
 
     segment: int
     at: int
-    """Where the entry begins in the file."""
+    """Place of the entry in the file."""
     epoch: int
     before: bytes
     """State of the lineage before it, as the entry says. It is not checked yet."""
@@ -93,7 +93,7 @@ class Place:
 
 @dataclass(slots=True)
 class ReadSegment:
-    """What the entries of one segment say."""
+    """The content of the entries of one segment."""
 
     path: Path
     beginning: SegmentBeginning
@@ -153,9 +153,9 @@ class HistoryReport:
     holes: list[tuple[int, int]] = field(default_factory=list)
     """First and last of the updates that are missing between two that are there."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong, with its place."""
+    """The faults that were found, with their places."""
     remarks: list[str] = field(default_factory=list)
-    """What a reader should know, and no fault."""
+    """Sentences that a reader should know, and that are no faults."""
     replica: Replica | None = None
     """The state after the last update that was replayed."""
     contributed: CreditSums = field(default_factory=CreditSums)
@@ -297,15 +297,14 @@ class HistoryReader:
         # Nothing of the size of the vector is made before there is a file of this size.
         if 2 * found.rules.schema.elements > found.said.size:
             raise StateError(f"{where}: it averages more values than its snapshot has")
-        if not report.run_id:
-            report.run_id, report.authority = begin.run_id, begin.authority
-            if self._run not in (None, (begin.run_id, begin.authority)):
-                authority = begin.authority.hex() or "none"
-                raise StateError(
-                    f"{where}: it is of another run, {begin.run_id!r} with the authority {authority}"
-                )
-        elif (report.run_id, report.authority) != (begin.run_id, begin.authority):
-            raise StateError(f"{where}: it is of another run, {begin.run_id!r}")
+        if self._run is None:
+            self._run = (begin.run_id, begin.authority)
+        report.run_id, report.authority = self._run
+        if self._run != (begin.run_id, begin.authority):
+            authority = begin.authority.hex() or "none"
+            raise StateError(
+                f"{where}: it is of another run, {begin.run_id!r} with the authority {authority}"
+            )
         if begin.authority:
             why = refusal(
                 begin.certificate, authority=begin.authority, peer_id=begin.archivist, now=begin.time
@@ -338,7 +337,7 @@ class HistoryReader:
         elif not is_signed(seal.archivist, seal.signature, seal.statement):
             self._fault(f"{found.name}: its seal is forged: {seal.archivist} has not signed it")
         else:
-            # Anyone can write a name into a segment that nobody has signed.
+            # Anyone can write a name into a segment without their signature.
             self.report.archivists.add(seal.archivist)
 
     def _check_links(self) -> None:

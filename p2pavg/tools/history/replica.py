@@ -94,7 +94,7 @@ class Replica:
             self.optimizer = self._anchor.optimizer
         _load(self.optimizer, saved)
         self.unproven = f"the state of update {self.lineage.epoch}"
-        """What of the state is the word of whoever made the snapshot, unless updates lead to it."""
+        """The part of the state that the snapshot's archivist alone vouches for, unless updates lead to it."""
         if self.lineage.epoch == 0:
             self._check_first()
             self.unproven = "the optimizer's state before the first update" if saved.get("state") else ""

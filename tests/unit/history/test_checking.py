@@ -209,10 +209,13 @@ def test_an_archivist_is_a_member(tmp_path: Path) -> None:
 def test_a_history_of_another_authority_is_refused(tmp_path: Path) -> None:
     run = MadeRun()
     record(run, tmp_path, 2)
+    record(run, tmp_path, 2)
     assert not check(tmp_path, run=(RUN_ID, run.authority)).faults
     for other in ((RUN_ID, bytes(32)), ("another", run.authority)):
-        (fault,) = check(tmp_path, run=other).faults
-        assert "it is of another run, 'made' with the authority" in fault
+        report = check(tmp_path, run=other)
+        assert len(report.faults) == 2  # each of its files
+        assert all("it is of another run, 'made' with the authority" in fault for fault in report.faults)
+        assert report.updates == 0
 
 
 def test_evidence_of_a_lie_is_verified(tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zlib
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam, AdamW
 
+from p2pavg.base.messages import pack
 from p2pavg.optim import FedAdam
 from p2pavg.optim.base.recipe import (
     MAX_FIELD_CHARS,
@@ -25,6 +28,7 @@ from p2pavg.optim.base.recipe import (
     in_force,
     numbers_digest,
     rate_of,
+    settings_in,
     text_of,
 )
 
@@ -200,3 +204,21 @@ class TestRates:
         assert rate_of(4, hyperparameters(SGD(weights(), lr=0.5))) == Rate(
             4, numbers_digest(hyperparameters(SGD(weights(), lr=0.5)))[:8], "lr 0.5"
         )
+
+
+ANY = st.recursive(
+    st.none() | st.integers(-5, 5) | st.text(max_size=4) | st.binary(max_size=4),
+    lambda values: st.lists(values, max_size=3).map(tuple),
+)
+VALUES = ANY | st.tuples(st.sampled_from(["text", "number", "none", "list"]), ANY)
+
+
+@given(st.lists(st.tuples(st.text(max_size=4), VALUES), max_size=4))
+def test_the_values_of_a_strangers_recipe_may_be_anything(settings: list[tuple[str, Any]]) -> None:
+    # One who makes up the digests, too, as an archivist of a run of its own does.
+    digest = blake3(pack("p2pavg/recipe/1", *settings)).digest()
+    try:
+        found = settings_in(zlib.compress(pack(*settings)), digest, digest)
+    except ValueError:
+        return
+    assert all(value is None or isinstance(value, str | float) for value in found.values())

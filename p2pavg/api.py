@@ -42,7 +42,7 @@ from p2pavg.runs.membership.membership import RunAccess
 from p2pavg.runs.membership.run_file import RunFile, read_run_file
 from p2pavg.strategies.job import Job, job
 from p2pavg.telemetry.status import RunPeer
-from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, TopK
+from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, Ternary, TopK
 
 __all__ = [
     "NF4",
@@ -95,6 +95,7 @@ __all__ = [
     "StateError",
     "Success",
     "Tensors",
+    "Ternary",
     "TopK",
     "TrimmedMean",
     "blocking",

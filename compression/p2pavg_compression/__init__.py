@@ -13,6 +13,7 @@ from .conformance import check_codec
 from .four_bits import NF4, Int4
 from .int8 import Int8
 from .registry import KNOWN_CODECS, resolve_codec
+from .ternary import Ternary
 from .topk import TopK
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Fp32",
     "Int4",
     "Int8",
+    "Ternary",
     "TopK",
     "check_codec",
     "resolve_codec",

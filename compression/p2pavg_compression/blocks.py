@@ -1,9 +1,10 @@
-"""Codecs with a scale for each block of elements, and one byte for each element.
+"""Codecs with a scale for each block of elements, and a code of few bits for each element.
 
 Legend: n elements, B elements in a block, R = ceil(n / B) blocks.
 
-A payload is R scales (float32), zeros up to a multiple of 64 bytes, and n codes (one byte each). A short
-last block has a scale like any other. Scales come first, so that they are checked before any code is read.
+A payload is R scales (float32), zeros up to a multiple of 64 bytes, and the codes: one byte each, or several in a byte
+if a subclass packs them. A short last block has a scale like any other. Scales come first, so that they are checked
+before any code is read.
 If the payload begins at a cache line, so do the codes.
 """
 
@@ -19,7 +20,7 @@ from .kernels import Kernel, kernels
 from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, default_stream
 
 _ALIGNMENT = 64
-_SMALLEST_NORMAL = 2.0**-126
+SMALLEST_NORMAL = 2.0**-126
 
 
 class BlockCodec(CheckedCodec):
@@ -42,19 +43,27 @@ class BlockCodec(CheckedCodec):
         """
 
     @abc.abstractmethod
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the values of `codes` (uint8 (m,), at most a chunk) at scale 1: float32 (m,), in scratch memory."""
+    def _levels(self, codes: torch.Tensor, elements: int) -> torch.Tensor:
+        """Return the values at scale 1 of a chunk's packed `codes` (uint8): float32 (elements,), in scratch memory."""
 
     @abc.abstractmethod
-    def _validate_codes(self, codes: torch.Tensor) -> None:
-        """Raise CodecError if `codes` (uint8 (n,)) contains a code that the encoder never writes."""
+    def _validate_codes(self, codes: torch.Tensor, elements: int) -> None:
+        """Raise CodecError if the packed `codes` (uint8) of `elements` elements are not what an encoder writes."""
+
+    def _codes_nbytes(self, elements: int) -> int:
+        """Return the bytes of the packed codes of so many elements from the beginning of a block."""
+        return elements
+
+    def _pack(self, codes: torch.Tensor, elements: int) -> torch.Tensor:
+        """Return the packed codes of a chunk: of `codes` (uint8 (R, B)), those of its `elements` elements."""
+        return codes.view(-1)[:elements]
 
     @property
     def granularity(self) -> int:
         return self.block_size
 
     def _payload_nbytes(self, elements: int) -> int:
-        return self._codes_offset(elements) + elements
+        return self._codes_offset(elements) + self._codes_nbytes(elements)
 
     def _encode(self, values: torch.Tensor, target: torch.Tensor) -> None:
         scales, padding, codes = self._sections(target, values.numel())
@@ -96,7 +105,12 @@ class BlockCodec(CheckedCodec):
             chunk_scales, chunk_codes = self._quantize(self._rows(values[start:stop]), start)
             first = 4 * (start // self.block_size)
             copy(chunk_scales, scales[first : first + 4 * chunk_scales.numel()])
-            copy(chunk_codes.view(-1)[: stop - start], codes[start:stop])
+            copy(self._pack(chunk_codes, stop - start), codes[self._place(start, stop)])
+
+    def _place(self, start: int, stop: int) -> slice:
+        """Return where the packed codes of the elements of a chunk are. It begins with a block."""
+        first = self._codes_nbytes(start)
+        return slice(first, first + self._codes_nbytes(stop - start))
 
     def _rows(self, chunk: torch.Tensor) -> torch.Tensor:
         """Return `chunk` as whole blocks (R, B). A short block is padded with zeros, which change no scale."""
@@ -115,7 +129,7 @@ class BlockCodec(CheckedCodec):
             raise CodecError(f"{self.name} payload has a scale that is negative, not finite or too large")
         if padding.any().item():
             raise CodecError(f"{self.name} payload has padding that is not zero")
-        self._validate_codes(codes)
+        self._validate_codes(codes, elements)
 
     def _decode(self, source: torch.Tensor, out: torch.Tensor) -> None:
         scales, _, codes = self._sections(source, out.numel())
@@ -129,7 +143,7 @@ class BlockCodec(CheckedCodec):
         columns = typed(scales, torch.float32).view(-1, 1)
         for start, stop in chunk_ranges(out.numel(), self.block_size, CHUNK_ELEMENTS):
             column = self._column(columns, start, stop)
-            levels = self._levels(codes[start:stop]).view(len(column), -1)
+            levels = self._levels(codes[self._place(start, stop)], stop - start).view(len(column), -1)
             torch.mul(levels, column, out=out[start:stop].view_as(levels))
 
     def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
@@ -147,7 +161,7 @@ class BlockCodec(CheckedCodec):
         columns = typed(scales, torch.float32).view(-1, 1)
         for start, stop in chunk_ranges(accumulator.numel(), self.block_size, CHUNK_ELEMENTS):
             column = self._column(columns, start, stop)
-            levels = self._levels(codes[start:stop]).view(len(column), -1)
+            levels = self._levels(codes[self._place(start, stop)], stop - start).view(len(column), -1)
             accumulator[start:stop].view_as(levels).addcmul_(levels, column, value=weight)
 
     def agrees_with(self, kernel: Kernel) -> bool:
@@ -167,7 +181,7 @@ class BlockCodec(CheckedCodec):
         values.copy_(torch.ldexp(values.double(), exponents))  # float32 has no 2**-150
         expected = [
             torch.empty(4 * blocks, dtype=torch.uint8, device=CPU),
-            torch.empty_like(values, dtype=torch.uint8),
+            torch.empty(self._codes_nbytes(values.numel()), dtype=torch.uint8, device=CPU),
         ]
         found = [each.clone() for each in expected]
         with torch.no_grad():
@@ -234,7 +248,7 @@ def reciprocals_of_scales(scales: torch.Tensor) -> torch.Tensor:
     So such scales become 0 in `scales`, and their blocks become zeros. The error is below 2**-126, which no
     optimizer can tell from 0.
     """
-    if scales.amin().item() >= _SMALLEST_NORMAL:  # the common case, which saves three passes
+    if scales.amin().item() >= SMALLEST_NORMAL:  # the common case, which saves three passes
         return scales.reciprocal().view(-1, 1)
-    scales.masked_fill_(scales < _SMALLEST_NORMAL, 0.0)
+    scales.masked_fill_(scales < SMALLEST_NORMAL, 0.0)
     return scales.reciprocal().masked_fill_(scales == 0.0, 0.0).view(-1, 1)

@@ -49,8 +49,8 @@ class Blockwise8(BlockCodec):
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         return _quantize_cuda(rows, start) if rows.is_cuda else _quantize_cpu(rows, start)
 
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        levels, elements = scratch.floats[: codes.numel()], codes.numel()
+    def _levels(self, codes: torch.Tensor, elements: int) -> torch.Tensor:
+        levels = scratch.floats[:elements]
         even = elements - elements % 2
         pairs = scratch.integers[: even // 2].copy_(typed(codes[:even], torch.uint16))
         torch.index_select(LEVEL_PAIRS, 0, pairs, out=scratch.floats.view(torch.int64)[: even // 2])
@@ -58,7 +58,7 @@ class Blockwise8(BlockCodec):
             levels[even] = LEVELS[int(codes[even].item())]
         return levels
 
-    def _validate_codes(self, codes: torch.Tensor) -> None:
+    def _validate_codes(self, codes: torch.Tensor, elements: int) -> None:
         """Accept every code, because each of the 256 codes stands for a level."""
 
 

@@ -65,11 +65,16 @@ class Codec(abc.ABC):
 
     @property
     def is_sparse(self) -> bool:
-        """True if most elements of a vector decode to zero, so that what was left out has to be given again.
+        """True if most elements of a vector decode to zero, and an average keeps only some of what was sent.
 
-        An average of few such vectors means something only with error feedback.
+        What was left out has to be given again.
         """
         return False
+
+    @property
+    def needs_feedback(self) -> bool:
+        """True if so much of a vector is left out that an average means something only with error feedback."""
+        return self.is_sparse
 
     def check_device(self, device: torch.device) -> None:  # noqa: B027 - most codecs need no more than torch
         """Raise ImportError if vectors on a device cannot be encoded, since a package is not installed.

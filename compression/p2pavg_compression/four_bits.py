@@ -7,7 +7,6 @@ first one in the upper half. If n is odd, the last half holds the code of zero.
 """
 
 import abc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import CPU, CodecError, check_block_size, check_encodable, typed
+from .codec import CPU, CodecError, check_block_size, check_encodable
 from .kernels import codes_of_halves
-from .scratch import CHUNK_ELEMENTS, chunk_ranges, copy_to_host, scratch
+from .scratch import scratch
 
 _LARGEST_CODE = 7
 
@@ -43,57 +42,22 @@ class FourBitCodec(BlockCodec):
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`BlockCodec`. Codes are from 0 to 15, one in each byte."""
 
-    def _payload_nbytes(self, elements: int) -> int:
-        return self._codes_offset(elements) + (elements + 1) // 2
+    def _codes_nbytes(self, elements: int) -> int:
+        return (elements + 1) // 2
 
-    def _encode_chunks(
-        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, chunk_elements: int
-    ) -> None:
-        for start, stop in chunk_ranges(values.numel(), self.block_size, chunk_elements):
-            chunk_scales, chunk_codes = self._quantize(self._rows(values[start:stop]), start)
-            pairs = chunk_codes.view(-1, 2)
-            packed = pairs[:, 0].bitwise_left_shift(4).bitwise_or_(pairs[:, 1])
-            first, last = start // 2, (stop + 1) // 2
-            at = 4 * (start // self.block_size)
-            _copy(chunk_scales, scales[at : at + 4 * chunk_scales.numel()])
-            _copy(packed[: last - first], codes[first:last])
+    def _pack(self, codes: torch.Tensor, elements: int) -> torch.Tensor:
+        pairs = codes.view(-1, 2)
+        packed = pairs[:, 0].bitwise_left_shift(4).bitwise_or_(pairs[:, 1])
+        return packed[: self._codes_nbytes(elements)]
 
-    def _validate(self, source: torch.Tensor, elements: int) -> None:
-        super()._validate(source, elements)
-        if elements % 2 and int(source[-1].item()) & 0xF != self.zero_code:
+    def _validate_codes(self, codes: torch.Tensor, elements: int) -> None:
+        if elements % 2 and int(codes[-1].item()) & 0xF != self.zero_code:
             raise CodecError(f"{self.name} payload does not end with the code of zero")
 
-    def _decode(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        for levels, scales, start, stop in self._chunks(source, out.numel()):
-            torch.mul(levels, scales, out=out[start:stop].view_as(levels))
-
-    def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
-        for levels, scales, start, stop in self._chunks(source, accumulator.numel()):
-            accumulator[start:stop].view_as(levels).addcmul_(levels, scales, value=weight)
-
-    def _chunks(
-        self, source: torch.Tensor, elements: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-        """Yield, for each chunk, its levels (R, B) in scratch memory, its scales (R, 1), its start and its stop."""
-        scales, _, codes = self._sections(source, elements)
-        columns = typed(scales, torch.float32).view(-1, 1)
-        for start, stop in chunk_ranges(elements, self.block_size, CHUNK_ELEMENTS):
-            column = self._column(columns, start, stop)
-            levels = self._levels(codes[start // 2 : (stop + 1) // 2])[: stop - start]
-            yield levels.view(len(column), -1), column, start, stop
-
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the levels of pairs of codes (uint8 (m,)): float32 (2 m,), in scratch memory."""
+    def _levels(self, codes: torch.Tensor, elements: int) -> torch.Tensor:
         pairs = scratch.integers[: codes.numel()].copy_(codes)
         torch.index_select(self.level_pairs, 0, pairs, out=scratch.floats.view(torch.int64)[: codes.numel()])
-        return scratch.floats[: 2 * codes.numel()]
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.is_cuda:
-        copy_to_host(source, target)
-    else:
-        target.copy_(source.view(torch.uint8))
+        return scratch.floats[:elements]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +91,10 @@ class Int4(FourBitCodec):
         inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
         return scales, torch.mul(rows, inverses, out=work).round_().add_(self.zero_code).to(torch.uint8)
 
-    def _validate_codes(self, codes: torch.Tensor) -> None:
+    def _validate_codes(self, codes: torch.Tensor, elements: int) -> None:
+        FourBitCodec._validate_codes(
+            self, codes, elements
+        )  # a class with slots is made anew, so super() fails
         # A byte below 16 has the code 0 in its upper half.
         if codes.amin().item() < 16 or codes.bitwise_and(0xF).amin().item() == 0:
             raise CodecError(f"{self.name} payload contains the code -8, which is not in use")
@@ -192,6 +159,3 @@ class NF4(FourBitCodec):
         torch.mul(rows, reciprocals_of_scales(scales), out=work)
         indices = work.view(-1).half().view(torch.uint16).to(torch.int32)
         return scales, _NF4_OF_HALF.to(rows.device).index_select(0, indices).view_as(rows)
-
-    def _validate_codes(self, codes: torch.Tensor) -> None:
-        """Accept every code, because each of the 16 codes stands for a level."""

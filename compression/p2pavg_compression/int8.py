@@ -42,9 +42,9 @@ class Int8(BlockCodec):
         inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
         return scales, torch.mul(rows, inverses, out=work).round_().to(torch.int8).view(torch.uint8)
 
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        return scratch.floats[: codes.numel()].copy_(codes.view(torch.int8))
+    def _levels(self, codes: torch.Tensor, elements: int) -> torch.Tensor:
+        return scratch.floats[:elements].copy_(codes.view(torch.int8))
 
-    def _validate_codes(self, codes: torch.Tensor) -> None:
+    def _validate_codes(self, codes: torch.Tensor, elements: int) -> None:  # noqa: ARG002 - a byte is a code
         if codes.view(torch.int8).amin().item() < -_LARGEST_CODE:
             raise CodecError(f"{self.name} payload contains the code -128, which is not in use")

@@ -93,6 +93,16 @@ CODE_OF_HALF = torch.tensor(codes_of_halves(_levels), dtype=torch.uint8, device=
 
 ZERO_CODE = int(np.flatnonzero(_levels == 0.0)[0])
 
+# The ternary codec's constants; see `ternary.py`.
+
+TERNARY_SHARE: Final = 0.85
+"""An element that is at most so many times the mean magnitude of its block is sent as 0."""
+
+_reciprocals = np.concatenate([[np.inf], np.arange(1, 4097)]) ** -1.0
+
+RECIPROCALS = torch.tensor(_reciprocals, dtype=torch.float32, device=CPU)
+"""float32 (4097,): 1 / n, and 0 for 0. A product with it rounds alike everywhere, and a quotient may not."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +222,7 @@ def compile_kernels(kind: str, load: Callable[[], ModuleType]) -> list[Kernel]:
         function = getattr(loops, f"{name}_{kind}")
         with _step:
             compiled.append(_compiled(numba, function, _signature(numba.types, function.__name__)))
-    makers: dict[str, Callable[..., Kernel]] = {"blockwise8": _blockwise8, "int8": _int8}
+    makers: dict[str, Callable[..., Kernel]] = {"blockwise8": _blockwise8, "int8": _int8, "ternary": _ternary}
     make = makers[kind]
     return [make(*compiled, fuse) for fuse in (True, False)]
 
@@ -234,6 +244,9 @@ def _signature(types: Any, name: str) -> Any:
         "encode_blockwise8": types.boolean(floats, codes, types.intp, floats, codes),
         "decode_blockwise8": types.void(floats, codes, floats, types.intp, floats),
         "accumulate_blockwise8": types.void(floats, codes, floats, types.intp, floats, types.boolean),
+        "encode_ternary": types.boolean(floats, floats, types.float32, types.intp, floats, codes),
+        "decode_ternary": types.void(floats, codes, types.intp, floats),
+        "accumulate_ternary": types.void(floats, codes, types.float32, types.intp, floats, types.boolean),
         "encode_int8": types.boolean(floats, types.intp, floats, codes),
         "decode_int8": types.void(floats, signed, types.intp, floats),
         "accumulate_int8": types.void(floats, signed, types.float32, types.intp, floats, types.boolean),
@@ -267,6 +280,18 @@ def _int8(encode: Compiled, decode: Compiled, accumulate: Compiled, fuse: bool) 
         lambda scales, codes, block, out: decode(scales, codes.view(np.int8), block, out),
         add,
     )
+
+
+def _ternary(encode: Compiled, decode: Compiled, accumulate: Compiled, fuse: bool) -> Kernel:
+    reciprocals = RECIPROCALS.numpy()
+
+    def write(values: Floats, block: int, scales: Floats, codes: Bytes) -> bool:
+        return bool(encode(values, reciprocals, np.float32(TERNARY_SHARE / block), block, scales, codes))
+
+    def add(scales: Floats, codes: Bytes, block: int, accumulator: Floats, weight: float) -> None:
+        accumulate(scales, codes, np.float32(weight), block, accumulator, fuse)
+
+    return Kernel(write, decode, add)
 
 
 def import_loops() -> ModuleType:

@@ -2,10 +2,10 @@
 
 Nothing else imports this file, because importing numba takes long, and nothing calls the loops uncompiled.
 
-They give the bits of the torch expressions in `blockwise8.py` and `int8.py`. So every operation is one of float32,
-in the order of those expressions, and the compiler may not reorder operations (numba does not without `fastmath`). Nor
-may it fuse a multiplication with an addition, which saves a rounding, except where torch does: `addcmul_` on most
-processors. `kernels.py` finds out.
+They give the bits of the torch expressions in `blockwise8.py`, `int8.py` and `ternary.py`. So every operation is one of
+float32, in the order of those expressions, and the compiler may not reorder operations (numba does not without
+`fastmath`). Nor may it fuse a multiplication with an addition, which saves a rounding, except where torch does:
+`addcmul_` on most processors. `kernels.py` finds out.
 
 * The largest magnitude of a block is found among the bits: read as integers, the bits of non-negative floats have
   the order of the floats, and NaN is above infinity. Integers can be compared in any order, so this is vectorized.
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
@@ -179,3 +179,111 @@ def accumulate_int8(
         else:
             for index in range(source.size):
                 target[index] = (weight * np.float32(source[index])) * scale + target[index]
+
+
+_DIGITS = 5
+_THREE = np.uint8(3)
+
+
+def encode_ternary(
+    values: Floats, reciprocals: Floats, share: np.float32, block: int, scales: Floats, codes: Codes
+) -> bool:
+    """Encode `values` (n,) into `scales` (R,) and packed `codes`. Return False if a number must not be encoded.
+
+    `reciprocals`: (4097,) 1 / n; `share`: the threshold, as a part of the sum of a block's magnitudes.
+    """
+    magnitudes = np.empty(block, dtype=np.float32)
+    halves = np.empty(block, dtype=np.float32)
+    digits = np.empty(block + _DIGITS, dtype=np.uint8)
+    for row in range(scales.size):
+        start = row * block
+        chunk = values[start : min(start + block, values.size)]
+        width = (chunk.size + _DIGITS - 1) // _DIGITS
+        first = row * ((block + _DIGITS - 1) // _DIGITS)
+        target = codes[first : first + width]
+        top = np.uint32(0)
+        for index in range(chunk.size):
+            bits = np.uint32(np.float32(chunk[index]).view(np.uint32) & _MAGNITUDE_BITS)
+            top = max(top, bits)
+            magnitudes[index] = np.uint32(bits).view(np.float32)
+        if top > _LARGEST:
+            return False
+        magnitudes[chunk.size :] = _ZERO
+        threshold = _sum_of(magnitudes, halves) * share
+        kept = 0
+        for index in range(block):
+            if magnitudes[index] > threshold:
+                kept += 1
+            else:
+                magnitudes[index] = _ZERO
+        scale = min(_sum_of(magnitudes, halves) * reciprocals[kept], np.uint32(top).view(np.float32))
+        if scale < _SMALLEST_NORMAL:
+            scale = _ZERO
+            magnitudes[:] = _ZERO
+        scales[row] = scale
+        digits[:] = np.uint8(1)
+        for index in range(chunk.size):
+            if magnitudes[index] > _ZERO:
+                digits[index] = np.uint8(2) if chunk[index] > _ZERO else np.uint8(0)
+        for index in range(width):
+            target[index] = digits[(_DIGITS - 1) * width + index]
+        for digit in range(_DIGITS - 2, -1, -1):
+            some = digits[digit * width : (digit + 1) * width]
+            for index in range(width):
+                target[index] = np.uint8(target[index] * _THREE + some[index])
+    return True
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _sum_of(row: Floats, halves: Floats) -> np.float32:
+    """Return the sum of a block, by halving, in the memory `halves` of its length."""
+    half = row.size // 2
+    for index in range(half):
+        halves[index] = row[index] + row[half + index]
+    while half > 1:
+        half //= 2
+        for index in range(half):
+            halves[index] = halves[index] + halves[half + index]
+    return np.float32(halves[0])
+
+
+def decode_ternary(scales: Floats, codes: Codes, block: int, out: Floats) -> None:
+    """Decode packed `codes` into `out` (n,)."""
+    for row in range(scales.size):
+        start = row * block
+        target = out[start : min(start + block, out.size)]
+        width = (target.size + _DIGITS - 1) // _DIGITS
+        first = row * ((block + _DIGITS - 1) // _DIGITS)
+        left = codes[first : first + width].copy()
+        scale = scales[row]
+        for digit in range(_DIGITS):
+            some = target[digit * width : (digit + 1) * width]
+            for index in range(some.size):
+                rest = np.uint8(left[index] // _THREE)
+                code = np.uint8(left[index] - np.uint8(rest * _THREE))
+                left[index] = rest
+                some[index] = (np.float32(code) - _ONE) * scale
+
+
+def accumulate_ternary(
+    scales: Floats, codes: Codes, weight: np.float32, block: int, accumulator: Floats, fuse: bool
+) -> None:
+    """Add `weight` times the decoded `codes` to `accumulator` (n,)."""
+    for row in range(scales.size):
+        start = row * block
+        target = accumulator[start : min(start + block, accumulator.size)]
+        width = (target.size + _DIGITS - 1) // _DIGITS
+        first = row * ((block + _DIGITS - 1) // _DIGITS)
+        left = codes[first : first + width].copy()
+        scale = scales[row]
+        for digit in range(_DIGITS):
+            some = target[digit * width : (digit + 1) * width]
+            for index in range(some.size):
+                rest = np.uint8(left[index] // _THREE)
+                code = np.uint8(left[index] - np.uint8(rest * _THREE))
+                left[index] = rest
+                level = weight * (np.float32(code) - _ONE)
+                if fuse:
+                    some[index] = _fused(level, scale, some[index])
+                else:
+                    some[index] = level * scale + some[index]

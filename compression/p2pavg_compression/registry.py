@@ -9,6 +9,7 @@ from .casts import Bf16, Fp16, Fp32
 from .codec import Codec
 from .four_bits import NF4, Int4
 from .int8 import Int8
+from .ternary import Ternary
 from .topk import TopK
 
 KNOWN_CODECS: Mapping[str, type[Codec]] = MappingProxyType(
@@ -20,6 +21,7 @@ KNOWN_CODECS: Mapping[str, type[Codec]] = MappingProxyType(
         "blockwise8": Blockwise8,
         "int4": Int4,
         "nf4": NF4,
+        "ternary": Ternary,
         "topk": TopK,
     }
 )
@@ -34,6 +36,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "blockwise8": ("block_size",),
         "int4": ("block_size",),
         "nf4": ("block_size",),
+        "ternary": ("block_size",),
         "topk": ("chunk", "k", "bits"),
     }
 )

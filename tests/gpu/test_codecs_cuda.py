@@ -21,7 +21,17 @@ pytestmark = [
 
 # Less than a block, a short last block, more than a chunk of the GPU.
 LENGTHS = [0, 1, 63, 64, 65, 4096, 100_001, (1 << 22) + 12_345]
-CODECS = ["fp32", "fp16", "bf16", "int8:64", "int8:256", "blockwise8:64", "blockwise8:256", "blockwise8:4096"]
+CODECS = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8:64",
+    "int8:256",
+    "blockwise8:64",
+    "blockwise8:256",
+    "blockwise8:4096",
+    "ternary:256",
+]
 
 
 def sample(elements: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from p2pavg_compression import (
     Fp32,
     Int4,
     Int8,
+    Ternary,
     TopK,
 )
 from p2pavg_compression.kernels import LEVELS
@@ -32,6 +33,8 @@ CODECS: list[Codec] = [
     Blockwise8(block_size=1024),
     Int4(),
     NF4(),
+    Ternary(),
+    Ternary(block_size=64),
     TopK(chunk=64, k=8),
     TopK(chunk=256, k=16, bits=1),
 ]
@@ -80,7 +83,7 @@ def bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
         case NF4(block_size=size):
             # Half of the widest gap between two levels, which is that from -1 to its neighbour.
             return block_maxima(exact, size) * ((1 - 0.6961928) / 2 + 2.0**-11) + TINY
-        case TopK(chunk=size):
+        case Ternary(block_size=size) | TopK(chunk=size):
             return block_maxima(exact, size) * (1 + 2.0**-8) + TINY
     raise AssertionError(codec)
 

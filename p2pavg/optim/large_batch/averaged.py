@@ -149,10 +149,10 @@ class AveragedOptimizer(PeerOptimizer):
             measure_updates=measure_updates,
         )
         codec = averager.config.codec
-        if codec.is_sparse:
+        if codec.needs_feedback:
             raise ValueError(
-                f"AveragedOptimizer cannot use the codec {codec.name}: it sends a few values of each gradient, and what"
-                " it leaves out would be lost. Use local updates, such as sparseloco, which keep it for the next round"
+                f"AveragedOptimizer cannot use the codec {codec.name}: what it leaves out of a gradient would be lost."
+                " Use local updates, such as diloco or sparseloco, which keep it for the next round"
             )
         self._max_grad_norm = (
             None if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)

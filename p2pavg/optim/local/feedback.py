@@ -221,29 +221,31 @@ def feedback_for(codec: Codec, given: ErrorFeedback | bool | None) -> ErrorFeedb
     """Return the feedback of local updates with a codec.
 
     Args:
-        given: the user's choice; ``None``: feedback with a sparse codec, and else none.
+        given: the user's choice; ``None``: feedback with a codec that needs it, and else none.
 
     Raises:
-        ValueError: the codec is sparse, and the choice is none, or feedback of another codec.
+        ValueError: the codec needs feedback, and the choice is none, or feedback of another codec.
         TypeError: the choice is neither feedback nor a truth value.
     """
     if given is not None and not isinstance(given, bool | ErrorFeedback):
         raise TypeError(f"feedback must be an ErrorFeedback, a bool or None, got {type(given).__name__}")
-    if not codec.is_sparse:
+    if not codec.needs_feedback:
         if isinstance(given, ErrorFeedback):
             return given
         return ErrorFeedback(codec) if given else None
     if given is False:
         raise ValueError(
-            f"the codec {codec.name} needs error feedback: it sends a few values of each vector, and without feedback"
-            " the others are lost. Leave feedback out, or use a dense codec such as int4"
+            f"the codec {codec.name} needs error feedback: without it, what the codec leaves out is lost. Leave"
+            " feedback out, or use a finer codec such as blockwise8"
         )
     if isinstance(given, ErrorFeedback) and given.codec != codec:
         raise ValueError(
             f"feedback is for the codec {given.codec.name}, and the averager has the codec {codec.name}"
         )
-    # With a sparse codec the residual takes the place of momentum, so it has to decay.
-    return given if isinstance(given, ErrorFeedback) else ErrorFeedback(codec, beta=SPARSE_BETA)
+    if isinstance(given, ErrorFeedback):
+        return given
+    # With a sparse codec the residual takes the place of momentum, so it has to decay. A dense one sends all soon.
+    return ErrorFeedback(codec, beta=SPARSE_BETA if codec.is_sparse else 1.0)
 
 
 def warn_of_momentum(codec: Codec, outer: torch.optim.Optimizer) -> None:

@@ -285,9 +285,9 @@ def _check_company(averager: Averager, options: Mapping[str, Any]) -> None:
     for name in ("fragments", "feedback", "process_group", "grace", "state", "min_peers", "check_every"):
         if options.get(name) not in (None, False, 1 if name == "fragments" else None):
             raise ValueError(f"{name} needs an anchor that all peers share, and peers that mix have none")
-    if averager.config.codec.is_sparse:
+    if averager.config.codec.needs_feedback:
         raise ValueError(
-            f"the codec {averager.config.codec.name} is sparse: peers that mix average whole parameters."
+            f"the codec {averager.config.codec.name} is too coarse: peers that mix average whole parameters."
             ' Use compression="bf16", "fp16" or None'
         )
     if averager.config.participation is not None:

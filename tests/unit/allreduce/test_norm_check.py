@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from p2pavg.allreduce.events import FalseNormError, UndecodableError
 from p2pavg.allreduce.reduction import SLACK, NormCheck, PartContribution, average_part, vector_norm
 from p2pavg.group.aggregation import Median, RobustRule
-from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
+from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, Ternary, TopK
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
 IDS = [signer.peer_id for signer in SIGNERS]
@@ -28,6 +28,7 @@ CODECS: list[Codec] = [
     Blockwise8(block_size=64),
     Int4(),
     NF4(),
+    Ternary(),
     TopK(chunk=64, k=16),
 ]
 

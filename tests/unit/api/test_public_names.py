@@ -65,6 +65,7 @@ NAMES = [
     "StateError",
     "Success",
     "Tensors",
+    "Ternary",
     "TopK",
     "TrimmedMean",
     "blocking",

@@ -15,6 +15,7 @@ from p2pavg_compression import (
     Fp32,
     Int4,
     Int8,
+    Ternary,
     TopK,
     check_codec,
     resolve_codec,
@@ -34,6 +35,9 @@ CODECS: dict[str, Codec] = {
     "int4:4096": Int4(block_size=4096),
     "nf4:64": NF4(),
     "nf4:256": NF4(block_size=256),
+    "ternary:64": Ternary(block_size=64),
+    "ternary:256": Ternary(),
+    "ternary:4096": Ternary(block_size=4096),
     "topk:4096:64:2": TopK(),
     "topk:256:4:1": TopK(chunk=256, k=4, bits=1),
     "topk:64:16:2": TopK(chunk=64, k=16),
@@ -63,6 +67,7 @@ def test_resolve_fills_in_defaults() -> None:
     assert resolve_codec("blockwise8") == Blockwise8(block_size=64)
     assert resolve_codec("int4") == Int4(block_size=64)
     assert resolve_codec("nf4") == NF4(block_size=64)
+    assert resolve_codec("ternary") == Ternary(block_size=256)
     assert resolve_codec("topk") == TopK(chunk=4096, k=64, bits=2)
     assert resolve_codec("topk:1024") == TopK(chunk=1024)
     assert resolve_codec("topk:1024:10") == TopK(chunk=1024, k=10)
@@ -72,7 +77,8 @@ def test_resolve_fills_in_defaults() -> None:
 
 def test_known_codecs() -> None:
     assert {name: type(resolve_codec(name)) for name in KNOWN_CODECS} == dict(KNOWN_CODECS)
-    assert list(KNOWN_CODECS) == ["fp32", "fp16", "bf16", "int8", "blockwise8", "int4", "nf4", "topk"]
+    known = ["fp32", "fp16", "bf16", "int8", "blockwise8", "int4", "nf4", "ternary", "topk"]
+    assert list(KNOWN_CODECS) == known
 
 
 @pytest.mark.parametrize(
@@ -103,9 +109,9 @@ def test_unknown_name_is_refused_with_the_known_ones(spec: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 32, 63, 65, 96, 8192, -64, 64.0, "64", None])
-@pytest.mark.parametrize("codec", [Int8, Blockwise8, Int4, NF4])
+@pytest.mark.parametrize("codec", [Int8, Blockwise8, Int4, NF4, Ternary])
 def test_block_size_is_validated_on_construction(
-    codec: type[Int8 | Blockwise8 | Int4 | NF4], block_size: int
+    codec: type[Int8 | Blockwise8 | Int4 | NF4 | Ternary], block_size: int
 ) -> None:
     with pytest.raises(ValueError, match="block_size must be a power of two from 64 to 4096"):
         codec(block_size=block_size)
@@ -139,6 +145,10 @@ def test_codecs_are_immutable_and_slotted(name: str) -> None:
         (Int4(), 1, 64 + 1),
         (Int4(), 127, 64 + 64),
         (NF4(), 1 << 20, (1 << 16) + (1 << 19)),
+        (Ternary(), 1, 64 + 1),
+        (Ternary(), 255, 64 + 51),
+        (Ternary(), 257, 64 + 52 + 1),
+        (Ternary(), 1 << 20, (1 << 14) + (52 << 12)),
         (TopK(), 4096, 76),
         (TopK(), 1 << 20, 256 * 76),
         (TopK(), 4097, 76 + 1 + 0 + 1 + 3),

@@ -17,11 +17,13 @@ from p2pavg_compression import (
     Fp32,
     Int4,
     Int8,
+    Ternary,
 )
 
 ELEMENTS = 300_100  # more than a chunk
 BLOCK_CODECS: list[Codec] = [Int8(block_size=64), Int8(), Blockwise8(), Blockwise8(block_size=4096)]
 FOUR_BITS: list[Codec] = [Int4(), NF4(), NF4(block_size=4096)]
+TERNARY: list[Codec] = [Ternary(block_size=64), Ternary(), Ternary(block_size=4096)]
 NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 # The last three are finite: the largest number and the two next to 2**100.
 BAD_BF16 = [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F7F, 0x7181, 0xF181]
@@ -44,7 +46,7 @@ def payload_of(codec: Codec) -> bytearray:
     return bytearray(codec.encode(torch.linspace(-1, 1, ELEMENTS)))
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS + FOUR_BITS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", BLOCK_CODECS + FOUR_BITS + TERNARY, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("scale", [*NOT_FINITE, -1.0, -0.0, 1e38, MAX_MAGNITUDE * 1.0001])
 def test_bad_scale(codec: Codec, scale: float) -> None:
     blocks = -(-ELEMENTS // codec.granularity)
@@ -55,7 +57,7 @@ def test_bad_scale(codec: Codec, scale: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [Int8(block_size=64), Blockwise8(), *FOUR_BITS], ids=lambda codec: codec.name
+    "codec", [Int8(block_size=64), Blockwise8(), *FOUR_BITS, *TERNARY], ids=lambda codec: codec.name
 )
 def test_largest_scale_decodes_within_bounds_and_the_next_is_refused(codec: Codec) -> None:
     payload = bytearray(codec.encode(torch.tensor([MAX_MAGNITUDE])))
@@ -65,11 +67,10 @@ def test_largest_scale_decodes_within_bounds_and_the_next_is_refused(codec: Code
     refuses(codec, payload, "has a scale that is", elements=1)
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS + FOUR_BITS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", BLOCK_CODECS + FOUR_BITS + TERNARY, ids=lambda codec: codec.name)
 def test_padding_that_is_not_zero(codec: Codec) -> None:
     blocks = -(-ELEMENTS // codec.granularity)
-    codes = ELEMENTS // 2 if codec in FOUR_BITS else ELEMENTS
-    first, end = 4 * blocks, codec.encoded_nbytes(ELEMENTS) - codes
+    first, end = 4 * blocks, -(-4 * blocks // 64) * 64
     assert first < end
     for position in (first, end - 1):
         payload = payload_of(codec)
@@ -98,6 +99,26 @@ def test_four_bits_after_the_last_element(codec: Codec, zero: int) -> None:
     for code in set(range(1, 16)) - {zero}:
         payload[-1] = payload[-1] & 0xF0 | code
         refuses(codec, payload, "does not end with the code of zero", elements=3)
+
+
+@pytest.mark.parametrize("byte", [243, 255])
+@pytest.mark.parametrize("place", [-1, -ELEMENTS // 5, -ELEMENTS // 10])
+def test_bytes_that_are_not_five_ternary_codes(byte: int, place: int) -> None:
+    payload = payload_of(Ternary())
+    payload[place] = byte
+    refuses(Ternary(), payload, "a byte that is not five codes")
+
+
+@pytest.mark.parametrize(
+    ("elements", "place"),
+    [(ELEMENTS, 4736 + 51), (256, -1), (300, -1), (300, 64 + 51), (252, -1), (1, -1), (4, -1)],
+)
+def test_ternary_codes_beyond_the_end_of_a_block(elements: int, place: int) -> None:
+    payload = bytearray(Ternary().encode(torch.ones(elements)))
+    for more in (81, -81):  # the highest of the five codes
+        wrong = payload.copy()
+        wrong[place] += more
+        refuses(Ternary(), wrong, "a code beyond the end of a block", elements=elements)
 
 
 @pytest.mark.parametrize(

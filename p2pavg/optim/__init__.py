@@ -9,7 +9,7 @@ from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 from p2pavg.optim.large_batch.sync import SyncError, sync_parameters
 from p2pavg.optim.local.feedback import ErrorFeedback
 from p2pavg.optim.local.local import LocalUpdates
-from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
+from p2pavg.optim.local.outer import AutoSGD, FedAdagrad, FedAdam, FedYogi
 from p2pavg.optim.local.recipes import (
     diloco,
     fedadagrad,
@@ -31,6 +31,7 @@ from p2pavg.optim.ranks.shards import shard_config
 from p2pavg.state.progress import StateProgress
 
 __all__ = [
+    "AutoSGD",
     "AveragedOptimizer",
     "CellOptimizer",
     "Cells",

@@ -39,7 +39,7 @@ from p2pavg.strategies.checks import (
 class NamedRecipe:
     """A function of :mod:`p2pavg.optim` that makes an optimizer with the rule of a paper.
 
-    Its options in a strategy are its arguments that are annotated as ``float`` or ``float | None``.
+    Its options in a strategy are its arguments that are annotated as ``float``, ``float | None`` or a rate.
 
     Args:
         make: the function. Its name is that of the rule.
@@ -53,7 +53,9 @@ class NamedRecipe:
         self.mixes = found.return_annotation is MixedUpdates
         """True if each round has a few peers only."""
         numbers = {
-            n: each for n, each in found.parameters.items() if each.annotation in (float, float | None)
+            n: each
+            for n, each in found.parameters.items()
+            if each.annotation in (float, float | None, recipes.Rate)
         }
         self.options = (*numbers, *(("group_size",) if self.mixes else ()))
         """Names of the options, which are numbers."""

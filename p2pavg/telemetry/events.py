@@ -103,6 +103,8 @@ class UpdateTaken(Event):
     """L2 norm of the change of the parameters, if the optimizer measures it."""
     learning_rates: tuple[float, ...] = ()
     """Of the parameter groups of the inner optimizer; the update was taken with them."""
+    outer_rate: float | None = None
+    """Of the outer step of local updates."""
     replayed: bool = False
     """True if this peer was not in the round, and took the average later, from the log of another peer."""
     certificate: bytes = field(default=b"", repr=False)

@@ -193,7 +193,8 @@ def averaged(task: Task, averager: Averager, arguments: dict[str, Any], **option
 
 def local(task: Task, averager: Averager, arguments: dict[str, Any]) -> LocalUpdates:
     """Train with local updates."""
-    recipe = {"diloco": diloco, "noloco": noloco, "gossip": gossip}[arguments.get("recipe", "diloco")]
+    recipes: dict[str, Callable[..., LocalUpdates]] = {"diloco": diloco, "noloco": noloco, "gossip": gossip}
+    recipe = recipes[arguments.get("recipe", "diloco")]
     options: dict[str, Any] = arguments.get("options", {})
     every, peers = arguments["sync_every"], arguments["peers"]
     return recipe(task.optimizer(), averager, sync_every=every, peers_to_start=peers, **options)

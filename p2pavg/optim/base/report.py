@@ -62,6 +62,8 @@ class StepReport:
     learning_rates: tuple[float, ...] = ()
     """Learning rate of each parameter group of the inner optimizer, with which the update was taken; after an update
     only. With local updates, those of the last inner step."""
+    outer_rate: float | None = None
+    """Rate of the outer step of local updates, such as ``lr="auto"`` chose it; after an outer step only."""
     update_norm: float | None = None
     """L2 norm of the parameters' change by the update, over all parameters; after an update, and only with
     ``measure_updates=True``."""

@@ -10,14 +10,13 @@ from torch.optim import Optimizer
 
 from p2pavg.optim.base.recipe import Settings, hyperparameters
 from p2pavg.optim.local.local_options import Fragment, Piece, elements_in
+from p2pavg.optim.local.outer import AutoSGD, NormOf
 from p2pavg.optim.ranks.shards import local_of
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
 """Factory of the outer optimizer for the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
 Change = Callable[[Sequence[torch.Tensor], Optimizer], None]
 """Steps an optimizer of these tensors."""
-NormOf = Callable[[Sequence[torch.Tensor]], float]
-"""Returns the L2 norm of tensors."""
 
 
 class Anchor:
@@ -75,6 +74,14 @@ class Anchor:
     def numbers(self) -> Settings:
         """The outer optimizer's present hyperparameters."""
         return hyperparameters(self.optimizer)
+
+    @property
+    def rate(self) -> float | None:
+        """The rate of the last outer step, or of the next one if the rate is fixed; ``None`` if there is none."""
+        if isinstance(self.optimizer, AutoSGD):
+            return self.optimizer.rate
+        rate = self.optimizer.param_groups[0].get("lr")
+        return None if rate is None else float(rate)
 
     @property
     def like(self) -> list[torch.Tensor]:
@@ -187,6 +194,8 @@ class Anchor:
         for piece, gradient in zip(pieces, gradients, strict=True):
             piece.grad = gradient
         norm = norm_of(gradients)
+        if isinstance(self.optimizer, AutoSGD):
+            self.optimizer.norm_of = norm_of  # the rate is that of all ranks, which hold parts of the tensors
         change(pieces, self.optimizer)
         self.optimizer.zero_grad()
         return norm

@@ -476,6 +476,9 @@ class LocalUpdates(PeerOptimizer):
             # itself, if the state cannot be saved. The update is noted and told by then.
             self._took(result)
 
+    def _updated(self, report: StepReport, rates: tuple[float, ...]) -> StepReport:
+        return super()._updated(replace(report, outer_rate=self._anchor.rate), rates)
+
     def _missed(self, result: RoundResult) -> None:
         """Note that there is no result, or not yet: the next attempt follows after a whole interval.
 

@@ -1,8 +1,9 @@
-"""The server optimizers of federated learning, for the outer step of local updates.
+"""Optimizers for the outer step of local updates: those of federated learning, and SGD that chooses its rate.
 
-Source: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated Optimization", ICLR
-2021, Algorithm 2. Peers train separately for a while and average their changes. Then they take one step from their
-common *anchor*, the parameters at which they began. The paper averages Delta = local - anchor and adds it. Here
+Source of the former: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated
+Optimization", ICLR 2021, Algorithm 2. Peers train separately for a while and average their changes. Then they take one
+step from their common *anchor*, the parameters at which they began. The paper averages Delta = local - anchor and adds
+it. Here
 ``.grad`` holds the average of the *pseudo-gradient* g = anchor - local = -Delta, and a step subtracts, as usual in
 torch:
 
@@ -21,12 +22,146 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from p2pavg.optim.ranks.shards import total_norm
+
+NormOf = Callable[[Sequence[torch.Tensor]], float]
+"""Returns the L2 norm of tensors."""
+
+
+SAMPLE = 2**20
+"""Values of an average that are kept for the next one, to correlate the two: 4 MiB. The error is 0.1 %."""
+RECENT = 0.2
+"""Weight of the newest correlation in their mean: about the last five count. One alone is noise."""
+
+
+class AutoSGD(Optimizer):
+    """SGD with Nesterov momentum whose rate and memory follow from the averages, for the outer step of DiLoCo.
+
+    With an average g and the average before it g':
+
+        r <- 0.8 r + 0.2 <g, g'> / (|g| |g'|)
+        m <- momentum min(|g| / |g'|, 1) m + g
+        x <- x - lr (1 - momentum max(r, 0)) (g + momentum m)
+
+    **The rate.** If averages k steps apart have the correlation r^k, the buffer m has the length |g| / (1 - momentum r)
+    along the average: that is what momentum multiplies a step by. It is 1 for averages that are uncorrelated, and 10
+    for a momentum of 0.9 and averages that are all the same. The rate takes it back, so that a step has the same length
+    along each average as with ``lr`` and uncorrelated ones. Averages of short intervals are correlated, since inner
+    optimizers have momentum too, and there the rate of long intervals overshoots (Topollai et al. 2026, arXiv
+    2605.28585, have what momentum does with short intervals). The rate is between ``lr`` and ``lr (1 - momentum)``.
+
+    **The memory.** Averages are sums of inner steps, so their length falls with the inner rate. A fixed momentum would
+    hold the long steps of an earlier rate just when training should settle. One long average must not blow up the
+    buffer, so it does not grow with them.
+
+    All peers compute the same rate, since they have the same averages. Lengths are summed in float64, and what decides
+    is rounded to 1/4096, so that another order of the sums changes nothing. Tensors with a ``.grad`` belong to one
+    average: each fragment of a model has a rate of its own. Lengths and products are those of a sample of 2**20 values.
+
+    State of each parameter: ``momentum_buffer``, of its shape, dtype and device; ``previous``, its part of the sample,
+    1-D; ``correlation``, r as float32, the same for all parameters of a fragment.
+
+    Args:
+        params: parameters, or groups of them with options of their own.
+        lr: rate for uncorrelated averages, 0 or more; DiLoCo's 0.7.
+        momentum: 0 to below 1; DiLoCo's 0.9. With 0 it is SGD with ``lr``.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    rate: float | None = None
+    """The rate of the last step."""
+    norm_of: NormOf = staticmethod(total_norm)
+    """Returns the L2 norm of tensors; over all ranks, if several have parts of them."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.7, *, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; raise ValueError, with the option's name, if one is out of range."""
+        options = self.defaults | param_group
+        _check("lr", options["lr"], 0.0 <= _number(options["lr"]) < math.inf, "finite and not negative")
+        momentum = options["momentum"]
+        _check("momentum", momentum, 0.0 <= _number(momentum) < 1.0, "at least 0 and below 1")
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one outer step; see :meth:`FedAdam.step`."""
+        loss = _loss_of(closure)
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if stepped:
+                self._step(stepped, group["lr"], group["momentum"])
+        return loss
+
+    def _step(self, parameters: list[torch.Tensor], lr: float, momentum: float) -> None:
+        gradients = [_dense(self, parameter) for parameter in parameters]
+        stride = -(-sum(gradient.numel() for gradient in gradients) // SAMPLE)
+        sample = [gradient.reshape(-1)[::stride].clone() for gradient in gradients]
+        kept, correlation = 1.0, 0.0
+        if self.state[parameters[0]]:
+            states = [self.state[parameter] for parameter in parameters]
+            kept, correlation = self._compared(sample, states)
+        self.rate = lr * (1 - momentum * max(correlation, 0.0))
+        for parameter, gradient, values in zip(parameters, gradients, sample, strict=True):
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["previous"] = values
+            state["correlation"] = torch.tensor(correlation, dtype=torch.float32, device="cpu")
+            buffer = state["momentum_buffer"].mul_(momentum * kept).add_(gradient)
+            parameter.add_(gradient.add(buffer, alpha=momentum), alpha=-self.rate)
+
+    def _compared(self, sample: list[torch.Tensor], states: list[dict[str, Any]]) -> tuple[float, float]:
+        """Return how much of the buffer stays, and the mean correlation, with an average that has this sample."""
+        before = [state["previous"] for state in states]
+        both = [one + other for one, other in zip(sample, before, strict=True)]
+        if sample[0].is_meta:  # a trial of another peer's state, with tensors that have no data
+            return 1.0, 0.0
+        lengths = self.norm_of(sample), self.norm_of(before), self.norm_of(both)
+        return memory_of(*lengths[:2]), mean_correlation(float(states[0]["correlation"]), *lengths)
+
+
+def memory_of(length: float, before: float) -> float:
+    """Return what is kept of the momentum beside its own decay, 0 to 1, in steps of 1/4096.
+
+    Args:
+        length, before: L2 norms of the present average and of the one before it.
+    """
+    return 1.0 if length >= before else _rounded(length / before)
+
+
+def mean_correlation(mean: float, length: float, before: float, both: float) -> float:
+    """Return the mean of the correlations of successive averages with a new one added.
+
+    Args:
+        mean: without it.
+        length, before, both: L2 norms of the present average, of the one before it, and of their sum.
+    """
+    if not (length and before):
+        return mean
+    # |g + g'|^2 = |g|^2 + 2 <g, g'> + |g'|^2, so norms, which ranks can add up, tell the product.
+    product = (both * both - length * length - before * before) / 2
+    return (1 - RECENT) * mean + RECENT * _rounded(product / (length * before))
+
+
+def _rounded(value: float) -> float:
+    return round(value * 4096) / 4096
 
 
 class _ServerOptimizer(Optimizer):
@@ -74,20 +209,14 @@ class _ServerOptimizer(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse or complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    self._update(parameter, _dense(self, parameter), group)
         return loss
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        if gradient.is_sparse or gradient.is_complex():
-            kind = "a sparse" if gradient.is_sparse else "a complex"
-            raise RuntimeError(f"{type(self).__name__} needs dense and real gradients, got {kind} one")
         (beta1, beta2), tau = self._betas(group), group["tau"]
         state = self.state[parameter]
         if not state:
@@ -173,6 +302,23 @@ class FedYogi(FedAdam):
     @staticmethod
     def _accumulate(v: torch.Tensor, squared: torch.Tensor, beta2: float) -> None:
         v.sub_((v - squared).sign_().mul_(squared), alpha=1 - beta2)
+
+
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _dense(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's gradient; raise RuntimeError if it is sparse or complex."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "a sparse" if gradient.is_sparse else "a complex"
+        raise RuntimeError(f"{type(optimizer).__name__} needs dense and real gradients, got {kind} one")
+    return gradient
 
 
 def _named_betas(options: dict[str, Any]) -> list[tuple[str, object]]:

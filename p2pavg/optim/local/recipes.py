@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
+from p2pavg.optim.local.anchor import Outer
 from p2pavg.optim.local.local import LocalUpdates
 from p2pavg.optim.local.local_options import SyncEvery
-from p2pavg.optim.local.outer import FedAdagrad, FedAdam, FedYogi
+from p2pavg.optim.local.outer import AutoSGD, FedAdagrad, FedAdam, FedYogi
 from p2pavg.optim.mixing.mixed import MixedUpdates
 from p2pavg.optim.mixing.mixing import check_rates, group_size_in
 
 Inner = Optimizer | Sequence[Optimizer]
+Rate: TypeAlias = float | Literal["auto"]
+
+
+def sgd(lr: Rate, momentum: float) -> Outer:
+    """Return a factory of SGD with Nesterov momentum: of :class:`AutoSGD` if the rate is ``"auto"``.
+
+    Raises:
+        ValueError: the rate is neither a number nor "auto".
+    """
+    if lr == "auto":
+        return partial(AutoSGD, momentum=momentum)
+    if isinstance(lr, bool) or not isinstance(lr, int | float):
+        raise ValueError(f'lr must be a number or "auto", got {lr!r}')  # noqa: TRY004 - as for a number out of range
+    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def diloco(
@@ -24,17 +39,18 @@ def diloco(
     averager: Averager,
     *,
     sync_every: SyncEvery = 500,
-    lr: float = 0.7,
+    lr: Rate = "auto",
     momentum: float = 0.9,
     **options: Any,
 ) -> LocalUpdates:
     """DiLoCo: an outer SGD with Nesterov momentum (Douillard et al. 2023, section 2 and table 5; inner: AdamW).
 
     Args:
+        lr: ``"auto"``: the paper's 0.7 for averages that are uncorrelated, and less for others; see
+            :class:`AutoSGD`. A number is the rate of torch's SGD.
         options: further options of :class:`LocalUpdates`; all functions of this module have them.
     """
-    outer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)
+    return LocalUpdates(inner, sgd(lr, momentum), averager, sync_every=sync_every, **options)
 
 
 def sparseloco(

@@ -28,6 +28,8 @@ def figures_of_report(report: StepReport) -> dict[str, float]:
         found["grad_norm"] = report.grad_norm
     if report.update_norm is not None:
         found["update_norm"] = report.update_norm
+    if report.outer_rate is not None:
+        found["outer_rate"] = report.outer_rate
     found |= _rates(report.learning_rates)
     found["round/peers"] = len(result.peers)
     found["round/samples"] = result.total_weight
@@ -44,6 +46,8 @@ def figures_of_update(update: UpdateTaken) -> dict[str, float]:
         found["grad_norm"] = update.grad_norm
     if update.update_norm is not None:
         found["update_norm"] = update.update_norm
+    if update.outer_rate is not None:
+        found["outer_rate"] = update.outer_rate
     return found | _rates(update.learning_rates)
 
 
@@ -72,7 +76,7 @@ class FiguresLog(abc.ABC):
     The step of all curves is the epoch. These are the curves:
 
     * ``metrics/...``: the means over the update's peers.
-    * ``grad_norm``, and ``update_norm`` where the optimizer measures it.
+    * ``grad_norm``, and ``update_norm`` where the optimizer measures it; ``outer_rate`` of local updates.
     * ``learning_rate``; with several parameter groups ``learning_rate/0`` and so on.
     * ``round/...``: contributing ``peers``, their ``samples``, ``seconds``, and this peer's ``bytes_sent`` and
       ``bytes_received``. From events, also ``lost`` and ``clipped``, the numbers of members.

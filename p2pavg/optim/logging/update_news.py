@@ -28,6 +28,7 @@ def tell_update(averager: Averager, lineage: Lineage, report: StepReport) -> Non
             grad_norm=report.grad_norm,
             update_norm=report.update_norm,
             learning_rates=report.learning_rates,
+            outer_rate=report.outer_rate,
             replayed=result is not None and averager.peer_id not in members,
             certificate=b"" if result is None else result.certificate,
         )

@@ -138,10 +138,17 @@ def spread_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the L2 norm of this process's parts of all tensors."""
-    # In float16, whose maximum is 65504, the norm of large gradients would overflow.
-    parts = [local_of(tensor) for tensor in tensors]
-    return float(torch.nn.utils.get_total_norm([p.float() if p.dtype == torch.float16 else p for p in parts]))
+    """Return the L2 norm of this process's parts of all tensors.
+
+    It is summed in float64. Peers scale what all of them take by factors of norms, and the sums of float32 differ from
+    processor to processor in the digits that count.
+    """
+    norms = [
+        float(torch.linalg.vector_norm(part.detach(), dtype=torch.float64))
+        for part in map(local_of, tensors)
+        if part.numel()
+    ]
+    return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 
 def _place_of(parameter: torch.Tensor, stage: int) -> Hashable:

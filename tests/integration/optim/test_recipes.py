@@ -87,6 +87,27 @@ class Nesterov:
         return anchor - self._lr * (pseudo + self._momentum * self._velocity)
 
 
+class Auto:
+    """The same with the rate, and with the memory, of AutoSGD."""
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        self._lr, self._momentum = lr, momentum
+        self._velocity: torch.Tensor | float = 0.0
+        self._before: torch.Tensor | None = None
+        self._correlation = 0.0
+
+    def __call__(self, anchor: torch.Tensor, pseudo: torch.Tensor) -> torch.Tensor:
+        kept = self._momentum
+        if self._before is not None:
+            length, before = float(pseudo.norm()), float(self._before.norm())
+            kept *= round(4096 * min(length / before, 1.0)) / 4096
+            newest = round(4096 * float(pseudo @ self._before) / (length * before)) / 4096
+            self._correlation = 0.8 * self._correlation + 0.2 * newest
+        self._velocity, self._before = kept * self._velocity + pseudo, pseudo
+        rate = self._lr * (1 - self._momentum * max(self._correlation, 0.0))
+        return anchor - rate * (pseudo + self._momentum * self._velocity)
+
+
 class Adaptive:
     """Algorithm 2 of Reddi et al. 2021, with Delta = -pseudo."""
 
@@ -128,6 +149,13 @@ CASES: list[tuple[str, Callable[[torch.nn.Module], Optimizer], Recipe, OuterStep
         "diloco",
         adamw,
         lambda inner, a: diloco(inner, a, sync_every=SYNC_EVERY, peers_to_start=PEERS),
+        Auto(0.7, 0.9),
+        0.0,
+    ),
+    (
+        "diloco with a fixed rate",
+        adamw,
+        lambda inner, a: diloco(inner, a, sync_every=SYNC_EVERY, lr=0.7, peers_to_start=PEERS),
         Nesterov(0.7, 0.9),
         0.0,
     ),

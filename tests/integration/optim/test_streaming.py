@@ -107,6 +107,7 @@ def test_streaming_matches_one_process(every: int, fragments: int, delay: int, a
         optimizer = diloco(
             SGD(model.parameters(), lr=LR),
             averager,
+            lr=0.7,
             sync_every=every,
             fragments=fragments,
             delay=delay,

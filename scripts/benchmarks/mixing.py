@@ -37,7 +37,7 @@ class Mixing:
     Args:
         peers: number of peers.
         group_size: of a group.
-        momentum, pull: of the outer step; 0 and 1 for gossip.
+        momentum, lr: of the outer step; 0 and 1 for averages alone.
         side: peers along a line of a fixed grid; 0 for cells that are drawn anew for each round.
         seed: of the vectors and of the peers' order of arrival.
     """
@@ -45,7 +45,7 @@ class Mixing:
     peers: int
     group_size: int = 2
     momentum: float = 0.0
-    pull: float = 1.0
+    lr: float = 1.0
     side: int = 0
     seed: int = 0
     left_over: list[float] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Mixing:
     def _step(self, group: Iterable[int]) -> None:
         members = list(group)
         away = self.anchors[members] - self.anchors[members].mean(0)
-        self._momenta[members] = self.momentum * self._momenta[members] - self.pull * away
+        self._momenta[members] = self.momentum * self._momenta[members] - self.lr * away
         self.anchors[members] += self._momenta[members]
         for index in members:
             self._last[index] = tuple(one for one in members if one != index)
@@ -170,7 +170,7 @@ def main() -> int:
     table = Table(
         *columns, title=f"factor of the mean squared distance in a round, over {given.rounds} rounds"
     )
-    noloco = {"momentum": 0.5, "pull": 0.7}
+    noloco = {"momentum": 0.5, "lr": 0.7}
     for peers in map(int, given.peers.split(",")):
         pairs, run = measured(peers, given.rounds)
         four, eight = (measured(peers, given.rounds, group_size=size)[0] for size in (4, 8))

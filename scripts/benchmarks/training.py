@@ -2,10 +2,10 @@
 
 scripts/bench training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
 scripts/bench training table           bytes against loss: DiLoCo and every step, by codec
-scripts/bench training bits            bits a parameter against loss, by codec of local updates
+scripts/bench training bits            bits a parameter against loss, by codec of local updates, and in small groups
+scripts/bench training rates           outer rates by hand beside lr="auto", at three intervals
 scripts/bench training feedback        peers with error feedback that are killed and come back, against a calm run
 scripts/bench training mixing          NoLoCo and gossip between pairs beside DiLoCo
-scripts/bench training pairs           the same with workers in one process, whatever the load of the machine
 scripts/bench training churn           eight peers, of which one is killed and another joins, again and again
 
 A GPT of 115,000 parameters learns Python's documentation, eight sequences per batch, in processes on this machine.
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from scripts.benchmarks import training_bits, training_feedback, training_mixing, training_pairs
+from scripts.benchmarks import training_bits, training_feedback, training_mixing
 from scripts.benchmarks.training_work import in_one_process
 
 WORK = "scripts.benchmarks.training_work:"
@@ -42,13 +42,14 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "what", choices=["synchronous", "table", "bits", "feedback", "mixing", "pairs", "churn"]
+        "what", choices=["synchronous", "table", "bits", "rates", "feedback", "mixing", "churn"]
     )
-    parser.add_argument("--peers", type=int, help="4, and 8 for churn, mixing and pairs, if not given")
+    parser.add_argument("--peers", type=int, help="4, and 8 for churn and mixing, if not given")
     parser.add_argument(
         "--steps",
         type=int,
-        help="batches of every peer: 200, 2000 for the table, 600 for bits and feedback, 1000 for mixing and pairs",
+        help="batches of every peer: 200, 2000 for the table, 2400 for bits and rates, 600 for feedback, 1000 for"
+        " mixing",
     )
     parser.add_argument("--sync-every", default="1,10,50", help="H, for the table")
     parser.add_argument(
@@ -66,9 +67,9 @@ def main() -> int:
         "synchronous": synchronous,
         "table": table,
         "bits": bits,
+        "rates": rates,
         "feedback": feedback,
         "mixing": mixing,
-        "pairs": pairs,
         "churn": churn,
     }[given.what]
     return run(given)
@@ -183,8 +184,14 @@ def _table(given: argparse.Namespace, checkpoint: str) -> int:
 
 
 def bits(given: argparse.Namespace) -> int:
-    """Compare the losses of local updates by codec, and the bits that an exchange takes."""
-    show(*training_bits.bits(given))
+    """Compare the losses of local updates by codec and in small groups, and the bits that an exchange takes."""
+    show(*training_bits.table(training_bits.BITS, given, with_bits=True))
+    return 0
+
+
+def rates(given: argparse.Namespace) -> int:
+    """Compare the losses of local updates with fixed outer rates and with the default."""
+    show(*training_bits.table(training_bits.RATES, given, with_bits=False))
     return 0
 
 
@@ -197,12 +204,6 @@ def feedback(given: argparse.Namespace) -> int:
 def mixing(given: argparse.Namespace) -> int:
     """Compare local updates that mix between pairs with DiLoCo."""
     show(*training_mixing.mixing(given))
-    return 0
-
-
-def pairs(given: argparse.Namespace) -> int:
-    """Compare the losses of local updates that mix in small groups with DiLoCo's."""
-    show(*training_pairs.pairs(given))
     return 0
 
 

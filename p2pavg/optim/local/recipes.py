@@ -21,14 +21,17 @@ Inner = Optimizer | Sequence[Optimizer]
 Rate: TypeAlias = float | Literal["auto"]
 
 
-def sgd(lr: Rate, momentum: float) -> Outer:
+def sgd(lr: Rate, momentum: float, *, auto: float = 0.7) -> Outer:
     """Return a factory of SGD with Nesterov momentum: of :class:`AutoSGD` if the rate is ``"auto"``.
+
+    Args:
+        auto: rate of the latter for uncorrelated averages.
 
     Raises:
         ValueError: the rate is neither a number nor "auto".
     """
     if lr == "auto":
-        return partial(AutoSGD, momentum=momentum)
+        return partial(AutoSGD, lr=auto, momentum=momentum)
     if isinstance(lr, bool) or not isinstance(lr, int | float):
         raise ValueError(f'lr must be a number or "auto", got {lr!r}')  # noqa: TRY004 - as for a number out of range
     return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
@@ -130,18 +133,27 @@ def gossip(
     averager: Averager,
     *,
     sync_every: SyncEvery = 50,
+    lr: Rate = "auto",
+    momentum: float = 0.5,
     **options: Any,
 ) -> MixedUpdates:
-    """Gossip: after each round a peer's parameters are the average of its group's.
+    """Gossip with momentum: a peer takes its group's average, and goes on in the direction of its averages.
 
     The groups are drawn anew for each round (Boyd et al. 2006, "Randomized Gossip Algorithms"; Ryabinin et al. 2021).
+    The momentum is that of GASLoC (Cagnasso et al. 2026, arXiv 2606.11081), of the groups' averages in place of the
+    peer's own parameters.
 
     Args:
+        lr: ``"auto"``: 1 if the peer's steps are uncorrelated, and less for others; see :class:`AutoSGD`.
+        momentum: 0 for plain gossip.
         options: further options of :class:`MixedUpdates`, such as ``group_size``.
+
+    Raises:
+        ValueError: a number is out of range, or the anchors would not come together.
     """
-    return MixedUpdates(
-        inner, partial(torch.optim.SGD, lr=1.0), averager, sync_every=sync_every, ahead=1.0, **options
-    )
+    size = group_size_in(averager.config, options.get("group_size"))
+    check_rates(1.0 if lr == "auto" else lr, momentum, size, nesterov=True)
+    return MixedUpdates(inner, sgd(lr, momentum, auto=1.0), averager, sync_every=sync_every, **options)
 
 
 def noloco(
@@ -151,22 +163,19 @@ def noloco(
     sync_every: SyncEvery = 50,
     lr: float = 0.7,
     momentum: float = 0.5,
-    pull: float | None = None,
     **options: Any,
 ) -> MixedUpdates:
     """NoLoCo: DiLoCo's outer step with one random peer, and a pull to its anchor (Kolehmainen et al. 2025, section 3).
 
     Args:
-        lr: beta, the rate of the pseudo-gradients.
+        lr: beta, the rate of the pseudo-gradients, and gamma, that at which a peer's anchor goes to its group's: the
+            authors' program has one number for both.
         momentum: alpha.
-        pull: gamma, the rate at which a peer's anchor goes to its group's; ``lr`` if not given, as in the authors'
-            program.
         options: further options of :class:`MixedUpdates`, such as ``group_size``.
 
     Raises:
         ValueError: a number is out of range, or the anchors would not come together.
     """
-    gamma = lr if pull is None else pull
-    check_rates(lr, momentum, gamma, group_size_in(averager.config, options.get("group_size")))
-    outer = partial(torch.optim.SGD, lr=gamma, momentum=momentum)
-    return MixedUpdates(inner, outer, averager, sync_every=sync_every, ahead=lr / gamma, **options)
+    check_rates(lr, momentum, group_size_in(averager.config, options.get("group_size")))
+    outer = partial(torch.optim.SGD, lr=lr, momentum=momentum)
+    return MixedUpdates(inner, outer, averager, sync_every=sync_every, **options)

@@ -26,21 +26,20 @@ from p2pavg.optim.ranks.shards import Ranks
 
 # The outer steps of a peer that mixes: what it contributes, and its own step from its own anchor.
 #
-# A peer with the anchor x and the parameters p contributes the point x + ahead * (p - x). The outer optimizer steps
-# from the own anchor, and its gradient is the anchor minus the group's average point c:
+# A peer contributes its parameters. The outer optimizer steps from the peer's own anchor x, and its gradient is the
+# anchor minus the group's average c. So with a rate of 1 and no momentum, x becomes c.
 #
-#     g <- x - c
-#     m <- momentum * m + g
-#     x <- x - lr * m
+# With a rate of 1 and Nesterov's momentum, x becomes c + momentum * (c - c'), where c' is the average of the peer's
+# last group: Nesterov's acceleration of gossip, with one vector a round. GASLoC (Cagnasso et al. 2026, arXiv
+# 2606.11081) has p - p' there, the peer's own parameters, whose noise is larger than that of an average.
 #
-# With a rate of 1, no momentum and `ahead` 1 that is gossip: x becomes the average of the group's parameters.
 # NoLoCo's step (Kolehmainen et al. 2025, arXiv 2506.10911) has the pseudo-gradients D = p - x and the anchors in two
 # terms,
 #
 #     d becomes alpha * d + beta * mean(D) - gamma * (x - mean(x)), and x becomes x + d,
 #
-# and is this one with lr = gamma, momentum = alpha and ahead = beta / gamma, as d = -lr * m shows: the two means are
-# those of one vector, so a peer sends half of the bytes. With equal beta and gamma the vector is p itself.
+# and is SGD with lr = beta and momentum = alpha if gamma is beta, as d = -lr * m shows: the two means are then those of
+# one vector, p, so a peer sends half of the bytes.
 
 SKETCH = 1024
 """Values of a random projection: the squared distance between two has a relative standard error of sqrt(2 / 1024)."""
@@ -94,11 +93,7 @@ def check_sketch(sketch: object) -> None:
 
 
 class MixedSteps(OuterSteps):
-    """The outer steps of one optimizer that mixes.
-
-    Args:
-        ahead: multiple of this peer's progress since its anchor that it contributes beyond the anchor.
-    """
+    """The outer steps of one optimizer that mixes."""
 
     def __init__(
         self,
@@ -107,11 +102,8 @@ class MixedSteps(OuterSteps):
         options: LocalOptions,
         ranks: Ranks,
         change: Change,
-        *,
-        ahead: float,
     ) -> None:
         super().__init__(anchor, parts, None, options, ranks, change)
-        self._ahead = ahead
         self._origin: torch.Tensor | None = None
         self._mine = torch.zeros(SKETCH, dtype=torch.float32, device="cpu")
         elements = sum(tensor.numel() for tensor in anchor.tensors)
@@ -140,10 +132,7 @@ class MixedSteps(OuterSteps):
         """Return what this peer contributes to the next round: tensors, weight and metrics."""
         pseudo, weight, means = super().contribute(fragment, now)
         count = len(self.anchor.tensors)
-        points = [
-            torch.sub(anchor, away, alpha=self._ahead)
-            for anchor, away in zip(self.anchor.tensors, pseudo[:count], strict=True)
-        ]
+        points = [anchor - away for anchor, away in zip(self.anchor.tensors, pseudo[:count], strict=True)]
         self._origin = self.origin
         self._mine = (sketch_of(self.anchor.tensors) - self._origin) * self._scale
         self.contributed_round = means.get(ROUND, 0.0)
@@ -164,8 +153,8 @@ class MixedUpdates(LocalUpdates):
 
     Each round is with another small group, so a run may have any number of peers, and no peer waits for the slowest.
     The anchors of the peers differ: :attr:`StepReport.consensus_distance` says how far. A group averages the members'
-    points, ``anchor + ahead * (parameters - anchor)``, weighted by samples. The outer optimizer takes a step from this
-    peer's own anchor, with the anchor minus the average point as its gradient. :func:`noloco` and :func:`gossip` are
+    parameters, weighted by samples. The outer optimizer takes a step from this peer's own anchor, with the anchor minus
+    the average as its gradient. :func:`noloco` and :func:`gossip` are
     this class with the outer optimizers of the literature.
 
     Peers meet that began with the same parameters and settings, whatever updates they have taken since: there is no
@@ -184,7 +173,6 @@ class MixedUpdates(LocalUpdates):
         inner, outer, averager, sync_every, delay, alpha, offload, scheduler, proximal, sync_timeout, on_update, model,
             buffers, batch_size, samples_of, accumulate, measure_updates: see :class:`LocalUpdates`. The averager's
             codec must not be sparse: whole parameters are averaged, which have no small part that matters most.
-        ahead: multiple of this peer's progress since its anchor that it contributes.
         group_size: number of peers that average together, 2 to 64. If not given, 2, or what the topology of the
             averager says if that is :class:`p2pavg.Gossip`.
         partner_timeout: seconds for which a call waits for partners.
@@ -210,7 +198,6 @@ class MixedUpdates(LocalUpdates):
         averager: Averager,
         *,
         sync_every: SyncEvery,
-        ahead: float = 1.0,
         group_size: int | None = None,
         partner_timeout: float = 5.0,
         max_lag: int = 32,
@@ -222,7 +209,6 @@ class MixedUpdates(LocalUpdates):
             group_size=group_size_in(config, group_size),
             partner_timeout=partner_timeout,
             max_lag=max_lag,
-            ahead=ahead,
             least=config.min_group_size,
         )
         # No other peer has this one's anchor, so there is no state to share.
@@ -239,7 +225,7 @@ class MixedUpdates(LocalUpdates):
     def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
         assert feedback is None  # sparse codecs are refused
         common = (self._anchor, self._parts, self._options, self._ranks, self._change)
-        return MixedSteps(*common, ahead=self._mixing.ahead)
+        return MixedSteps(*common)
 
     # ------------------------------------------------------------------ steps
 

@@ -33,18 +33,14 @@ class MixingOptions:
     group_size: int
     partner_timeout: float
     max_lag: int
-    ahead: float
-    """Multiple of a peer's own progress since its anchor that it contributes beyond the anchor."""
 
     @property
     def rules(self) -> Settings:
         """The settings that all peers of a run share, for the recipe."""
-        return (("mixing", "groups"), ("group_size", self.group_size), ("ahead", self.ahead))
+        return (("mixing", "groups"), ("group_size", self.group_size))
 
 
-def checked_mixing(
-    *, group_size: int, partner_timeout: float, max_lag: int, ahead: float, least: int
-) -> MixingOptions:
+def checked_mixing(*, group_size: int, partner_timeout: float, max_lag: int, least: int) -> MixingOptions:
     """Return the options; raise ValueError, with the argument's name, if one is out of range.
 
     Args:
@@ -59,7 +55,6 @@ def checked_mixing(
         group_size=group_size,
         partner_timeout=checked_amount("partner_timeout", partner_timeout),
         max_lag=checked_count("max_lag", max_lag),
-        ahead=checked_amount("ahead", ahead),
     )
 
 
@@ -80,31 +75,35 @@ def group_size_in(config: AveragingConfig, given: int | None) -> int:
     return topology.group_size
 
 
-def contraction(momentum: float, pull: float, group_size: int) -> float:
+def contraction(lr: float, momentum: float, group_size: int, *, nesterov: bool = False) -> float:
     """Return the factor by which a round multiplies the anchors' mean squared distance, in the long run.
 
-    An anchor x that is u away from its group's mean takes the step d <- momentum * d - pull * u. Members of a large run
-    are independent of each other, so with k = 1 - 1/g a round takes the means of x*x, x*d and d*d to linear
-    combinations of themselves; the factor is the largest absolute eigenvalue. It is 1/g for gossip, which has no
-    momentum and a pull of 1.
+    An anchor x that is e away from its group's mean takes a step of SGD with the gradient e: m <- momentum m + e, and x
+    <- x - lr m, or x - lr (e + momentum m) with Nesterov's momentum. Members of a large run are independent of each
+    other, so with k = 1 - 1/g a round takes the means of x*x, x*m and m*m to linear combinations of themselves: e*x and
+    e*e have the mean k x*x, and e*m has k x*m. The factor is the largest absolute eigenvalue. It is 1/g for a rate of 1
+    without momentum.
     """
-    k, a, c = 1 - 1 / group_size, momentum, pull
-    steps = torch.tensor([c * c * k, -2 * a * c * k, a * a], dtype=torch.float64, device="cpu")
-    products = torch.tensor([-c * k, a, 0.0], dtype=torch.float64, device="cpu") + steps
-    squares = torch.tensor([1 - 2 * c * k, 2 * a, 0.0], dtype=torch.float64, device="cpu") + steps
-    return float(torch.linalg.eigvals(torch.stack([squares, products, steps])).abs().max())
+    k, a = 1 - 1 / group_size, momentum
+    # x <- x - s e - q m
+    s, q = (lr * (1 + a), lr * a * a) if nesterov else (lr, lr * a)
+    squares = [1 - 2 * s * k + s * s * k, 2 * q * (s * k - 1), q * q]
+    products = [k * (1 - s), a - s * a * k - q * k, -q * a]
+    momenta = [k, 2 * a * k, a * a]
+    matrix = torch.tensor([squares, products, momenta], dtype=torch.float64, device="cpu")
+    return float(torch.linalg.eigvals(matrix).abs().max())
 
 
-def check_rates(lr: float, momentum: float, pull: float, group_size: int) -> None:
+def check_rates(lr: float, momentum: float, group_size: int, *, nesterov: bool = False) -> None:
     """Raise ValueError if rates of an outer step are out of range, or the anchors would not come together."""
     checked_amount("lr", lr)
-    checked_amount("pull", pull)
     if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise ValueError(f"momentum must be a number from 0 to below 1, got {momentum!r}")
-    factor = contraction(momentum, pull, max(checked_count("group_size", group_size), 2))
+    size = max(checked_count("group_size", group_size), 2)
+    factor = contraction(lr, momentum, size, nesterov=nesterov)
     if factor >= 1:
         raise ValueError(
-            f"with a pull of {pull:g} and a momentum of {momentum:g} the anchors of groups of {group_size} do not come"
+            f"with an lr of {lr:g} and a momentum of {momentum:g} the anchors of groups of {group_size} do not come"
             f" together: each round multiplies their mean squared distance by {factor:.2f}"
         )
 

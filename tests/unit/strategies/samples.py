@@ -32,7 +32,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Federated(rule="diloco", sync_every=8, fragments=2, delay=2, alpha=0.5),
     Federated(rule="fedavg", sync_every="30s", grace=2.5),
     Federated(rule="gossip", sync_every=4, options={"group_size": 4}),
-    Federated(rule="noloco", sync_every=4, options={"lr": 0.5, "momentum": 0.3, "pull": 0.6}),
+    Federated(rule="noloco", sync_every=4, options={"lr": 0.5, "momentum": 0.3}),
     ModelParallel(training=DataParallel(target_batch_size=64), stages=2, microbatches=4),
     ModelParallel(
         training=Federated(rule="diloco", sync_every=4, options={"lr": 0.5}), shards=2, copies=2, tensor=2

@@ -61,12 +61,14 @@ def one_step(optimizer: MixedUpdates, of: torch.nn.Parameter, gradient: list[flo
 
 def optimizer_of(averager: Alone, of: torch.nn.Parameter, make: Any = gossip, **options: Any) -> MixedUpdates:
     given: dict[str, Any] = {"sync_every": 1, "partner_timeout": 0.5}
+    if make is gossip:  # plain averages, if a test does not ask for more
+        given |= {"lr": 1.0, "momentum": 0.0}
     made: MixedUpdates = make(SGD([of], lr=LR), cast(Averager, averager), **(given | options))
     return made
 
 
 class TestSteps:
-    def test_gossip_takes_the_average_of_the_parameters(self) -> None:
+    def test_gossip_without_momentum_takes_the_average_of_the_parameters(self) -> None:
         averager, weight = Partner(), parameter(1.0, 2.0)
         averager.point = [3.0, 0.0]
         optimizer = optimizer_of(averager, weight)
@@ -75,19 +77,44 @@ class TestSteps:
         assert weight.tolist() == [(0.5 + 3.0) / 2, (2.0 + 0.0) / 2]
         assert optimizer.anchor[0].tolist() == weight.tolist()
 
-    @pytest.mark.parametrize("pull", [0.7, 1.1])
-    def test_noloco_takes_the_step_of_its_paper(self, pull: float) -> None:
+    def test_gossip_goes_on_in_the_direction_of_its_averages(self) -> None:
+        """x <- c + momentum (c - c'), in which the anchor of the beginning is the first c'."""
+        averager, weight = Partner(), parameter(1.0, -2.0)
+        optimizer = optimizer_of(averager, weight, momentum=0.5)
+        before = torch.tensor([1.0, -2.0])
+        for step in range(5):
+            averager.point = [0.3 * step, 1.0 - step]
+            gradient = torch.tensor([0.1 * (step + 1), -0.2])
+            mine = optimizer.anchor[0] - LR * gradient
+            average = (mine + torch.tensor(averager.point)) / 2
+            one_step(optimizer, weight, gradient.tolist())
+            torch.testing.assert_close(optimizer.anchor[0], average + 0.5 * (average - before))
+            before = average
+
+    def test_gossip_chooses_its_rate(self) -> None:
+        averager, weight = Partner(), parameter(1.0, -2.0)
+        optimizer = optimizer_of(averager, weight, lr="auto", momentum=0.5)
+        rates = []
+        for _ in range(8):  # the average is always the same way off
+            averager.point = (optimizer.anchor[0] - 1.0).tolist()
+            rates.append(one_step(optimizer, weight, [0.0, 0.0]).outer_rate)
+        assert rates[0] == 1.0
+        assert all(rate is not None and 0.5 <= rate <= 1.0 for rate in rates)
+        assert rates == sorted(rates, reverse=True, key=lambda rate: rate or 0.0)
+        assert rates[-1] != 1.0
+
+    def test_noloco_takes_the_step_of_its_paper(self) -> None:
         """Equation: d <- alpha d + beta mean(D) - gamma (x - mean(x)), x <- x + d, with both peers written out."""
         averager, weight = Partner(), parameter(1.0)
-        optimizer = optimizer_of(averager, weight, noloco, lr=0.7, momentum=0.5, pull=pull)
+        optimizer = optimizer_of(averager, weight, noloco, lr=0.7, momentum=0.5)
         ours, theirs = 1.0, 2.0  # the anchors
         momentum = 0.0
         for step in range(4):
             gradient, progress = 0.1 * (step + 1), 0.3 * (step - 1)
-            averager.point = [theirs + 0.7 / pull * progress]
+            averager.point = [theirs + progress]
             one_step(optimizer, weight, [gradient])
             mean_progress, mean_anchor = (-LR * gradient + progress) / 2, (ours + theirs) / 2
-            momentum = 0.5 * momentum + 0.7 * mean_progress - pull * (ours - mean_anchor)
+            momentum = 0.5 * momentum + 0.7 * mean_progress - 0.7 * (ours - mean_anchor)
             ours += momentum
             assert weight.item() == pytest.approx(ours, abs=1e-5)
             theirs += 0.2
@@ -216,7 +243,9 @@ class TestRefusals:
 
     def test_rates_with_which_anchors_move_apart_are_refused(self) -> None:
         with pytest.raises(ValueError, match="do not come together"):
-            optimizer_of(Partner(), parameter(1.0), noloco, pull=3.0)
+            optimizer_of(Partner(), parameter(1.0), noloco, lr=3.0)
+        with pytest.raises(ValueError, match="do not come together"):
+            optimizer_of(Partner(), parameter(1.0), gossip, momentum=0.9)
 
     def test_peers_with_other_groups_have_other_states(self) -> None:
         states = {
@@ -225,7 +254,7 @@ class TestRefusals:
                 (gossip, {}),
                 (gossip, {"group_size": 4}),
                 (noloco, {}),
-                (noloco, {"pull": 0.8}),
+                (noloco, {"lr": 0.8}),
             )
         }
         assert len(states) == 4

@@ -7,6 +7,7 @@ fragments, over the same links.
 
 With ``--unequal`` it measures eight peers that synchronise by time in the background: all alike, with one whose batches
 take ten times as long, and with one whose link has a tenth of the rate. The figures are the others' samples per second.
+With ``--by-steps`` too, each peer counts its own steps, and the others go on without a late one.
 With ``--mixing`` it measures DiLoCo in one group of all peers, and NoLoCo and gossip in small groups, each with one
 peer whose link has a tenth of the rate.
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--delay", type=int, default=2 if small else 20)
     parser.add_argument("--seconds", type=float, default=0.5 if small else 60.0, help="of a window, at least")
     parser.add_argument("--unequal", action="store_true", help="one slow peer, and one slow link")
+    parser.add_argument("--by-steps", action="store_true", help="count steps where --unequal measures time")
     parser.add_argument(
         "--mixing", action="store_true", help="small groups beside one group, with one slow link"
     )
@@ -108,7 +110,7 @@ def unequal(arguments: argparse.Namespace, report: Report) -> None:
     peers, alike = arguments.peers, 0.0
     seconds = arguments.batch * arguments.sync_every
     options = {
-        "sync_every": f"{seconds:g}s",
+        "sync_every": arguments.sync_every if arguments.by_steps else f"{seconds:g}s",
         "fragments": arguments.fragments,
         "delay": arguments.delay,
     }

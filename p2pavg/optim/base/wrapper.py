@@ -167,7 +167,8 @@ class PeerOptimizer(TorchOptimizer):
         min_peers: int | None,
         sync_timeout: float,
         overlaps: bool = False,
-        grace: float = math.inf,
+        grace: float | None = math.inf,
+        late_batches: int = 0,
     ) -> None:
         """Join the run, after the arguments are checked."""
         check_min_peers(min_peers, self._averager.config.min_group_size)
@@ -184,6 +185,7 @@ class PeerOptimizer(TorchOptimizer):
             recipe=self._recipe().digest,
             overlaps=overlaps,
             grace=grace,
+            late_batches=late_batches,
         )
         self._training = TrainingRun(
             self._together,

@@ -282,9 +282,10 @@ def decide(
     if seen.peers < least:
         return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
     ready = seen.peers - len(seen.computing)
-    # A slow peer may not hold up the others for ever: after the grace period, those that are due begin
-    # without it.
-    if hurries and mine.waiting and max(least, 2) <= ready < seen.peers and math.isinf(target):
+    # A slow peer may not hold up the others for ever: after the grace period, those that are due begin without it. They
+    # are more than half, so that parts of a run do not go on separately.
+    quorum = max(least, seen.peers // 2 + 1)
+    if hurries and mine.waiting and quorum <= ready < seen.peers and math.isinf(target):
         return Average(
             ready, f"{seen.peers - ready} of {seen.peers} peers still compute after the grace period"
         )

@@ -42,7 +42,8 @@ class RoundCoordinator:
         recipe: digest of this peer's recipe.
         overlaps: true if each peer counts its own steps, and its rounds run in the background.
         grace: seconds that peers that are due wait for those that still compute; infinite for as long as these are
-            expected.
+            expected. ``None``: for ``late_batches``.
+        late_batches: the same as a number of this peer's batches, and :data:`MIN_ABSENCE_SECONDS` at least.
 
     Raises:
         ValueError: ``peers_to_start`` or ``sync_timeout`` is out of range.
@@ -62,7 +63,8 @@ class RoundCoordinator:
         pause_seconds: float = MIN_ABSENCE_SECONDS,
         recipe: bytes = b"",
         overlaps: bool = False,
-        grace: float = math.inf,
+        grace: float | None = math.inf,
+        late_batches: int = 0,
     ) -> None:
         self.averager = averager
         smallest = averager.config.min_group_size
@@ -70,7 +72,7 @@ class RoundCoordinator:
         to_start = smallest if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
         self.patience = checked_amount("sync_timeout", sync_timeout)
         """Seconds that one call waits at most for other peers."""
-        self._grace = grace
+        self._grace, self._late_batches = grace, late_batches
         self._looks_since = math.inf
         """The time at which this peer began to look for the group of its background round."""
         self._stages: tuple[SearchStage, ...] | None = None
@@ -152,7 +154,7 @@ class RoundCoordinator:
                 # The others may wait for exactly this word, so it is said before the wait.
                 self.run.stand_by()
                 self.waits(decision.reason, seen.computing)
-                self.run.wait(version, min(left, self._grace, self._look_seconds))
+                self.run.wait(version, min(left, self._grace_seconds, self._look_seconds))
         finally:
             self.waits_no_more()
 
@@ -184,9 +186,17 @@ class RoundCoordinator:
         # second. Also for a peer whose loop steps the optimizer of another run, which may become due meanwhile.
         return GLANCE_SECONDS if self._observes or self.turn.is_shared else LOOK_SECONDS
 
+    @property
+    def _grace_seconds(self) -> float:
+        if self._grace is not None:
+            return self._grace
+        # A busy peer has long batches, and so has patience with others. With short ones, a word on its way or a pause
+        # of the machine is longer than all of them.
+        return max(self._late_batches * self.run.batch_seconds, MIN_ABSENCE_SECONDS)
+
     def _hurry(self, began: float) -> None:
         """Leave out the peers that still compute if the grace period, which began at this time, is over."""
-        if time.monotonic() >= began + self._grace and self.run.has_started:
+        if time.monotonic() >= began + self._grace_seconds and self.run.has_started:
             self.run.hurries = True
 
     def _has_waited_to_start(self, peers: int, left: float) -> bool:

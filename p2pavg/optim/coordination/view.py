@@ -394,6 +394,11 @@ class RunView:
         return self.change.reason(self._mine, self._all_words().values())
 
     @property
+    def batch_seconds(self) -> float:
+        """Median time of this peer's last batches; 0 before the first one."""
+        return self._pace.batch_seconds
+
+    @property
     def is_called(self) -> bool:
         """True if this peer has joined a run in which all others wait for its batch alone."""
         seen = self.survey()  # first, because the next line depends on it

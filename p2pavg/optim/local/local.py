@@ -167,8 +167,11 @@ class LocalUpdates(PeerOptimizer):
         min_peers: see :class:`AveragedOptimizer`.
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
         grace: seconds that peers that are due wait for those that still compute. After it a round begins without these,
-            if the peers that are due are as many as a group needs (``config.min_group_size``, the quorum). Peers that
-            are left out cannot come back with ``state=False``. ``None``: for as long as these peers are expected.
+            if the peers that are due are more than half, and as many as a group needs (``config.min_group_size``). The
+            samples of a peer that was left out count in its next round. ``None``: with ``delay``, the time of so many
+            of this peer's batches, and 10 s at least, since the average is not needed earlier; without it, or with
+            ``state=False``, for as long as these peers are expected, because a peer that is left out would not come
+            back.
         process_group: for a peer of several ranks that hold parts of the parameters; see :class:`AveragedOptimizer`. It
             cannot be combined with ``delay``, and not with ``fragments`` if ranks hold the same parameters.
         on_update: called after every outer step, with its report.
@@ -242,7 +245,8 @@ class LocalUpdates(PeerOptimizer):
             min_peers=min_peers,
             sync_timeout=sync_timeout,
             overlaps=delay > 0,
-            grace=math.inf if grace is None else checked_amount("grace", grace),
+            grace=self._grace_of(grace, state),
+            late_batches=delay,
         )
         self._boundaries = Boundaries(self._options.interval)
         self._rates = self.learning_rates
@@ -271,6 +275,12 @@ class LocalUpdates(PeerOptimizer):
         if process_group is not None and self._averager.config.participation is not None:
             # The participants are drawn for every rank separately.
             raise ValueError("a config with participation cannot be used with a process_group")
+
+    def _grace_of(self, given: float | None, state: StateOption) -> float | None:
+        """Return the grace period; ``None`` for that of the delay."""
+        if given is not None:
+            return checked_amount("grace", given)
+        return None if self._options.overlaps and state is not False else math.inf
 
     def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
         common = (self._options, self._ranks, self._change)

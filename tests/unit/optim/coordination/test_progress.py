@@ -405,6 +405,8 @@ class TestRoundsInTheBackground:
         assert isinstance(decide(self.WAITS, seen, target=math.inf, least=3, hurries=True), WaitForPeers)
         alone = survey(self.WAITS, [self.COMPUTES])
         assert isinstance(decide(self.WAITS, alone, target=math.inf, least=1, hurries=True), WaitForPeers)
+        half = survey(self.WAITS, [self.WAITS, self.COMPUTES, self.COMPUTES])
+        assert isinstance(decide(self.WAITS, half, target=math.inf, least=2, hurries=True), WaitForPeers)
 
 
 class TestFollowing:

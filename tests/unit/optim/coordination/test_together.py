@@ -82,7 +82,7 @@ class Rounds:
 class Company:
     """One peer's coordination with others."""
 
-    def __init__(self, round_state: bytes | None = None, *, peers_to_start: int = 1) -> None:
+    def __init__(self, round_state: bytes | None = None, *, peers_to_start: int = 1, **options: Any) -> None:
         self.rounds = Rounds()
         self.rounds.round_state = round_state
         self.together = RoundCoordinator(
@@ -91,6 +91,7 @@ class Company:
             target=float("inf"),
             peers_to_start=peers_to_start,
             sync_timeout=5.0,
+            **options,
         )
         self._sequence = 0
 
@@ -313,6 +314,32 @@ def test_a_running_search_ends_when_a_peer_is_gone(company: Company) -> None:
     del company.rounds.word.entries["b"]
     company.together.average()
     assert company.rounds.stopped == ["a peer is no longer waited for"]
+
+
+@pytest.mark.parametrize(("batch", "grace"), [(0.1, MIN_ABSENCE_SECONDS), (5.0, 15.0), (20.0, 60.0)])
+def test_a_late_peer_is_waited_for_as_long_as_the_average_is_not_needed(
+    monkeypatch: pytest.MonkeyPatch, batch: float, grace: float
+) -> None:
+    """With a delay of three batches: a busy peer, whose batches are long, has patience with other busy ones."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    company = Company(overlaps=True, grace=None, late_batches=3)
+    for peer in ("a", "b"):
+        company.says(peer)
+    company.took("a", "b")
+    for _ in range(5):
+        now[0] += batch
+        company.together.computed(1.0)
+    company.together.run.publish(1.0, waiting=True)
+    company.says("a")
+    company.says("b", waiting=False)
+    company.rounds.is_looking = True
+    company.rounds.results = [InProgress(reason="looking", ready_peers=2, target_size=3)] * 3
+    company.together.begin_round(3)
+    for after, stopped in ((grace - 0.1, []), (0.2, ["1 of 3 peers still compute after the grace period"])):
+        now[0] += after
+        company.together.look_on()
+        assert company.rounds.stopped == stopped
 
 
 def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: Company) -> None:

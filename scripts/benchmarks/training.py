@@ -4,6 +4,7 @@ scripts/bench training synchronous     four peers with AveragedOptimizer against
 scripts/bench training table           bytes against loss: DiLoCo and every step, by codec
 scripts/bench training bits            bits a parameter against loss, by codec of local updates, and in small groups
 scripts/bench training rates           outer rates by hand beside lr="auto", at three intervals
+scripts/bench training adapter         bytes on the wire of a LoRA adapter in 200 tensors
 scripts/bench training feedback        peers with error feedback that are killed and come back, against a calm run
 scripts/bench training mixing          NoLoCo and gossip between pairs beside DiLoCo
 scripts/bench training churn           eight peers, of which one is killed and another joins, again and again
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from scripts.benchmarks import training_bits, training_feedback, training_mixing
+from scripts.benchmarks import training_adapter, training_bits, training_feedback, training_mixing
 from scripts.benchmarks.training_work import in_one_process
 
 WORK = "scripts.benchmarks.training_work:"
@@ -42,7 +43,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "what", choices=["synchronous", "table", "bits", "rates", "feedback", "mixing", "churn"]
+        "what", choices=["synchronous", "table", "bits", "rates", "adapter", "feedback", "mixing", "churn"]
     )
     parser.add_argument("--peers", type=int, help="4, and 8 for churn and mixing, if not given")
     parser.add_argument(
@@ -68,6 +69,7 @@ def main() -> int:
         "table": table,
         "bits": bits,
         "rates": rates,
+        "adapter": adapter,
         "feedback": feedback,
         "mixing": mixing,
         "churn": churn,
@@ -192,6 +194,12 @@ def bits(given: argparse.Namespace) -> int:
 def rates(given: argparse.Namespace) -> int:
     """Compare the losses of local updates with fixed outer rates and with the default."""
     show(*training_bits.table(training_bits.RATES, given, with_bits=False))
+    return 0
+
+
+def adapter(given: argparse.Namespace) -> int:
+    """Compare the bytes of a LoRA adapter with those of its codec."""
+    show(*training_adapter.adapter(given))
     return 0
 
 

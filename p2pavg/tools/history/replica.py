@@ -159,7 +159,7 @@ class Replica:
     def _step(self, gradients: list[torch.Tensor]) -> None:
         if self._anchor is not None:
             fragment = self.lineage.epoch % self._anchor.fragments
-            self._anchor.step(fragment, gradients, lambda _, optimizer: optimizer.step(), lambda _: 0.0)
+            self._anchor.step(fragment, gradients, lambda _, optimizer: optimizer.step(), total_norm)
             return
         if self._max_grad_norm is not None:
             clip(gradients, self._max_grad_norm, total_norm(gradients))

@@ -322,6 +322,7 @@ def average_part(
     check: NormCheck | None = None,
     floats: Callable[[int], torch.Tensor] = fresh_floats,
     payload: memoryview | None = None,
+    left_out: torch.Tensor | None = None,
 ) -> memoryview:
     """Combine one part's contributions, encode the result once, and decode it from there into ``out``.
 
@@ -338,6 +339,7 @@ def average_part(
         check: is given what other members sent, before their factors are applied.
         floats: returns memory for so many numbers, float32 on the CPU, of arbitrary content.
         payload: where the encoded part goes, of its length; allocated when missing.
+        left_out: where what the encoding of the result loses goes, float32 of the part's length.
 
     Returns:
         The encoded part: ``payload``, or with a codec that changes nothing the bytes of ``out``.
@@ -357,6 +359,8 @@ def average_part(
     except CodecError:
         encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE), payload)
     codec.decode(encoded, out.numel(), out=out)
+    if left_out is not None:
+        torch.sub(accumulator, out, out=left_out)
     return encoded
 
 

@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 
 import torch
 from blake3 import blake3
@@ -59,12 +60,18 @@ class Combiner:
         # A robust rule decodes all contributions to a part: those of one part at a time, however many are complete.
         self._one_at_a_time = threading.Lock() if aggregation.robust else nullcontext()
 
-    def combine(self, values: Mapping[str, torch.Tensor | Buffer], out: torch.Tensor) -> memoryview:
+    def combine(
+        self,
+        values: Mapping[str, torch.Tensor | Buffer],
+        out: torch.Tensor,
+        left_out: torch.Tensor | None = None,
+    ) -> memoryview:
         """Combine all contributions to a part.
 
         Args:
             values: the part of each contributor, by peer id: float32, or what the codec made of it.
             out: where the result goes, float32 of the part's length, on the CPU.
+            left_out: where what its encoding loses goes, likewise.
 
         Returns:
             The encoded part; with a codec that changes nothing, the bytes of ``out``.
@@ -86,6 +93,7 @@ class Combiner:
                 check=self._norm_check,
                 floats=self._buffers.floats,
                 payload=self._room(out.numel()),
+                left_out=left_out,
             )
 
     def _room(self, elements: int) -> memoryview | None:
@@ -133,6 +141,12 @@ class AttemptData:
         self._buffers = buffers
         self._on_ready = on_ready
         self._averages = Averages(ledger, codec, buffers)
+        own = ledger.parts[ledger.me]
+        # Of a sparse codec every member sees in the average what is left out.
+        counts = vector is not None and codec.needs_feedback and not codec.is_sparse
+        self.left_out = torch.zeros(sum(part.elements for part in own), device="cpu") if counts else None
+        """What the averages of this member's share have lost when they were encoded, float32; range after range."""
+        self._left_at = list(accumulate((part.elements for part in own), initial=0))
         self._inputs = Inputs(len(ledger.tasks), keeps=self._audited)
         # Tasks before ``first_own`` are those of a relay. Their results go on to reducers, and are no averages.
         self._sums: list[Buffer] = [b""] * ledger.first_own
@@ -158,7 +172,7 @@ class AttemptData:
 
     def let_go(self) -> None:
         """Release everything that has the size of a vector. Call it only when nothing uses it any more."""
-        self._vector = None
+        self._vector = self.left_out = None
         self._averages.let_go()
         self._inputs.let_go()
         self._sums.clear()
@@ -300,7 +314,10 @@ class AttemptData:
             encoded, digest = self._site_combiner.combine(values, room), b""
             self._sums[index] = encoded
         else:
-            encoded = self._combiner.combine(values, self._averages.values_of(part))
+            left = None
+            if self.left_out is not None:
+                left = self.left_out[self._left_at[place] : self._left_at[place + 1]]
+            encoded = self._combiner.combine(values, self._averages.values_of(part), left)
             digest = blake3(encoded).digest()
         with self.changed:
             if place >= 0:

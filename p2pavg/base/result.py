@@ -165,6 +165,10 @@ class Success:
     had delivered everything."""
     drawn: tuple[DrawnContribution, ...] = ()
     """Contributions of other members that this peer was drawn to compute again; see :attr:`AveragingConfig.recheck`."""
+    left_out: torch.Tensor | None = None
+    """The weighted mean minus ``averaged``, for the elements of :attr:`share` and then of :attr:`taken_over`: float32,
+    flat, on the CPU. That is what the encoding of the average lost, which this peer alone knows. ``None`` with codecs
+    that do without error feedback, and with sparse ones."""
     certificate: bytes = b""
     """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
     :func:`p2pavg.verify_certificate` checks it anywhere. Empty for an update that a peer took alone."""

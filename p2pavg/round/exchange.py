@@ -202,6 +202,8 @@ class ExchangeOutcome:
     """Trio's clock when this member held the whole result; ``None`` if it never did."""
     drawn: tuple[DrawnContribution, ...] = ()
     """Contributions of others that this member was drawn to compute again."""
+    left_out: torch.Tensor | None = None
+    """See :attr:`p2pavg.Success.left_out`."""
 
 
 class Exchange:
@@ -553,17 +555,23 @@ class Exchange:
             encoded=None if committed is None else self._attempt.values.as_encoded(),
             streamed=frozenset(self._attempt.streamed),
             drawn=self._drawn(self._attempt, committed),
+            left_out=self._attempt.values.left_out if self._reduced(self._attempt, committed) else None,
         )
+
+    @staticmethod
+    def _reduced(attempt: Attempt, committed: ResultCommit | None) -> bool:
+        """Return whether this member has reduced a share of the attempt that was committed."""
+        if committed is None or committed.attempt != attempt.number:
+            return False
+        return bool(attempt.plan.own_parts) and attempt.ledger.own_is_averaged
 
     def _drawn(self, attempt: Attempt, committed: ResultCommit | None) -> tuple[DrawnContribution, ...]:
         """Copy the contributions that this member was drawn to compute again: what it holds of them goes now."""
         context = self._context
-        if not context.recheck or committed is None or committed.attempt != attempt.number:
+        if not context.recheck or committed is None or not self._reduced(attempt, committed):
             return ()
         me = context.transport.peer_id
         own = attempt.plan.own_parts
-        if not own or not attempt.ledger.own_is_averaged:
-            return ()
         statement = Statement(self._roster.group_id, committed.attempt, committed.members, committed.digest)
         # The signature of its vote again: Ed25519 gives the same bytes for the same message (RFC 8032, section 5.1.6).
         ticket = context.signer.sign(statement.signed_bytes())

@@ -345,4 +345,5 @@ def _success(
         lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
         certificate=outcome.certificate,
         drawn=outcome.drawn,
+        left_out=outcome.left_out,
     )

@@ -290,11 +290,13 @@ class Average:
 
     members: Sequence[Worker]
     gradients: Sequence[torch.Tensor]
+    reduced: Reduced
 
     def taken(self, fragment: int) -> None:
         """Let each member take its outer step."""
-        for worker, gradient in zip(self.members, self.gradients, strict=True):
-            worker.take(fragment, gradient)
+        for number, (worker, gradient) in enumerate(zip(self.members, self.gradients, strict=True)):
+            first, last = self.reduced.shares[number]
+            worker.take(fragment, gradient, (first, last), self.reduced.left_out[first:last])
 
 
 def average_of(row: Row, group: Sequence[Worker], fragment: int) -> Average:
@@ -302,20 +304,42 @@ def average_of(row: Row, group: Sequence[Worker], fragment: int) -> Average:
     codec = resolve_codec(row.codec)
     pseudo = [worker.contribute(fragment) for worker in group]
     if row.group_size is None:
-        return Average(group, [combined(codec, pseudo)] * len(group))
+        reduced = reduced_by(codec, pseudo)
+        return Average(group, [reduced.averaged] * len(group), reduced)
     anchors = [torch.cat([tensor.reshape(-1) for tensor in worker.anchor.tensors]) for worker in group]
-    point = combined(codec, [anchor - away for anchor, away in zip(anchors, pseudo, strict=True)])
-    return Average(group, [anchor - point for anchor in anchors])
+    reduced = reduced_by(codec, [anchor - away for anchor, away in zip(anchors, pseudo, strict=True)])
+    return Average(group, [anchor - reduced.averaged for anchor in anchors], reduced)
 
 
-def combined(codec: Codec, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the average of vectors as a round gives it: each is encoded, and so is the average."""
-    contributions = [
-        PartContribution(str(index), 1.0, codec.encode(vector)) for index, vector in enumerate(vectors)
-    ]
-    averaged = torch.empty(vectors[0].numel())
-    average_part(codec, contributions, float(len(vectors)), averaged)
-    return averaged
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The average of vectors as a round gives it, in shares that the members reduce."""
+
+    averaged: torch.Tensor
+    shares: Sequence[tuple[int, int]]
+    left_out: torch.Tensor
+    """What the averages lack, times the number of members."""
+
+
+def reduced_by(codec: Codec, vectors: Sequence[torch.Tensor]) -> Reduced:
+    """Average vectors: what goes to another member is encoded, and so are the averages."""
+    count, elements = len(vectors), vectors[0].numel()
+    size = -(-elements // (count * codec.granularity)) * codec.granularity
+    shares = [(min(size * index, elements), min(size * (index + 1), elements)) for index in range(count)]
+    averaged, left_out = torch.empty(elements), torch.zeros(elements)
+    for reducer, (first, last) in enumerate(shares):
+        contributions = [
+            PartContribution(
+                str(index),
+                1.0,
+                vector[first:last]
+                if index == reducer and not codec.is_sparse
+                else codec.encode(vector[first:last].contiguous()),
+            )
+            for index, vector in enumerate(vectors)
+        ]
+        average_part(codec, contributions, float(count), averaged[first:last], left_out=left_out[first:last])
+    return Reduced(averaged, shares, left_out.mul_(count))
 
 
 class Worker:
@@ -355,11 +379,15 @@ class Worker:
         feedback = self._feedback[fragment]
         return pseudo if feedback is None else feedback.compensate([pseudo])[0]
 
-    def take(self, fragment: int, averaged: torch.Tensor) -> None:
+    def take(
+        self, fragment: int, averaged: torch.Tensor, share: tuple[int, int], left_out: torch.Tensor
+    ) -> None:
         """Take the outer step of a fragment, and keep the inner steps since the contribution."""
         feedback = self._feedback[fragment]
         if feedback is not None:
-            feedback.delivered(0, 0, averaged=[averaged])
+            codec = feedback.codec
+            counts = codec.needs_feedback and not codec.is_sparse
+            feedback.delivered(*share, averaged=[averaged], left_out=left_out if counts else None)
         later = self.anchor.since(fragment, self._sent)
         like = self.anchor.like
         cut = torch.split(averaged.clone(), [tensor.numel() for tensor in like])

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.optim import ErrorFeedback
 from p2pavg_compression import Codec, Int4, Ternary, TopK
 
@@ -68,6 +69,57 @@ def test_the_error_of_a_codec_with_feedback_is_shorter_than_the_vector(
         decoded = codec.decode(codec.encode(vector), ELEMENTS)
         error, length = (vector - decoded).norm(), vector.norm()
         assert error <= 0.99 * length or length == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    given_=st.lists(vectors().filter(lambda drawn: len(drawn) >= 3), min_size=1, max_size=8),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=3, max_size=3),
+    turn=st.booleans(),
+)
+def test_what_the_encoding_of_an_average_loses_comes_with_a_later_one(
+    given_: list[list[torch.Tensor]], weights: list[float], turn: bool
+) -> None:
+    """Three members, each of which reduces a third of the vector; in turn another one, or always the same."""
+    codec, total = Ternary(block_size=64), sum(weights)
+    feedbacks = [ErrorFeedback(codec) for _ in weights]
+    thirds, sent, wanted = [(0, 64), (64, 192), (192, 300)], torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    for number, drawn in enumerate(given_):
+        values = [
+            feedback.compensate([vector])[0] for feedback, vector in zip(feedbacks, drawn, strict=False)
+        ]
+        wanted += sum(w / total * vector for w, vector in zip(weights, drawn, strict=False))
+        for member, feedback in enumerate(feedbacks):
+            first, last = thirds[(member + number * turn) % 3]
+            parts = [
+                PartContribution(
+                    str(index),
+                    weight,
+                    each[first:last] if index == member else codec.encode(each[first:last].clone()),
+                )
+                for index, (weight, each) in enumerate(zip(weights, values, strict=True))
+            ]
+            left_out = torch.empty(last - first)
+            average_part(codec, parts, total, sent_part := torch.empty(last - first), left_out=left_out)
+            sent[first:last] += sent_part
+            feedback.delivered(first, last, left_out=left_out * (total / weights[member]))
+    residuals = [feedback.state_dict()["residual"] for feedback in feedbacks]
+    left = sum(
+        (w / total * residual for w, residual in zip(weights, residuals, strict=True) if residual is not None)
+    )
+    largest = max(float(torch.stack(drawn).abs().max()) for drawn in given_)
+    torch.testing.assert_close(sent + left, wanted, rtol=0, atol=largest * 1e-4 + 1e-9)
+
+
+def test_what_an_average_lacks_has_to_be_as_long_as_the_share() -> None:
+    feedback = ErrorFeedback(Ternary())
+    feedback.compensate([torch.ones(ELEMENTS)])
+    with pytest.raises(ValueError, match=r"left_out has the shape \(3,\), and the share 4 elements"):
+        feedback.delivered(0, 4, left_out=torch.zeros(3))
+    feedback.delivered(0, 2, (4, 6), left_out=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    residual = feedback.state_dict()["residual"]
+    assert residual is not None
+    assert residual[:6].tolist() == [1.0, 2.0, 0.0, 0.0, 3.0, 4.0]
 
 
 def test_the_residual_of_a_steady_contribution_stays_bounded() -> None:

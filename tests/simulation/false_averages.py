@@ -37,8 +37,13 @@ def lie(monkeypatch: pytest.MonkeyPatch, liar: int, falsify: Falsify = nudge) ->
         init(self, **arguments)
         self._combiner.lies = self._ledger.me == name(liar)  # type: ignore[attr-defined]
 
-    def false(self: Combiner, given: Mapping[str, torch.Tensor | Buffer], out: torch.Tensor) -> memoryview:
-        encoded = combine(self, given, out)
+    def false(
+        self: Combiner,
+        given: Mapping[str, torch.Tensor | Buffer],
+        out: torch.Tensor,
+        left_out: torch.Tensor | None = None,
+    ) -> memoryview:
+        encoded = combine(self, given, out, left_out)
         if not self.lies:  # type: ignore[attr-defined]
             return encoded
         falsify(out)

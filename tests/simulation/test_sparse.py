@@ -12,7 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.peer.auxiliary import assist
 from p2pavg.testing import MemoryNetwork, simulated_peers
-from p2pavg_compression import TopK
+from p2pavg_compression import Ternary, TopK
 from tests.simulation.false_averages import Rounds, lie
 from tests.simulation.liars import name
 from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
@@ -54,6 +54,41 @@ async def test_members_have_the_largest_values_of_the_sum(
     assert torch.equal(tensors_of(found[0])[0], wanted)
     assert wanted.count_nonzero() <= 8 * -(-ELEMENTS // 64)
     assert min(result.compression_ratio for result in found) > 8
+
+
+@pytest.mark.parametrize("robust", [None, p2pavg.Median()], ids=str)
+async def test_a_reducer_knows_what_the_averages_of_its_share_lack(
+    autojump_clock: MockClock, robust: p2pavg.Median | None
+) -> None:
+    """Not so with a fine codec, which needs no feedback."""
+    codec = Ternary(block_size=64)
+    for compression in (codec, "int8"):
+        swarm, how = Swarm(), config(group_size=3, compression=compression, robust=robust)
+        async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers):
+                tensors = [values(index, ELEMENTS)]
+                nursery.start_soon(
+                    partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors)
+                )
+        for index, result in enumerate(swarm.successes()):
+            if compression != codec:
+                assert result.left_out is None
+                continue
+            start, stop = result.share
+            rows = [values(other, ELEMENTS)[start:stop] for other in range(3)]
+            seen = [
+                row if other == index else codec.decode(codec.encode(row), stop - start)
+                for other, row in enumerate(rows)
+            ]
+            shares = [result.weights[name(other)] / result.total_weight for other in range(3)]
+            mean = sum(
+                (share * row for share, row in zip(shares, seen, strict=True)), torch.zeros(stop - start)
+            )
+            exact = mean if robust is None else torch.stack(seen).median(0).values
+            assert result.left_out is not None
+            found = tensors_of(result)[0][start:stop] + result.left_out
+            torch.testing.assert_close(found, exact, rtol=0, atol=1e-5)
+            assert float(result.left_out.norm()) > 0.1 * float(exact.norm())
 
 
 async def test_an_auxiliary_reduces_sparse_values(autojump_clock: MockClock) -> None:

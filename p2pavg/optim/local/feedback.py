@@ -57,9 +57,14 @@ class ErrorFeedback:
     The residual is then most of what training has learned since long ago. A beta below 1 forgets what has waited for
     too long; it takes the place of the outer optimizer's momentum.
 
-    Two errors are not compensated: that of the second encoding of a round, when each reducer encodes its share of the
-    average; and that of a mean of several contributions, if more than one is accumulated for a round. An fp16 element
-    beyond 65504 leaves a residual that only smaller ones use up.
+    **The second encoding.** Each reducer encodes its share of the average, too. What that loses, the reducer alone
+    knows. With a codec such as :class:`~p2pavg_compression.Ternary` it adds it to its own residual, times the whole
+    weight of the round over its own, so that the next average makes up for it. (Tang et al. 2019, "DoubleSqueeze",
+    arXiv 1905.05957, algorithm 1, where a server keeps it.)
+
+    Two errors are not compensated: that of the second encoding with finer codecs, such as ``int8``; and that of a mean
+    of several contributions, if more than one is accumulated for a round. An fp16 element beyond 65504 leaves a
+    residual that only smaller ones use up.
 
     It keeps one float32 vector, and a second one from :meth:`compensate` to :meth:`delivered`. Both are on the tensors'
     device, or on the CPU if the tensors are on several devices. It is not thread-safe.
@@ -136,6 +141,7 @@ class ErrorFeedback:
         stop: int,
         *further: tuple[int, int],
         averaged: Sequence[torch.Tensor] | None = None,
+        left_out: torch.Tensor | None = None,
     ) -> None:
         """Note that the tensors from :meth:`compensate` are averaged; the codec's error becomes the residual.
 
@@ -143,11 +149,14 @@ class ErrorFeedback:
             start, stop: this peer's own share of the flat vector, :attr:`p2pavg.Success.share`, which was not encoded.
             further: further ranges that it reduced, :attr:`p2pavg.Success.taken_over`.
             averaged: the average of the tensors, :attr:`p2pavg.Success.averaged`; needed with a sparse codec.
+            left_out: what the average lacks in these ranges, :attr:`p2pavg.Success.left_out`, times the whole weight
+                of the round over this peer's.
 
         Raises:
             RuntimeError: no contribution is pending.
-            ValueError: ``start`` and ``stop``, or one of ``further``, are not a range of the vector; or the codec is
-                sparse, and ``averaged`` is missing or has other shapes than the tensors.
+            ValueError: ``start`` and ``stop``, or one of ``further``, are not a range of the vector; ``left_out`` is
+                not as long as they are together; or the codec is sparse, and ``averaged`` is missing or has other
+                shapes than the tensors.
         """
         if self._pending is None:
             raise RuntimeError("nothing was compensated since the last delivery")
@@ -156,6 +165,11 @@ class ErrorFeedback:
         for first, last in own:
             if not 0 <= first <= last <= total.numel():
                 raise ValueError(f"a share from {first} to {last} of a vector of {total.numel()} elements")
+        sizes = [last - first for first, last in own]
+        if left_out is not None and left_out.shape != (sum(sizes),):
+            raise ValueError(
+                f"left_out has the shape {tuple(left_out.shape)}, and the share {sum(sizes)} elements"
+            )
         # As it was rounded to the tensors' dtype: the error of that stays in the residual, too.
         sent = torch.cat([tensor.reshape(-1).to(total) for tensor in returned])
         if self._codec.is_sparse:
@@ -167,6 +181,9 @@ class ErrorFeedback:
                 taken[first:last] = sent[first:last]
         # In place: the vector becomes the residual, and takes no memory of its own.
         self._residual, self._pending = total.sub_(taken), None
+        if left_out is not None:
+            for (first, last), left in zip(own, torch.split(left_out, sizes), strict=True):
+                self._residual[first:last] += left.to(self._residual.device)
 
     def found_out(self, averaged: Sequence[torch.Tensor]) -> None:
         """Note later that the pending contribution, if there is one, was in this average.

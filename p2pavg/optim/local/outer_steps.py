@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from p2pavg.allreduce.vector.metrics import MetricMeans
+from p2pavg.base.limits import MAX_GROUP_SIZE
 from p2pavg.base.result import Failed, RoundResult, Success
 from p2pavg.optim.base.model import ModelParts
 from p2pavg.optim.local.anchor import Anchor, Change
@@ -198,7 +199,7 @@ class OuterSteps:
         contributed, mixed = me in success.peers, self._options.alpha
         later = [] if contributed and mixed is not None else self._later(fragment, contributed=contributed)
         if contributed and self._feedback:  # before the outer optimizer, which may change the average
-            self._delivered(fragment, success, averaged, replayed=replayed)
+            self._delivered(fragment, success, averaged, me, replayed=replayed)
         norm = self._step(fragment, averaged)
         if contributed and mixed is not None:
             self.anchor.mix(fragment, mixed)
@@ -229,14 +230,17 @@ class OuterSteps:
         return self.anchor.step(fragment, settled, self._change, self._ranks.norm)
 
     def _delivered(
-        self, fragment: int, success: Success, averaged: list[torch.Tensor], *, replayed: bool
+        self, fragment: int, success: Success, averaged: list[torch.Tensor], me: str, *, replayed: bool
     ) -> None:
         feedback = self._feedback[fragment]
         average = averaged[: len(averaged) - len(self._parts.averaged)]
         if replayed:  # this peer contributed, and was cut off before it had the result
             feedback.found_out(average)
         else:
-            feedback.delivered(*success.share, *success.taken_over, averaged=average)
+            left_out, factor = success.left_out, success.total_weight / success.weights[me]
+            # A peer with a hundredth of the weight would have to contribute a hundred times what the average lacks.
+            lacks = None if left_out is None or factor > MAX_GROUP_SIZE else left_out * factor
+            feedback.delivered(*success.share, *success.taken_over, averaged=average, left_out=lacks)
 
     def _count(self, fragment: int, *, contributed: bool) -> None:
         """Count the samples that are in an average no more."""

@@ -23,7 +23,7 @@ from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.ddp import _FAILED, _OK, _Speaker, peer_gradients
 from tests.integration.optim import ddp_work
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
-from tests.integration.optim.test_recipes import Nesterov, load
+from tests.integration.optim.test_recipes import Auto, load
 from tests.unit.optim.fakes import Alone
 
 STEPS = 6
@@ -178,7 +178,7 @@ def test_diloco_of_sharded_ranks_matches_one_process(tmp_path: Path) -> None:
     models = [small_model() for _ in range(2)]
     inners = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     batches = [Batches(rank, ddp_work.BATCH) for rank in range(4)]
-    anchor, outer, norms = vector_of(models[0]).double(), Nesterov(0.7, 0.9), []
+    anchor, outer, norms = vector_of(models[0]).double(), Auto(0.7, 0.9), []
     for step in range(STEPS):
         for peer, (model, inner) in enumerate(zip(models, inners, strict=True)):
             inner.zero_grad()

@@ -212,6 +212,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("clipped", "tuple[str, ...]", ()),
             ("lost", "Mapping[str, str]", {}),
             ("drawn", "tuple[DrawnContribution, ...]", ()),
+            ("left_out", "torch.Tensor | None", None),
             ("certificate", "bytes", b""),
         ],
     ),

@@ -147,8 +147,8 @@ def _nudge(average: torch.Tensor) -> None:
 def _let_lie(values: AttemptData, codec: Codec, falsify: Falsify) -> None:
     combine = values._combiner.combine
 
-    def false(given: Any, out: torch.Tensor) -> memoryview:
-        encoded = combine(given, out)
+    def false(given: Any, out: torch.Tensor, left_out: torch.Tensor | None = None) -> memoryview:
+        encoded = combine(given, out, left_out)
         falsify(out)
         if not codec.is_identity:
             encoded = memoryview(codec.encode(out))

@@ -144,7 +144,8 @@ class AttemptData:
         own = ledger.parts[ledger.me]
         # Of a sparse codec every member sees in the average what is left out.
         counts = vector is not None and codec.needs_feedback and not codec.is_sparse
-        self.left_out = torch.zeros(sum(part.elements for part in own), device="cpu") if counts else None
+        elements = sum(part.elements for part in own)
+        self.left_out = torch.zeros(elements, dtype=torch.float32, device="cpu") if counts else None
         """What the averages of this member's share have lost when they were encoded, float32; range after range."""
         self._left_at = list(accumulate((part.elements for part in own), initial=0))
         self._inputs = Inputs(len(ledger.tasks), keeps=self._audited)

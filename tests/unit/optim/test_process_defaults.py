@@ -27,7 +27,7 @@ FACTORIES = frozenset(
     | {"normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
 )
 """Functions of torch whose results have the default dtype or are on the default device."""
-CODECS = ("fp32", "fp16", "bf16", "blockwise8", "int8", "topk:64:4:2")
+CODECS = ("fp32", "fp16", "bf16", "blockwise8", "int8", "ternary:64", "topk:64:4:2")
 DEFAULTS = ((torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float16, "meta"))
 
 

@@ -111,7 +111,8 @@ class AutoSGD(Optimizer):
 
     def _step(self, parameters: list[torch.Tensor], lr: float, momentum: float) -> None:
         gradients = [_dense(self, parameter) for parameter in parameters]
-        stride = -(-sum(gradient.numel() for gradient in gradients) // SAMPLE)
+        # A rank may hold empty shards only.
+        stride = max(-(-sum(gradient.numel() for gradient in gradients) // SAMPLE), 1)
         sample = [gradient.reshape(-1)[::stride].clone() for gradient in gradients]
         kept, correlation = 1.0, 0.0
         if self.state[parameters[0]]:
@@ -157,6 +158,7 @@ def mean_correlation(mean: float, length: float, before: float, both: float) -> 
         return mean
     # |g + g'|^2 = |g|^2 + 2 <g, g'> + |g'|^2, so norms, which ranks can add up, tell the product.
     product = (both * both - length * length - before * before) / 2
+    mean = mean if abs(mean) <= 1 else 0.0  # of another peer's state, which may hold anything
     return (1 - RECENT) * mean + RECENT * _rounded(product / (length * before))
 
 

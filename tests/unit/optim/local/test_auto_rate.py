@@ -178,6 +178,20 @@ def test_options_are_checked(options: dict[str, float], message: str) -> None:
         AutoSGD(parameters(), **options)
 
 
+def test_empty_shards_have_a_step_too() -> None:
+    optimizer = AutoSGD([torch.nn.Parameter(torch.zeros(0))])
+    assert [step(optimizer, [torch.zeros(0)]) for _ in range(2)] == [0.7, 0.7]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -7.0])
+def test_a_correlation_that_is_none_counts_as_zero(wrong: float) -> None:
+    optimizer, steady = AutoSGD(parameters()), averages(1)
+    step(optimizer, steady)
+    for state in optimizer.state.values():
+        state["correlation"].fill_(wrong)
+    assert step(optimizer, steady) == pytest.approx(0.7 * (1 - 0.9 * 0.2))
+
+
 def test_the_mean_of_correlations_follows_from_lengths_alone() -> None:
     assert mean_correlation(0.0, 3.0, 4.0, 5.0) == 0.0  # at right angles
     assert mean_correlation(0.5, 1.0, 2.0, 3.0) == pytest.approx(0.8 * 0.5 + 0.2)

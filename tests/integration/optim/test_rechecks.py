@@ -43,6 +43,8 @@ def train(averager: Averager, updates: int, *, cheats: bool, stop: threading.Eve
         return [torch.stack(each).mean(0) for each in zip(*batches, strict=True)]
 
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    # With the run's states: one honest peer may find the cheat an update before the other, which then meets the cheat
+    # once more, and the first one has to follow.
     optimizer = AveragedOptimizer(
         inner,
         averager,
@@ -50,7 +52,6 @@ def train(averager: Averager, updates: int, *, cheats: bool, stop: threading.Eve
         recompute=recompute,
         peers_to_start=PEERS,
         sync_timeout=20.0,
-        state=False,
     )
     found: list[Recheck] = []
     place = (-1, 0)  # of the last batch: the updates before, and its number since

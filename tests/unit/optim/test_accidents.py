@@ -264,8 +264,14 @@ class TestMemory:
     ELEMENTS = 30_011
 
     @pytest.mark.long
-    def test_diloco_holds_two_vectors_beside_the_parameters_and_the_averagers(self) -> None:
-        """The vectors are the anchor and the momentum; the contribution is kept neither during a round nor after it."""
+    def test_diloco_holds_two_vectors_beside_the_parameters_and_the_averagers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The vectors are the anchor and the momentum; the contribution is kept neither during a round nor after it.
+
+        Of the last average a sample is kept, of 2**20 values at most: of fewer here, so that it is not a vector.
+        """
+        monkeypatch.setattr("p2pavg.optim.local.outer.SAMPLE", 8)
         weights = parameter(*[0.0] * self.ELEMENTS)
         averager = Alone(compression=None)
         optimizer = diloco(SGD([weights], lr=0.1), cast(Averager, averager), sync_every=1, peers_to_start=2)

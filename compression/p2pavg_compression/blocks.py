@@ -4,8 +4,7 @@ Legend: n elements, B elements in a block, R = ceil(n / B) blocks.
 
 A payload is R scales (float32), zeros up to a multiple of 64 bytes, and the codes: one byte each, or several in a byte
 if a subclass packs them. A short last block has a scale like any other. Scales come first, so that they are checked
-before any code is read.
-If the payload begins at a cache line, so do the codes.
+before any code is read. If the payload begins at a cache line, so do the codes.
 """
 
 import abc

@@ -92,9 +92,8 @@ class Int4(FourBitCodec):
         return scales, torch.mul(rows, inverses, out=work).round_().add_(self.zero_code).to(torch.uint8)
 
     def _validate_codes(self, codes: torch.Tensor, elements: int) -> None:
-        FourBitCodec._validate_codes(
-            self, codes, elements
-        )  # a class with slots is made anew, so super() fails
+        # Not super(): a dataclass with slots is made anew, and the word then means the class before.
+        FourBitCodec._validate_codes(self, codes, elements)
         # A byte below 16 has the code 0 in its upper half.
         if codes.amin().item() < 16 or codes.bitwise_and(0xF).amin().item() == 0:
             raise CodecError(f"{self.name} payload contains the code -8, which is not in use")

@@ -216,7 +216,7 @@ def encode_ternary(
                 kept += 1
             else:
                 magnitudes[index] = _ZERO
-        scale = min(_sum_of(magnitudes, halves) * reciprocals[kept], np.uint32(top).view(np.float32))
+        scale = _sum_of(magnitudes, halves) * reciprocals[kept]
         if scale < _SMALLEST_NORMAL:
             scale = _ZERO
             magnitudes[:] = _ZERO
@@ -247,6 +247,15 @@ def _sum_of(row: Floats, halves: Floats) -> np.float32:
     return np.float32(halves[0])
 
 
+@register_jitable  # type: ignore[untyped-decorator]
+def _next_level(left: Codes, index: int) -> np.float32:
+    """Take the lowest digit from one of the bytes `left`, and return its level."""
+    rest = np.uint8(left[index] // _THREE)
+    code = np.uint8(left[index] - np.uint8(rest * _THREE))
+    left[index] = rest
+    return np.float32(np.float32(code) - _ONE)
+
+
 def decode_ternary(scales: Floats, codes: Codes, block: int, out: Floats) -> None:
     """Decode packed `codes` into `out` (n,)."""
     for row in range(scales.size):
@@ -259,10 +268,7 @@ def decode_ternary(scales: Floats, codes: Codes, block: int, out: Floats) -> Non
         for digit in range(_DIGITS):
             some = target[digit * width : (digit + 1) * width]
             for index in range(some.size):
-                rest = np.uint8(left[index] // _THREE)
-                code = np.uint8(left[index] - np.uint8(rest * _THREE))
-                left[index] = rest
-                some[index] = (np.float32(code) - _ONE) * scale
+                some[index] = _next_level(left, index) * scale
 
 
 def accumulate_ternary(
@@ -279,10 +285,7 @@ def accumulate_ternary(
         for digit in range(_DIGITS):
             some = target[digit * width : (digit + 1) * width]
             for index in range(some.size):
-                rest = np.uint8(left[index] // _THREE)
-                code = np.uint8(left[index] - np.uint8(rest * _THREE))
-                left[index] = rest
-                level = weight * (np.float32(code) - _ONE)
+                level = weight * _next_level(left, index)
                 if fuse:
                     some[index] = _fused(level, scale, some[index])
                 else:

@@ -68,13 +68,12 @@ class Ternary(BlockCodec):
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
         magnitudes = torch.abs(rows, out=work)
-        largest = magnitudes.amax(1)
-        check_encodable(largest, rows, start)
+        check_encodable(magnitudes.amax(1), rows, start)
         kept = magnitudes > _sum_of_rows(magnitudes).mul_(TERNARY_SHARE / self.block_size).view(-1, 1)
         sums = _sum_of_rows(magnitudes.mul_(kept))
-        means = sums.mul_(RECIPROCALS.to(rows.device).index_select(0, kept.sum(1)))
-        # The mean of equal numbers may be rounded up, beyond them and beyond MAX_MAGNITUDE.
-        scales = torch.minimum(means, largest)
+        # No mean exceeds MAX_MAGNITUDE: roundings keep the order of numbers, and the mean of that power of two alone is
+        # exact.
+        scales = sums.mul_(RECIPROCALS.to(rows.device).index_select(0, kept.sum(1)))
         if scales.amin().item() < SMALLEST_NORMAL:  # rare, and else these are two passes for nothing
             scales.masked_fill_(scales < SMALLEST_NORMAL, 0.0)
             kept.logical_and_(scales.view(-1, 1) > 0.0)

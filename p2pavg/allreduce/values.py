@@ -146,7 +146,7 @@ class AttemptData:
         counts = vector is not None and codec.needs_feedback and not codec.is_sparse
         elements = sum(part.elements for part in own)
         self.left_out = torch.zeros(elements, dtype=torch.float32, device="cpu") if counts else None
-        """What the averages of this member's share have lost when they were encoded, float32; range after range."""
+        """The loss of this member's averages by their encoding, float32; range after range."""
         self._left_at = list(accumulate((part.elements for part in own), initial=0))
         self._inputs = Inputs(len(ledger.tasks), keeps=self._audited)
         # Tasks before ``first_own`` are those of a relay. Their results go on to reducers, and are no averages.

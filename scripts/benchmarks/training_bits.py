@@ -238,7 +238,7 @@ def held_out(row: Row, peers: int, steps: int, first: int, task: Task, *, decay:
         loss = step_by_step(workers, steps, first, fractions)
         return Losses(loss, loss)
     every = row.every // row.fragments
-    running: tuple[int, int, list[Average]] | None = (
+    running: tuple[int, int, list[GroupAverage]] | None = (
         None  # the step that takes it, its fragment, the averages
     )
     for done in range(1, steps + 1):
@@ -285,7 +285,7 @@ def groups_of(workers: Sequence[Worker], size: int | None, seed: str) -> Iterato
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
+class GroupAverage:
     """The average of a group, and what each member takes of it."""
 
     members: Sequence[Worker]
@@ -299,16 +299,16 @@ class Average:
             worker.take(fragment, gradient, (first, last), self.reduced.left_out[first:last])
 
 
-def average_of(row: Row, group: Sequence[Worker], fragment: int) -> Average:
+def average_of(row: Row, group: Sequence[Worker], fragment: int) -> GroupAverage:
     """Average a group's pseudo-gradients, or their points if it mixes: then each has an anchor of its own."""
     codec = resolve_codec(row.codec)
     pseudo = [worker.contribute(fragment) for worker in group]
     if row.group_size is None:
         reduced = reduced_by(codec, pseudo)
-        return Average(group, [reduced.averaged] * len(group), reduced)
+        return GroupAverage(group, [reduced.averaged] * len(group), reduced)
     anchors = [torch.cat([tensor.reshape(-1) for tensor in worker.anchor.tensors]) for worker in group]
     reduced = reduced_by(codec, [anchor - away for anchor, away in zip(anchors, pseudo, strict=True)])
-    return Average(group, [anchor - reduced.averaged for anchor in anchors], reduced)
+    return GroupAverage(group, [anchor - reduced.averaged for anchor in anchors], reduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +318,7 @@ class Reduced:
     averaged: torch.Tensor
     shares: Sequence[tuple[int, int]]
     left_out: torch.Tensor
-    """What the averages lack, times the number of members."""
+    """The loss of the averages by their encoding, times the number of members."""
 
 
 def reduced_by(codec: Codec, vectors: Sequence[torch.Tensor]) -> Reduced:

@@ -166,9 +166,8 @@ class PeerOptimizer(TorchOptimizer):
         peers_to_start: int | None,
         min_peers: int | None,
         sync_timeout: float,
-        overlaps: bool = False,
+        delay: int = 0,
         grace: float | None = math.inf,
-        late_batches: int = 0,
     ) -> None:
         """Join the run, after the arguments are checked."""
         check_min_peers(min_peers, self._averager.config.min_group_size)
@@ -183,9 +182,8 @@ class PeerOptimizer(TorchOptimizer):
             sync_timeout=sync_timeout,
             # Peers of another recipe have another lineage, so they never share a group.
             recipe=self._recipe().digest,
-            overlaps=overlaps,
+            delay=delay,
             grace=grace,
-            late_batches=late_batches,
         )
         self._training = TrainingRun(
             self._together,

@@ -40,10 +40,9 @@ class RoundCoordinator:
             ``config.min_group_size`` if ``None``.
         pause_seconds: see :class:`RunView`.
         recipe: digest of this peer's recipe.
-        overlaps: true if each peer counts its own steps, and its rounds run in the background.
+        delay: batches for which the rounds of a peer that counts its own steps run in the background.
         grace: seconds that peers that are due wait for those that still compute; infinite for as long as these are
-            expected. ``None``: for ``late_batches``.
-        late_batches: the same as a number of this peer's batches, and :data:`MIN_ABSENCE_SECONDS` at least.
+            expected. ``None``: for the time of ``delay``, and :data:`MIN_ABSENCE_SECONDS` at least.
 
     Raises:
         ValueError: ``peers_to_start`` or ``sync_timeout`` is out of range.
@@ -62,9 +61,8 @@ class RoundCoordinator:
         min_peers: int | None = None,
         pause_seconds: float = MIN_ABSENCE_SECONDS,
         recipe: bytes = b"",
-        overlaps: bool = False,
+        delay: int = 0,
         grace: float | None = math.inf,
-        late_batches: int = 0,
     ) -> None:
         self.averager = averager
         smallest = averager.config.min_group_size
@@ -72,7 +70,7 @@ class RoundCoordinator:
         to_start = smallest if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
         self.patience = checked_amount("sync_timeout", sync_timeout)
         """Seconds that one call waits at most for other peers."""
-        self._grace, self._late_batches = grace, late_batches
+        self._delay, self._grace = delay, grace
         self._looks_since = math.inf
         """The time at which this peer began to look for the group of its background round."""
         self._stages: tuple[SearchStage, ...] | None = None
@@ -85,7 +83,7 @@ class RoundCoordinator:
             peers_to_start=to_start,
             least=self._least,
             pause_seconds=pause_seconds,
-            overlaps=overlaps,
+            overlaps=delay > 0,
         )
         self.on_look: Callable[[], None] = lambda: None
         """Called at least once a second while this peer waits."""
@@ -192,7 +190,7 @@ class RoundCoordinator:
             return self._grace
         # A busy peer has long batches, and so has patience with others. With short ones, a word on its way or a pause
         # of the machine is longer than all of them.
-        return max(self._late_batches * self.run.batch_seconds, MIN_ABSENCE_SECONDS)
+        return max(self._delay * self.run.batch_seconds, MIN_ABSENCE_SECONDS)
 
     def _hurry(self, began: float) -> None:
         """Leave out the peers that still compute if the grace period, which began at this time, is over."""

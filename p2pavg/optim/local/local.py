@@ -244,9 +244,8 @@ class LocalUpdates(PeerOptimizer):
             peers_to_start=peers_to_start,
             min_peers=min_peers,
             sync_timeout=sync_timeout,
-            overlaps=delay > 0,
+            delay=delay,
             grace=self._grace_of(grace, state),
-            late_batches=delay,
         )
         self._boundaries = Boundaries(self._options.interval)
         self._rates = self.learning_rates

@@ -41,7 +41,50 @@ RECENT = 0.2
 """Weight of the newest correlation in their mean: about the last five count. One alone is noise."""
 
 
-class AutoSGD(Optimizer):
+class _OuterOptimizer(Optimizer):
+    """The step of all parameter groups; a subclass takes that of one."""
+
+    @abstractmethod
+    def _take(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Step the parameters of a group that have a ``.grad``; there is at least one."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one outer step. Parameters without a ``.grad`` keep their values and their state.
+
+        Args:
+            closure: function that sets the ``.grad``; it is called first, with gradients enabled.
+
+        Returns:
+            The closure's return value, or ``None`` without a closure.
+
+        Raises:
+            RuntimeError: a gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in given:
+                if parameter.grad.is_sparse or parameter.grad.is_complex():
+                    kind = "a sparse" if parameter.grad.is_sparse else "a complex"
+                    raise RuntimeError(
+                        f"{type(self).__name__} needs dense and real gradients, got {kind} one"
+                    )
+            if given:
+                self._take(given, group)
+        return loss
+
+
+class AutoSGD(_OuterOptimizer):
     """SGD with Nesterov momentum whose rate and memory follow from the averages, for the outer step of DiLoCo.
 
     With an average g and the average before it g':
@@ -54,8 +97,8 @@ class AutoSGD(Optimizer):
     along the average: that is what momentum multiplies a step by. It is 1 for averages that are uncorrelated, and 10
     for a momentum of 0.9 and averages that are all the same. The rate takes it back, so that a step has the same length
     along each average as with ``lr`` and uncorrelated ones. Averages of short intervals are correlated, since inner
-    optimizers have momentum too, and there the rate of long intervals overshoots (Topollai et al. 2026, arXiv
-    2605.28585, have what momentum does with short intervals). The rate is between ``lr`` and ``lr (1 - momentum)``.
+    optimizers have momentum too, and there the rate of long intervals overshoots. The rate is between ``lr`` and ``lr
+    (1 - momentum)``. (Topollai et al. 2026, arXiv 2605.28585, study outer momentum across intervals.)
 
     **The memory.** Averages are sums of inner steps, so their length falls with the inner rate. A fixed momentum would
     hold the long steps of an earlier rate just when training should settle. One long average must not blow up the
@@ -93,34 +136,18 @@ class AutoSGD(Optimizer):
         _check("momentum", momentum, 0.0 <= _number(momentum) < 1.0, "at least 0 and below 1")
         super().add_param_group(param_group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one outer step; see :meth:`FedAdam.step`."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if stepped:
-                self._step(stepped, group["lr"], group["momentum"])
-        return loss
-
-    def _step(self, parameters: list[torch.Tensor], lr: float, momentum: float) -> None:
-        gradients = [_dense(self, parameter) for parameter in parameters]
+    def _take(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # A rank may hold empty shards only.
         stride = max(-(-sum(gradient.numel() for gradient in gradients) // SAMPLE), 1)
         sample = [gradient.reshape(-1)[::stride].clone() for gradient in gradients]
         kept, correlation = 1.0, 0.0
-        if self.state[parameters[0]]:
-            states = [self.state[parameter] for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        if all(states):  # not in the first step
             kept, correlation = self._compared(sample, states)
         self.rate = lr * (1 - momentum * max(correlation, 0.0))
-        for parameter, gradient, values in zip(parameters, gradients, sample, strict=True):
-            state = self.state[parameter]
+        for parameter, state, gradient, values in zip(parameters, states, gradients, sample, strict=True):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["previous"] = values
@@ -144,7 +171,8 @@ def memory_of(length: float, before: float) -> float:
     Args:
         length, before: L2 norms of the present average and of the one before it.
     """
-    return 1.0 if length >= before else _rounded(length / before)
+    # NaN and infinity come from another peer's state, which may hold anything.
+    return _rounded(length / before) if length < before < math.inf else 1.0
 
 
 def mean_correlation(mean: float, length: float, before: float, both: float) -> float:
@@ -154,11 +182,11 @@ def mean_correlation(mean: float, length: float, before: float, both: float) -> 
         mean: without it.
         length, before, both: L2 norms of the present average, of the one before it, and of their sum.
     """
-    if not (length and before):
+    mean = mean if abs(mean) <= 1 else 0.0  # of another peer's state, as are infinite lengths
+    if not (0 < length < math.inf and 0 < before < math.inf and both < math.inf):
         return mean
     # |g + g'|^2 = |g|^2 + 2 <g, g'> + |g'|^2, so norms, which ranks can add up, tell the product.
     product = (both * both - length * length - before * before) / 2
-    mean = mean if abs(mean) <= 1 else 0.0  # of another peer's state, which may hold anything
     return (1 - RECENT) * mean + RECENT * _rounded(product / (length * before))
 
 
@@ -166,7 +194,7 @@ def _rounded(value: float) -> float:
     return round(value * 4096) / 4096
 
 
-class _ServerOptimizer(Optimizer):
+class _ServerOptimizer(_OuterOptimizer):
     """Algorithm 2 without its rule for v, which the subclasses add."""
 
     @staticmethod
@@ -192,31 +220,10 @@ class _ServerOptimizer(Optimizer):
             _check(name, beta, 0.0 <= _number(beta) < 1.0, "at least 0 and below 1")
         super().add_param_group(param_group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one outer step. Parameters without a ``.grad`` keep their values and their state.
-
-        Args:
-            closure: function that sets the ``.grad``; it is called first, with gradients enabled.
-
-        Returns:
-            The closure's return value, or ``None`` without a closure.
-
-        Raises:
-            RuntimeError: a gradient is sparse or complex.
-        """
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, _dense(self, parameter), group)
-        return loss
+    def _take(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), tau = self._betas(group), group["tau"]
@@ -304,23 +311,6 @@ class FedYogi(FedAdam):
     @staticmethod
     def _accumulate(v: torch.Tensor, squared: torch.Tensor, beta2: float) -> None:
         v.sub_((v - squared).sign_().mul_(squared), alpha=1 - beta2)
-
-
-def _loss_of(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def _dense(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient; raise RuntimeError if it is sparse or complex."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "a sparse" if gradient.is_sparse else "a complex"
-        raise RuntimeError(f"{type(optimizer).__name__} needs dense and real gradients, got {kind} one")
-    return gradient
 
 
 def _named_betas(options: dict[str, Any]) -> list[tuple[str, object]]:

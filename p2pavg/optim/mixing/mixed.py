@@ -154,8 +154,8 @@ class MixedUpdates(LocalUpdates):
     Each round is with another small group, so a run may have any number of peers, and no peer waits for the slowest.
     The anchors of the peers differ: :attr:`StepReport.consensus_distance` says how far. A group averages the members'
     parameters, weighted by samples. The outer optimizer takes a step from this peer's own anchor, with the anchor minus
-    the average as its gradient. :func:`noloco` and :func:`gossip` are
-    this class with the outer optimizers of the literature.
+    the average as its gradient. :func:`noloco` and :func:`gossip` are this class with the outer optimizers of the
+    literature.
 
     Peers meet that began with the same parameters and settings, whatever updates they have taken since: there is no
     common lineage, nothing to compare (:attr:`StepReport.drifted` is ``None``) and no log to replay.

@@ -7,6 +7,7 @@ import torch
 
 from p2pavg_compression import (
     KNOWN_CODECS,
+    MAX_MAGNITUDE,
     NF4,
     Bf16,
     Blockwise8,
@@ -120,6 +121,15 @@ def test_block_size_is_validated_on_construction(
 def test_block_size_in_a_name_is_validated() -> None:
     with pytest.raises(ValueError, match="block_size must be a power of two"):
         resolve_codec("int8:100")
+
+
+@pytest.mark.parametrize("block_size", [64, 256, 4096])
+def test_a_mean_of_the_largest_numbers_stays_within_bounds(block_size: int) -> None:
+    """Of each number of them, and of those just below it, whose sums are rounded up."""
+    codec = Ternary(block_size=block_size)
+    for largest in (MAX_MAGNITUDE, MAX_MAGNITUDE * (1 - 2.0**-24)):
+        values = torch.full((block_size, block_size), largest).tril().view(-1)
+        assert codec.decode(codec.encode(values), values.numel()).amax() <= MAX_MAGNITUDE
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -323,7 +323,7 @@ def test_a_late_peer_is_waited_for_as_long_as_the_average_is_not_needed(
     """With a delay of three batches: a busy peer, whose batches are long, has patience with other busy ones."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    company = Company(overlaps=True, grace=None, late_batches=3)
+    company = Company(delay=3, grace=None)
     for peer in ("a", "b"):
         company.says(peer)
     company.took("a", "b")

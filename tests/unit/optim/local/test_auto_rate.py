@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pavg.base.errors import StateError
 from p2pavg.optim import AutoSGD
+from p2pavg.optim.catching_up.state_check import checked_optimizer, saved_by
 from p2pavg.optim.local.outer import mean_correlation, memory_of
 from p2pavg.optim.ranks.shards import total_norm
 
@@ -190,6 +192,39 @@ def test_a_correlation_that_is_none_counts_as_zero(wrong: float) -> None:
     for state in optimizer.state.values():
         state["correlation"].fill_(wrong)
     assert step(optimizer, steady) == pytest.approx(0.7 * (1 - 0.9 * 0.2))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e38])
+def test_another_peers_previous_average_may_hold_anything(wrong: float) -> None:
+    """A state from a stranger is checked for shapes. A step with its numbers has to end."""
+    held = parameters()
+    optimizer = AutoSGD(held)
+    step(optimizer, averages(1))
+    optimizer.state[held[0]]["previous"].fill_(wrong)
+    assert 0.07 <= step(optimizer, averages(2)) <= 0.7
+
+
+def test_a_state_of_other_shapes_is_refused_and_one_that_lacks_a_parameter_begins_anew() -> None:
+    held = parameters()
+    optimizer = AutoSGD(held)
+    step(optimizer, averages(1))
+    for name, tensor in (
+        ("previous", torch.zeros(7)),
+        ("correlation", torch.zeros(3)),
+        ("momentum_buffer", None),
+    ):
+        state = copy.deepcopy(saved_by(optimizer))
+        if tensor is None:
+            del state["state"][0][name]
+        else:
+            state["state"][0][name] = tensor
+        with pytest.raises(StateError, match=name):
+            checked_optimizer(AutoSGD(parameters()), state)
+    state = copy.deepcopy(saved_by(optimizer))
+    del state["state"][1]
+    other = AutoSGD(parameters())
+    other.load_state_dict(checked_optimizer(other, state))
+    assert step(other, averages(1)) == 0.7
 
 
 def test_the_mean_of_correlations_follows_from_lengths_alone() -> None:

@@ -12,7 +12,7 @@ from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, diloco, fedavg, sparseloco
 from p2pavg.optim.local.feedback import SPARSE_BETA, feedback_for
-from p2pavg_compression import Blockwise8, Codec, Int4, TopK
+from p2pavg_compression import Blockwise8, Codec, Int4, Ternary, TopK
 from tests.unit.optim.fakes import Alone, local
 from tests.unit.optim.samples import (
     ELEMENTS,
@@ -130,6 +130,13 @@ class TestChoice:
             assert found is not None
             assert found.codec == CODEC
             assert found.beta == SPARSE_BETA == 0.95
+
+    def test_three_levels_have_it_without_decay_and_cannot_do_without(self) -> None:
+        found = feedback_for(Ternary(), None)
+        assert found is not None
+        assert (found.codec, found.beta) == (Ternary(), 1.0)
+        with pytest.raises(ValueError, match="ternary:256 needs error feedback"):
+            feedback_for(Ternary(), False)
 
     def test_a_dense_codec_has_it_when_asked(self) -> None:
         assert feedback_for(Int4(), None) is None

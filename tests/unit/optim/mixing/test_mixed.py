@@ -236,8 +236,9 @@ class TestRefusals:
             optimizer_of(Partner(), parameter(1.0), **options)
 
     def test_a_sparse_codec_and_a_config_with_participation_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="too coarse: peers that mix average whole parameters"):
-            optimizer_of(Partner(compression="topk"), parameter(1.0))
+        for codec in ("topk", "ternary"):
+            with pytest.raises(ValueError, match="too coarse: peers that mix average whole parameters"):
+                optimizer_of(Partner(compression=codec), parameter(1.0))
         with pytest.raises(ValueError, match="participation"):
             optimizer_of(Partner(participation=p2pavg.RandomFraction(0.5)), parameter(1.0))
 

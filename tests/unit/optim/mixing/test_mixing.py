@@ -128,6 +128,19 @@ class TestDistance:
         found = (distances[-1] / distances[8]) ** (1 / 16)
         assert found == pytest.approx(contraction(0.7, 0.5, 2), rel=0.1)
 
+    def test_simulated_nesterov_momentum_agrees_with_the_theory(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x, m, squares = torch.randn(20_000, generator=generator), torch.zeros(20_000), []
+        for _ in range(24):
+            pairs = torch.randperm(len(x), generator=generator).view(-1, 2)
+            away = torch.empty_like(x)
+            away[pairs] = x[pairs] - x[pairs].mean(1, keepdim=True)
+            m = 0.5 * m + away
+            x = x - (away + 0.5 * m)
+            squares.append(float(x.var()))
+        found = (squares[-1] / squares[8]) ** (1 / 15)
+        assert found == pytest.approx(contraction(1.0, 0.5, 2, nesterov=True), rel=0.05)
+
     def test_the_mean_of_all_peers_stays_what_it_was(self) -> None:
         run = Mixing(50)
         before = run.anchors.mean(0).copy()

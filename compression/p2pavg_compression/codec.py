@@ -72,6 +72,15 @@ class Codec(abc.ABC):
         return False
 
     @property
+    def averages(self) -> "Codec":
+        """The codec of averages of vectors that this codec has encoded; it has the same granularity.
+
+        It is this codec itself, or with a sparse one a codec that keeps more values: contributors choose different
+        ones, and what an average does not keep was sent in vain.
+        """
+        return self
+
+    @property
     def needs_feedback(self) -> bool:
         """True if so much of a vector is left out that an average means something only with error feedback."""
         return self.is_sparse

@@ -87,6 +87,8 @@ def check_identity(codec: Codec) -> None:
     require(codec == copy.copy(codec), "a codec must equal its copy")
     require(codec.encoded_nbytes(0) == 0, "no elements must take no bytes")
     raises(ValueError, "a negative number of elements", codec.encoded_nbytes, -1)
+    require(codec.averages.granularity == granularity, "averages must be cut at the same places")
+    require(codec.averages.is_sparse == codec.is_sparse, "averages of a dense codec must be dense")
 
 
 def check_round_trip(codec: Codec, elements: int) -> None:

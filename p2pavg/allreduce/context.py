@@ -76,8 +76,8 @@ def run_context(
     # Two results, of which the caller may keep one, the averages as encoded, and parts on their way.
     idle = (
         2 * 4 * elements
-        + codec.encoded_nbytes(elements)
-        + IDLE_PARTS * codec.encoded_nbytes(MAX_PART_ELEMENTS)
+        + codec.averages.encoded_nbytes(elements)
+        + IDLE_PARTS * codec.averages.encoded_nbytes(MAX_PART_ELEMENTS)
     )
     if aggregation.robust is not None:
         idle += group_size * 4 * MAX_PART_ELEMENTS  # the contributions to one part, decoded

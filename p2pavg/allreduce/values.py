@@ -97,7 +97,8 @@ class Combiner:
             )
 
     def _room(self, elements: int) -> memoryview | None:
-        return None if self._codec.is_identity else self._buffers.bytes(self._codec.encoded_nbytes(elements))
+        codec = self._codec.averages
+        return None if codec.is_identity else self._buffers.bytes(codec.encoded_nbytes(elements))
 
 
 def check_index(index: int, part: SharePart) -> None:
@@ -140,7 +141,7 @@ class AttemptData:
         self._vector = vector
         self._buffers = buffers
         self._on_ready = on_ready
-        self._averages = Averages(ledger, codec, buffers)
+        self._averages = Averages(ledger, codec.averages, buffers)
         own = ledger.parts[ledger.me]
         # Of a sparse codec every member sees in the average what is left out.
         counts = vector is not None and codec.needs_feedback and not codec.is_sparse
@@ -214,7 +215,9 @@ class AttemptData:
 
     def room(self, part: SharePart) -> memoryview | None:
         """Return memory that :meth:`contribution` may use for this part and the next; ``None`` if it needs none."""
-        return None if self._codec.is_identity else self.buffer(part)
+        if self._codec.is_identity:
+            return None
+        return self._buffers.bytes(self._codec.encoded_nbytes(part.elements))
 
     def contribution(self, reducer: str, part: SharePart, out: memoryview | None = None) -> Buffer:
         """Encode this member's values of a part of a reducer's share, into ``out`` if it has the right length.
@@ -277,8 +280,8 @@ class AttemptData:
             return self._ledger.has(peer_id, lane, index)
 
     def buffer(self, part: SharePart) -> memoryview:
-        """Return memory for a part that is to be received."""
-        return self._buffers.bytes(self._codec.encoded_nbytes(part.elements))
+        """Return memory for an average that is to be received."""
+        return self._buffers.bytes(self._codec.averages.encoded_nbytes(part.elements))
 
     def contributed(self, peer_id: str, index: int, payload: Buffer, trailer: bytes = b"") -> bool:
         """Take a member's part. Return whether it was the last one, so that :meth:`average` must be called.

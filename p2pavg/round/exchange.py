@@ -264,9 +264,9 @@ class Exchange:
             group=group,
             resting=context.lobby.resting,
             # The bytes on the wire decide: a sparse codec makes a round of a long vector short too.
-            short=is_short(context.codec.encoded_nbytes(sum(roster.shares))),
+            short=is_short(context.codec.averages.encoded_nbytes(sum(roster.shares))),
             hears=self._voting,
-            part_bytes=context.codec.encoded_nbytes(
+            part_bytes=context.codec.averages.encoded_nbytes(
                 # Of the largest part: the patience with a silent member follows from the time that it takes.
                 min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))
             ),

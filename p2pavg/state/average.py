@@ -153,7 +153,7 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
         raise RemoteProtocolError(f"digests of {len(digests)} parts, not {len(parts)}")
     if _result_digest(digests, [len(of_share) for of_share in by_share]) != commit.digest:
         raise RemoteProtocolError("digests of other parts than the members signed")
-    sizes = tuple(expected.codec.encoded_nbytes(part.elements) for part in parts)
+    sizes = tuple(expected.codec.averages.encoded_nbytes(part.elements) for part in parts)
     return ProvenAverage(
         roster,
         whole.group_id,
@@ -239,12 +239,13 @@ def decode(proven: ProvenAverage, payloads: Sequence[Buffer], codec: Codec, out:
 
     Args:
         payloads: the encoded parts, whose digests were checked.
+        codec: of the run.
 
     Raises:
         RemoteProtocolError: a part does not decode.
     """
     for part, payload in zip(proven.parts, payloads, strict=True):
         try:
-            codec.decode(payload, part.elements, out[part.start : part.stop])
+            codec.averages.decode(payload, part.elements, out[part.start : part.stop])
         except CodecError as error:
             raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None

@@ -79,7 +79,7 @@ class StateSharing:
         self._closed = False
         self.ended = trio.Event()
         """Set when another user of the averager takes its place."""
-        self.average_bytes = run.expected(bytes(32)).codec.encoded_nbytes(run.elements)
+        self.average_bytes = run.expected(bytes(32)).codec.averages.encoded_nbytes(run.elements)
         """Bytes of one average on the wire."""
 
     # ------------------------------------------------------------------ records

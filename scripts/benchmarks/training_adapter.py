@@ -44,7 +44,9 @@ def adapter(given: argparse.Namespace) -> tuple[str, Sequence[str], Sequence[Seq
             with LocalSwarm(WORK, peers=peers, arguments=arguments) as swarm:
                 swarm.start()
                 found = [list(process.events(600)) for process in swarm.processes]
-            wanted = 2 * (peers - 1) * resolve_codec(codec).encoded_nbytes(ELEMENTS)
+            used = resolve_codec(codec)
+            nbytes = used.encoded_nbytes(ELEMENTS) + used.averages.encoded_nbytes(ELEMENTS)
+            wanted = (peers - 1) * nbytes  # each share of a vector goes to its reducer and back
             sent = [sum(member[number]["sent"] for member in found) / wanted for number in range(ROUNDS)]
             wire = [
                 max(member[number]["after"] for member in found)

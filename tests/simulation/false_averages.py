@@ -48,8 +48,8 @@ def lie(monkeypatch: pytest.MonkeyPatch, liar: int, falsify: Falsify = nudge) ->
             return encoded
         falsify(out)
         if not self._codec.is_identity:
-            encoded = self._codec.encode(out)
-            self._codec.decode(encoded, len(out), out)
+            encoded = self._codec.averages.encode(out)
+            self._codec.averages.decode(encoded, len(out), out)
         return encoded
 
     monkeypatch.setattr(AttemptData, "__init__", note)

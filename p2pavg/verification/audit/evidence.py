@@ -86,14 +86,15 @@ def what_is_wrong(
     except BadContributionError as error:
         return f"it averaged a contribution of {error.peer_id} that counts in no round: {error}"
     exact.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE)
-    best = bytes_of(exact) if codec.is_identity else codec.encode(exact)
+    coded = codec.averages
+    best = bytes_of(exact) if coded.is_identity else coded.encode(exact)
     if bytes(best) == bytes(average):
         return ""
     try:
-        sent = codec.decode(average, elements, fresh_floats(elements)).double()
+        sent = coded.decode(average, elements, fresh_floats(elements)).double()
     except CodecError as error:
         return f"its average does not decode: {error}"
-    nearest = codec.decode(best, elements, fresh_floats(elements)).double()
+    nearest = coded.decode(best, elements, fresh_floats(elements)).double()
     largest = _largest(codec, contributions, elements, aggregation.robust).double()
     precise = exact.double()
     allowed = (nearest - precise).abs() + ROUNDING * (largest + sent.abs())
@@ -206,7 +207,7 @@ def read_false_average(data: bytes) -> FalseAverage:
     manifest = read_manifest(share, [index], reader.take(share.manifest_bytes(1)))
     part = share.parts[index]
     inputs = [reader.take(size) for size in share.input_bytes(part)]
-    average = reader.take(share.codec.encoded_nbytes(part.elements))
+    average = reader.take(share.codec.averages.encoded_nbytes(part.elements))
     reader.end()
     message = share.subject.output_bytes(share.position, inputs_digest, digests)
     if not is_signed(share.reducer, signature, message):

@@ -71,6 +71,12 @@ class TestChoice:
             decoded = there_and_back(TopK(), normal(elements))
             assert decoded.count_nonzero() == count
 
+    def test_averages_have_twice_as_many_values_where_a_chunk_may_have_so_many(self) -> None:
+        assert TopK().averages == TopK(k=128)
+        assert TopK(chunk=64, k=8, bits=1).averages == TopK(chunk=64, k=16, bits=1)
+        for largest in (TopK(k=100), TopK(chunk=64, k=9), TopK(k=164)):
+            assert largest.averages == largest
+
     def test_ratio_beyond_the_largest_is_limited(self) -> None:
         values = torch.full((4096,), 1e-3)
         values[:12] = 1e6

@@ -151,8 +151,8 @@ def _let_lie(values: AttemptData, codec: Codec, falsify: Falsify) -> None:
         encoded = combine(given, out, left_out)
         falsify(out)
         if not codec.is_identity:
-            encoded = memoryview(codec.encode(out))
-            codec.decode(encoded, len(out), out)
+            encoded = memoryview(codec.averages.encode(out))
+            codec.averages.decode(encoded, len(out), out)
         return encoded
 
     values._combiner.combine = false  # type: ignore[method-assign, assignment]

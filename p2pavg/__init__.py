@@ -12,6 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from p2pavg.base import no_garbage_collection as _no_garbage_collection
 from p2pavg.base.logs import install_default as _install_default
 from p2pavg.base.version import __version__ as __version__
 
@@ -23,7 +24,8 @@ else:  # a type checker would let the functions below provide any name at all
     def __getattr__(name: str) -> object:
         """Load the public names; return one of them, or a module that was loaded with them (PEP 562)."""
         if name == "__all__" or not name.startswith("__"):
-            api = import_module("p2pavg.api")
+            with _no_garbage_collection():
+                api = import_module("p2pavg.api")
             # While the names are being loaded, they ask for modules of the package here. The import system finds those.
             if name in getattr(api, "__all__", ()) or name == "__all__":
                 globals()[name] = getattr(api, name)

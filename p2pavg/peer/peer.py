@@ -14,6 +14,7 @@ import trio
 
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.movers.lobby import StreamRouter
+from p2pavg.base import no_garbage_collection
 from p2pavg.base.errors import ClosedError, ConfigError, RemoteProtocolError
 from p2pavg.base.limits import FAREWELL_SECONDS, QUICK_REPLY_SECONDS, REPLY_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, wait_of_this_thread
@@ -400,8 +401,9 @@ async def open_peer_or_asker(
     Args:
         only_asks: serve nothing, because another process serves for this peer through a gate.
     """
-    # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
-    from p2pavg.net.libp2p.transport import open_libp2p_transport
+    # Here and not above: libp2p takes 0.2 s to import, and the simulation does without it.
+    with no_garbage_collection():
+        from p2pavg.net.libp2p.transport import open_libp2p_transport
 
     out = way_out(listen, bootstrap, announce)
     options = checked_options(announce, port_mapping=port_mapping, relay_mbps=relay_mbps)

@@ -1,8 +1,14 @@
-"""A cold start: from the start of the first process to the last of the first results, imports included."""
+"""A cold start: from the start of the first process to the last of the first results, imports included.
+
+Besides, the processor that one peer takes until it has an averager and torch was there before.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +20,16 @@ from scripts.benchmarks.vectors import vectors
 
 NAME = "cold"
 CODEC = "blockwise8"
+PROCESSOR = """
+import json, time
+import torch
+began = time.process_time()
+import p2pavg
+p2pavg.blocking
+loaded = time.process_time()
+with p2pavg.blocking.open_averager(p2pavg.AveragingConfig(run_id="cold"), listen=["/ip4/127.0.0.1/tcp/0"]):
+    print(json.dumps([loaded - began, time.process_time() - loaded]))
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
@@ -40,6 +56,9 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
                     seconds[system.name].append(start(system, folder, arguments))
                 except CrewError as error:
                     report.error(NAME, system.name, f"start {number + 1}: {error}")
+    loads, opens = zip(*(processor() for _ in range(arguments.repeats)), strict=True)
+    report.figure(NAME, "processor: import p2pavg, after torch", "s", loads, system="p2pavg")
+    report.figure(NAME, "processor: the first averager, after that", "s", opens, system="p2pavg")
     sizes = {"peers": arguments.peers, "elements": arguments.elements}
     for name, found in seconds.items():
         if found:
@@ -52,3 +71,12 @@ def start(system: System, folder: Path, arguments: argparse.Namespace) -> float:
     began = time.monotonic()
     with Crew(system, [Place()] * arguments.peers, setup) as crew:
         return crew.ended(time.monotonic() + START_SECONDS).ended - began
+
+
+def processor() -> tuple[float, float]:
+    """Return the seconds of processor of a new process: for importing p2pavg after torch, for the first averager."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESSOR], capture_output=True, text=True, check=True, timeout=120
+    )
+    imported, opened = json.loads(done.stdout)
+    return imported, opened

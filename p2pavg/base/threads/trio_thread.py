@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 from trio.abc import Clock
-from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import STOP_SECONDS
@@ -325,5 +324,8 @@ class TrioThread(Generic[R]):
 
 async def _quiet(most: float) -> None:
     """Wait until all tasks of the loop wait for something, ``most`` seconds at most."""
+    # Here, because trio.testing imports pytest where it is installed.
+    from trio.testing import wait_all_tasks_blocked
+
     with trio.move_on_after(most):
         await wait_all_tasks_blocked(QUIET_LOOP_SECONDS)

@@ -198,7 +198,7 @@ async def _publish_list(authority: Authority, newest: RevocationList, addresses:
 @asynccontextmanager
 async def _records_of(authority: Authority, addresses: Sequence[str]) -> AsyncIterator[RunRecords]:
     """Join a run for some minutes, as a peer that the authority admits."""
-    # libp2p takes 0.4 s to import.
+    # libp2p takes 0.2 s to import.
     from p2pavg.net.libp2p.transport import open_libp2p_transport
 
     seed = secrets.token_bytes(SEED_BYTES)

@@ -300,7 +300,7 @@ async def _listening(
     stack: AsyncExitStack, seed: bytes, listen: Sequence[str], reach: ReachOptions
 ) -> Transport:
     """Open a transport that listens, or one that does not listen if a port was taken just now."""
-    from p2pavg.net.libp2p.transport import open_libp2p_transport  # libp2p takes 0.4 s to import
+    from p2pavg.net.libp2p.transport import open_libp2p_transport  # libp2p takes 0.2 s to import
 
     try:
         opened = open_libp2p_transport(seed=seed, listen=listen, options=reach)

@@ -40,6 +40,67 @@ def test_importing_the_package_imports_no_slow_module() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+NEVER_USED = (
+    "aioquic", "dns", "httpx", "prometheus_client", "pytest", "requests", "rich", "trio_websocket", "zeroconf"
+)  # fmt: skip
+
+
+def test_a_peer_loads_nothing_of_libp2p_that_it_never_uses() -> None:
+    code = f"""
+import sys
+import p2pavg
+with p2pavg.blocking.open_averager(p2pavg.AveragingConfig(run_id="imports"), listen=["/ip4/127.0.0.1/tcp/0"]):
+    print([name for name in {NEVER_USED} if name in sys.modules])
+"""
+    done = python(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_a_program_that_uses_libp2p_itself_has_all_of_it() -> None:
+    """Also if it imports it after p2pavg, and everything if before."""
+    after = """
+from p2pavg.net.libp2p import transport
+import libp2p
+import libp2p.transport.quic.transport
+print(callable(libp2p.new_host), libp2p.transport.quic.transport.QUICTransport.__init__ is not object.__init__)
+"""
+    before = """
+import libp2p
+from libp2p.network import swarm
+from p2pavg.net.libp2p import transport
+print(callable(libp2p.new_host), hasattr(swarm.DNSResolver, "resolve"))
+"""
+    for code in (after, before):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+
+
+def test_what_stands_in_for_unused_names_is_of_their_kind() -> None:
+    code = """
+import libp2p
+from importlib import import_module
+from p2pavg.net.libp2p import UNUSED
+for module, names in UNUSED.items():
+    for name in names:
+        real = getattr(import_module(module), name)  # it exists in this version
+        is_error = isinstance(real, type) and issubclass(real, Exception)
+        assert is_error == name.endswith("Error"), name
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_imports_leave_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    set_it = "enable" if enabled else "disable"
+    done = python(f"import gc, p2pavg; gc.{set_it}(); p2pavg.blocking; print(gc.isenabled())")
+    assert (done.stdout, done.stderr) == (f"{enabled}\n", "")
+
+
 def test_commands_that_read_certificates_and_records_load_no_trio() -> None:
     """``p2pavg join garbage`` answers in half a second of processor time; trio alone takes a third of that."""
     modules = "p2pavg_dht.identity, p2pavg.tools.cli.main, p2pavg.runs.membership.tokens"

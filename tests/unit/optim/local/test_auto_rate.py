@@ -100,7 +100,8 @@ def test_the_momentum_shrinks_with_the_averages_and_does_not_grow_with_them() ->
 
 def test_a_large_average_is_compared_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.optim.local.outer.SAMPLE", 1000)
-    optimizer, steady = AutoSGD([torch.nn.Parameter(torch.zeros(300, 100))]), torch.randn(300, 100)
+    optimizer = AutoSGD([torch.nn.Parameter(torch.zeros(300, 100))])
+    steady = torch.randn(300, 100, generator=torch.Generator().manual_seed(100))
     rates = []
     for number in range(40):
         mixed = steady + torch.randn(300, 100, generator=torch.Generator().manual_seed(number))

@@ -1,4 +1,4 @@
-"""One all-reduce on this machine: p2pavg, gloo and hivemind in turn, so that a disturbance affects all of them."""
+"""One all-reduce on this machine: p2pavg, the floor, gloo and hivemind in turn, so that a disturbance affects all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.hivemind_env import NoHivemindError, hivemind_python
 from scripts.benchmarks.meter import cpu_seconds, process_tree
-from scripts.benchmarks.systems import gloo, hivemind, hivemind_codec, p2pavg
+from scripts.benchmarks.systems import floor, gloo, hivemind, hivemind_codec, p2pavg
 from scripts.benchmarks.vectors import vectors
 
 NAME = "allreduce"
@@ -69,7 +69,7 @@ def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> 
     ours = [
         p2pavg(codec, arguments.peers, **variant) for codec, variant in itertools.product(codecs, variants)
     ]
-    systems = [*ours, gloo()]
+    systems = [*ours, *map(floor, codecs), gloo()]
     try:
         python = hivemind_python(arguments.hivemind_python)
     except NoHivemindError as error:
@@ -140,8 +140,12 @@ def figures(name: str, rounds: list[Measured], arguments: argparse.Namespace, re
         "memory above the first round's start": ("vectors", lambda found: found.above_first / nbytes),
         "resident": ("MB at the peak", lambda found: found.resident / 1e6),
     }
+    if name == "gloo" or name.startswith("floor "):
+        del what["group"]  # they form no group
     if name == "gloo":
-        del what["exchange"], what["group"]  # it forms no group
+        del what["exchange"]
+    if name.startswith("floor "):
+        del what["error"]  # it averages nothing; its exchange is TLS alone
     for figure, (unit, value) in what.items():
         report.figure(
             NAME,
@@ -158,6 +162,8 @@ def ratios(codec: str, rounds: Rounds, arguments: argparse.Namespace, report: Re
     """Medians divided by medians, with the range of round by round."""
     ours, theirs = f"p2pavg {codec}", f"hivemind {hivemind_codec(codec)}"
     wanted: list[tuple[str, str, str, Callable[[Measured], float]]] = [
+        (ours, f"floor {codec}", "step", lambda found: found.step),
+        (ours, f"floor {codec}", "cpu", lambda found: found.cpu),
         (ours, "gloo", "exchange", lambda found: found.exchange),
         (ours, "gloo", "step", lambda found: found.step),
         (theirs, ours, "exchange", lambda found: found.exchange),

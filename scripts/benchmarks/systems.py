@@ -1,7 +1,8 @@
-"""The measured systems: p2pavg with a codec, gloo, and hivemind with a codec."""
+"""The measured systems: p2pavg with a codec, the floor under it, gloo, and hivemind with a codec."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from p2pavg_compression import Fp32, resolve_codec
@@ -38,6 +39,17 @@ def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> S
             },
         },
         tolerance=tolerance if robust is None else NO_MEAN,
+    )
+
+
+def floor(codec: str) -> System:
+    """Return what no all-reduce can do without: its bytes over TLS, and the work of the codec's kernels."""
+    # It averages nothing, so its result is not compared with the mean.
+    return System(
+        name=f"floor {codec}",
+        module="scripts.benchmarks.floor_worker",
+        arguments={"codec": codec},
+        tolerance=math.inf,
     )
 
 

@@ -71,6 +71,8 @@ def test_allreduce_measures_all_systems_in_one_run(bench: Bench) -> None:
     assert found["p2pavg blockwise8", "error"] < 0.05
     assert found["p2pavg blockwise8 median", "error"] < 0.05, "of two members, the median is the mean"
     assert found["gloo", "error"] < 1e-5
+    assert 0 < found["floor blockwise8", "exchange"] <= found["floor blockwise8", "step"]
+    assert ("p2pavg blockwise8 / floor blockwise8", "ratio of step") in found
     assert ("p2pavg blockwise8 / gloo", "ratio of step") in found
     assert ("p2pavg blockwise8 median / p2pavg blockwise8", "ratio of exchange") in found
     assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
@@ -101,7 +103,11 @@ def test_group(bench: Bench) -> None:
 
 def test_cold(bench: Bench) -> None:
     found = medians(bench("cold", "--hivemind-python", "none"))
-    assert set(found) == {("p2pavg blockwise8", "start to first result on all")}
+    assert set(found) == {
+        ("p2pavg", "processor: import p2pavg, after torch"),
+        ("p2pavg", "processor: the first averager, after that"),
+        ("p2pavg blockwise8", "start to first result on all"),
+    }
 
 
 def test_a_limit_is_a_part_of_a_systems_name() -> None:

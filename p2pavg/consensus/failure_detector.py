@@ -4,10 +4,13 @@ A live member sends a ping every :data:`MEMBER_PING_SECONDS` when it has nothing
 waits behind data, but then the data shows that the member is alive. The silence between two arrivals depends on the
 link's pace. So the timeout is several times the duration of a part at the pace measured in this round.
 
-A member may stand still and come back: its program holds Python's lock, or its link fails for a moment. From outside,
-nothing tells it from one whose machine has died. So its first silence gives it up like any other. If it is there in a
-later round, that was a false alarm, and its timeout grows (:class:`Silences`). What a member says about itself does not
-count, and no timeout is longer than a slow link's may be.
+A process that ends closes its connections, so a silent member is slow, or its machine or link has failed. The system of
+a slow one still acknowledges what is sent to it, while its program holds Python's lock or waits for a processor. So a
+member whose system answers may be silent for as long as the limit says, and a dead one may not.
+
+Through a relay, nothing tells the two apart, so the first silence gives a member up. If it is there in a later round,
+that was a false alarm, and its timeout grows (:class:`Silences`). What a member says about itself does not count, and
+no timeout is longer than a slow link's may be.
 
 Members of one group often share a machine, or begin while each of them has much else to do. Then most of them give
 their first sign late, and the last one much later than most. So all timeouts grow with the time that most first signs
@@ -145,26 +148,27 @@ class ArrivalPace:
         measured = self._seconds * self._part_bytes / self._bytes if self._bytes else 0.0
         return measured if self._bytes >= self._part_bytes else max(measured, self._prior)
 
-    def is_silent(self, now: float, lag: float = 1.0) -> bool:
+    def is_silent(self, now: float, lag: float = 1.0, *, answers: bool = False) -> bool:
         """Return whether nothing has come for too long, not even a vote.
 
         Args:
             lag: of this round's members (:func:`lag`).
+            answers: whether the member's system acknowledges what is sent to it. After a doubt that counts no more.
         """
         # The first vote may come late, because its stream is opened while both sides already send parts.
         known = self._voted and self._bytes >= self._part_bytes
         floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
         pace = max(lag * floor, PARTS * self.part_seconds(), self._patience)
+        if answers and not self._doubted:
+            pace = self._limit
         return now - self._last >= min(pace, self._limit)
 
-    def overdue(self, now: float, lag: float = 1.0) -> str | None:
-        """Return the reason to give the member up, or ``None``.
-
-        Args:
-            lag: of this round's members (:func:`lag`).
-        """
-        if self.is_silent(now, lag):
+    def overdue(self, now: float, lag: float = 1.0, *, answers: bool = False) -> str | None:
+        """Return the reason to give the member up, or ``None``. The arguments are those of :meth:`is_silent`."""
+        if self.is_silent(now, lag, answers=answers):
             return f"silent for {now - self._last:.1f} s"
+        if self.is_silent(now, lag):
+            return None  # it is slow, and that it sends no part says nothing more about it
         stall = STALLS * max(lag * FLOOR_SECONDS, PARTS * self.part_seconds())
         stall = min(stall, self._limit) / (1 + self._doubted)
         if self._owed is not None and now - self._owed >= min(stall + self._patience, self._limit):

@@ -1,8 +1,10 @@
-"""The system's checks of idle TCP connections."""
+"""What the system knows of the other end of a TCP connection: its checks of idle ones, and acknowledgements."""
 
 from __future__ import annotations
 
 import socket
+import struct
+import sys
 from contextlib import suppress
 
 import trio
@@ -19,3 +21,21 @@ def keep_alive(opened: socket.socket | trio.socket.SocketType) -> None:
         for name, value in _CHECKS.items():
             if (option := getattr(socket, name, None)) is not None:
                 opened.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+# Linux's struct tcp_info: 8 bytes, the first of them the state, then numbers of 32 bits, of which the 13th is
+# tcpi_last_ack_recv, in milliseconds.
+_TCP_INFO = struct.Struct("=B7x48xI")
+_ESTABLISHED = 1
+
+
+def is_acknowledged(opened: socket.socket | trio.socket.SocketType, seconds: float) -> bool:
+    """Return whether the other system has acknowledged something in the last seconds. False where ours does not say."""
+    if sys.platform != "linux":
+        return False
+    try:
+        info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return False  # it is closed
+    state, milliseconds = _TCP_INFO.unpack(info)
+    return bool(state == _ESTABLISHED and milliseconds < 1000 * seconds)

@@ -249,6 +249,13 @@ class Transport(abc.ABC):
     def is_connected(self, peer_id: PeerId) -> bool:
         """Return whether a connection to the peer is open now."""
 
+    def answers(self, peer_id: PeerId, seconds: float) -> bool:  # noqa: ARG002 - a network that knows nothing of it is complete
+        """Return whether the peer's system, not its process, has acknowledged something in the last seconds.
+
+        False says nothing: a network need not know, and nothing may have been sent.
+        """
+        return False
+
     @abc.abstractmethod
     def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
         """Call ``connected`` with the peer of each new connection, whichever side makes it. It must not raise."""

@@ -34,7 +34,7 @@ from p2pavg.base.errors import (
 )
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, MAX_TIMEOUT_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
-from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS, ArrivalPace, Silences, lag
+from p2pavg.consensus.failure_detector import FLOOR_SECONDS, MEMBER_PING_SECONDS, ArrivalPace, Silences, lag
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, MemberPing, Rest, ResultCommit, Vote, decode_vote
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message, send_messages
@@ -260,10 +260,11 @@ class VoteStreams:
             return False
         now = trio.current_time()
         late = lag([each.pace.contact for each in self._lines.values() if each.pace.contact is not None])
-        reason = line.pace.overdue(now, late)
+        answers = self._transport.answers(self._roster.members[position].peer_id, FLOOR_SECONDS)
+        reason = line.pace.overdue(now, late, answers=answers)
         if reason is not None:
             # A member that sends votes and no parts may wait for a leader that lies.
-            is_silent = line.pace.is_silent(now, late)
+            is_silent = line.pace.is_silent(now, late, answers=answers)
             if is_silent:
                 self._note_silence(position, line.pace.silence_of_lost(now))
             self._hears.lost(position, reason, silent=True, reachable=not is_silent)

@@ -63,11 +63,11 @@ class Trials:
                 return
         raise AssertionError("four processes do not come together")
 
-    def lose(self, signal: str, role: str, moment: float) -> Trial:
-        """Run one trial. Raise AssertionError if a survivor's result breaks a guarantee."""
+    def _until(self, role: str, moment: float) -> float:
+        """Wait until the first process is in a round, at a moment of it. Return what a round takes, in seconds."""
         while len(self.living) < PEERS:  # the last trial has killed one
             self.living.append(self.swarm.add())
-        victim, *survivors = self.living
+        victim = self.living[0]
         for process in self.living:
             late = (process is not victim) == (role == "leader")
             process.tell(late=late)
@@ -76,6 +76,21 @@ class Trials:
         while "formed" not in victim.event(WAIT_SECONDS):
             pass
         time.sleep(moment * usual)
+        return usual
+
+    def hold_up(self, role: str, moment: float, seconds: float) -> list[dict[str, Any]]:
+        """Stop a process in a round, let it go on after ``seconds``, and return the results of all four."""
+        self._until(role, moment)
+        victim = self.living[0]
+        victim.stop()
+        time.sleep(seconds)
+        victim.resume()
+        return self.round(self.living)
+
+    def lose(self, signal: str, role: str, moment: float) -> Trial:
+        """Run one trial. Raise AssertionError if a survivor's result breaks a guarantee."""
+        usual = self._until(role, moment)
+        victim, *survivors = self.living
         victim.kill() if signal == "SIGKILL" else victim.stop()
         results = self.round(survivors)
         trial = self._check(signal, role, moment, usual, victim, survivors, results)

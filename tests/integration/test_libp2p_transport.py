@@ -1,6 +1,7 @@
 """The conformance suite of the transports over libp2p, on loopback."""
 
 import socket
+import sys
 from contextlib import AbstractAsyncContextManager
 from itertools import count
 
@@ -9,6 +10,7 @@ import pytest
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.net.transport import Transport
 from p2pavg_dht import Ed25519Signer
+from tests.integration import hosts
 from tests.transport_conformance import CHECKS, Check
 
 
@@ -30,3 +32,15 @@ class OnLoopback:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_conformance(check: Check) -> None:
     await check(OnLoopback())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says when a connection was acknowledged")
+async def test_it_knows_whether_the_other_system_answers() -> None:
+    made = OnLoopback()
+    async with made.transport() as here, made.transport() as there:
+        await here.dial(there.addresses[0], timeout=10.0)
+        assert here.answers(there.peer_id, 60.0)
+        assert there.answers(here.peer_id, 60.0)
+        assert not here.answers(Ed25519Signer(bytes(32)).peer_id, 60.0), "a stranger"
+        await there.disconnect(here.peer_id)
+        await hosts.eventually(lambda: not here.answers(there.peer_id, 60.0))

@@ -116,6 +116,15 @@ def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(com
             assert trial.took < 25.0, trial  # of the 30 s after which the group would give up
 
 
+def test_a_process_that_stands_still_for_seconds_is_waited_for() -> None:
+    """Its system acknowledges what the others send. Without that, 1.5 s or 4 s of silence would be enough."""
+    with trials(None, 64 * TILE) as tried:
+        for role in ("follower", "leader"):
+            results = tried.hold_up(role, 0.3, 5.0)
+            assert [result["result"] for result in results] == ["Success"] * 4, results
+            assert {len(result["peers"]) for result in results} == {4}, results
+
+
 def test_a_member_of_a_site_that_is_killed_or_stopped_costs_its_own_contribution_only() -> None:
     with trials("blockwise8", 64 * TILE, sites=True) as tried:
         for signal, role, moment in [("SIGKILL", "follower", 0.3), ("SIGSTOP", "leader", 0.6)]:

@@ -71,6 +71,7 @@ from p2pavg.net.addresses import (
     parse_peer_address,
 )
 from p2pavg.net.dialling import Dialler, timed_out
+from p2pavg.net.keep_alive import is_acknowledged
 from p2pavg.net.lanes.acceptor import TlsAcceptor
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.connections import Connections
@@ -281,6 +282,10 @@ class Libp2pTransport(Transport):
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._connections.is_connected(peer_id)
+
+    def answers(self, peer_id: PeerId, seconds: float) -> bool:
+        sockets = [muxed.socket for muxed in self._connections.of(peer_id)]
+        return any(each is not None and is_acknowledged(each, seconds) for each in sockets)
 
     async def disconnect(self, peer_id: PeerId) -> None:
         await self._connections.disconnect(peer_id)

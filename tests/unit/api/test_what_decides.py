@@ -19,6 +19,8 @@ MAY_ACT = ACTS | {
         "concurrent",
         "contextvars",
         "fcntl",
+        "gc",
+        "importlib",
         "logging",
         "mmap",
         "os",

@@ -119,6 +119,43 @@ class TestLag:
         assert owing.overdue(stall, late) is not None
 
 
+class TestAMemberWhoseSystemAnswers:
+    """Its process is slow or stands still; a dead process's connections are closed, and a dead machine answers not."""
+
+    def test_it_may_be_silent_up_to_the_limit(self) -> None:
+        for pace in (a_pace(), a_pace(patience=3.0)):
+            last = sends(pace, 0.001, 10)
+            assert pace.overdue(last + LIMIT - 0.1, answers=True) is None
+            assert pace.overdue(last + LIMIT, answers=True) == f"silent for {LIMIT:.1f} s"
+        assert a_pace().overdue(BEGUN + LIMIT - 0.1, answers=True) is None, "it was never heard of"
+
+    def test_when_it_stops_answering_the_silence_counts_from_its_beginning(self) -> None:
+        pace = a_pace()
+        last = sends(pace, 0.001, 10)
+        assert pace.overdue(last + 10.0, answers=True) is None
+        assert pace.overdue(last + 10.0) == "silent for 10.0 s"
+
+    def test_while_it_is_silent_it_owes_no_part_either(self) -> None:
+        pace = a_pace()
+        last = sends(pace, 0.001, 10)
+        pace.owes(last, True)
+        assert pace.overdue(last + STALLS * FLOOR_SECONDS + 1.0, answers=True) is None
+
+    def test_one_that_pings_and_sends_no_part_is_given_up_as_ever(self) -> None:
+        pace = a_pace()
+        last = sends(pace, 0.001, 10)
+        pace.owes(last, True)
+        now = last + STALLS * FLOOR_SECONDS
+        pace.arrived(now - 0.1, 10, data=False)
+        assert pace.overdue(now, answers=True) == "sent no part of its contribution for 4.5 s"
+
+    def test_after_anothers_doubt_its_answers_do_not_count(self) -> None:
+        pace = a_pace()
+        last = sends(pace, 0.001, 10)
+        pace.doubt()
+        assert pace.overdue(last + FLOOR_SECONDS, answers=True) == "silent for 1.5 s"
+
+
 def test_the_least_timeout_holds_over_a_fast_link() -> None:
     pace = a_pace()
     assert silence(pace, sends(pace, 0.001, 10)) == about(FLOOR_SECONDS)

@@ -13,6 +13,7 @@ from p2pavg.testing import LocalSwarm, SwarmProcess
 
 PEERS = 4
 WAIT_SECONDS = 120.0
+EXCHANGE_SECONDS = 30.0
 
 
 @dataclass
@@ -33,8 +34,8 @@ class Trial:
 
     @property
     def grace(self) -> float:
-        """The seconds allowed beyond twice an undisturbed exchange: one, and five more to notice silence."""
-        return 1.0 + (5.0 if self.signal == "SIGSTOP" else 0.0)
+        """The seconds allowed beyond twice an undisturbed exchange: one, and what a stopped member is waited for."""
+        return 1.0 + (EXCHANGE_SECONDS / 3 if self.signal == "SIGSTOP" else 0.0)
 
 
 @dataclass
@@ -148,7 +149,7 @@ def trials(compression: str | None, elements: int, *, sites: bool = False) -> It
         "group_size": PEERS,
         "min_group_size": 2,
         "match_timeout": 60.0,
-        "exchange_timeout": 30.0,
+        "exchange_timeout": EXCHANGE_SECONDS,
         "compression": compression,
     }
     if sites:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing
@@ -401,9 +403,14 @@ async def open_peer_or_asker(
     Args:
         only_asks: serve nothing, because another process serves for this peer through a gate.
     """
+    was_loaded = "p2pavg.net.libp2p" in sys.modules
     # Here and not above: libp2p takes 0.2 s to import, and the simulation does without it.
     with no_garbage_collection():
         from p2pavg.net.libp2p.transport import open_libp2p_transport
+    if not was_loaded and gc.isenabled():
+        # All that was imported is looked through now. Else that falls into one of the first rounds, of all peers that
+        # began together, and beside busy programs it holds each of them up for seconds.
+        gc.collect()
 
     out = way_out(listen, bootstrap, announce)
     options = checked_options(announce, port_mapping=port_mapping, relay_mbps=relay_mbps)

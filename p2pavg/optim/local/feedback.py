@@ -270,7 +270,7 @@ def warn_of_momentum(codec: Codec, outer: torch.optim.Optimizer) -> None:
     if codec.is_sparse and any(group.get("momentum") for group in outer.param_groups):
         logger.warning(
             "the outer optimizer has momentum, and the codec %s keeps what it leaves out: together they overshoot, and"
-            " training may diverge. Use p2pavg.optim.sparseloco, or momentum=0 and a rate of 3",
+            " training may diverge. Use p2pavg.optim.sparseloco, or momentum=0 and a rate of 2",
             codec.name,
         )
 

@@ -57,7 +57,7 @@ def diloco(
 
 
 def sparseloco(
-    inner: Inner, averager: Averager, *, sync_every: SyncEvery = 30, lr: float = 3.0, **options: Any
+    inner: Inner, averager: Averager, *, sync_every: SyncEvery = 30, lr: float = 2.0, **options: Any
 ) -> LocalUpdates:
     """SparseLoCo: DiLoCo with few values in few bits (Sarfi et al. 2025, algorithm 1; inner: AdamW).
 
@@ -65,9 +65,9 @@ def sparseloco(
     ``AveragingConfig(compression="topk")``, with the :class:`ErrorFeedback` that goes with it.
 
     Args:
-        lr: the paper has 1. With the default ``"topk"`` a peer sends 1 of 64 values, so a value waits for T = 64
-            rounds or so, and a residual that decays by b = 0.95 keeps (1 - b^T) / (T (1 - b)) of it: 0.3. A rate of 3
-            makes up for that.
+        lr: the paper has 1. With the default ``"topk"`` an average has 1 of 32 values, so a value waits for T = 32
+            averages or so, and a residual that decays by b = 0.95 keeps (1 - b^T) / (T (1 - b)) of it: half. A rate of
+            2 makes up for that. The noise of a higher one goes only when the inner rate falls.
     """
     return LocalUpdates(inner, partial(torch.optim.SGD, lr=lr), averager, sync_every=sync_every, **options)
 

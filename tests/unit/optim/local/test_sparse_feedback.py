@@ -220,7 +220,7 @@ class TestOptimizers:
 
     def test_sparseloco_has_no_momentum(self) -> None:
         optimizer = sparseloco(SGD(self.model().parameters(), lr=0.1), cast(Averager, Coded()))
-        assert optimizer.outer.param_groups[0]["lr"] == 3.0
+        assert optimizer.outer.param_groups[0]["lr"] == 2.0
         assert optimizer.outer.param_groups[0]["momentum"] == 0.0
 
     def test_outer_momentum_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,8 +33,8 @@ class TopK(CheckedCodec):
     chunk has fewer than `k` other values, only these are sent.
 
     **Averages** have twice as many values, where a chunk may have so many: 134 bytes, 0.262 bits for an element. An
-    average of two contributions keeps all that they sent, one of more the largest values. At the same number of bits,
-    that trains better than as many values both ways: docs/how-to/compress.md has the figures.
+    average of two contributions keeps all that they sent, one of more the largest values: contributors choose different
+    ones, and an average with as many values as one of them would drop most of what was sent.
 
     No operation here depends on a processor's vector units or on a fused multiply-add, so all members choose the same
     values of the same vector.

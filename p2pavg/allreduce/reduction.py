@@ -350,8 +350,8 @@ def average_part(
     # Not into `out`: this member keeps what all others decode, and not its own more precise sum.
     accumulator = floats(out.numel())
     reduce_part(codec, contributions, total_weight, accumulator, robust=robust, check=check, floats=floats)
-    # Contributions at the limit may exceed it by a rounding error together.
     codec = codec.averages
+    # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
         return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
     # Nearly all sums are within the limit, so they are clamped only after the codec has refused one.

@@ -1,4 +1,4 @@
-"""What the system knows of the other end of a TCP connection: its checks of idle ones, and acknowledgements."""
+"""TCP connections as the system sees them: its checks of idle ones, and the acknowledgements of the other end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A cold start: from the start of the first process to the last of the first results, imports included.
 
-Besides, the processor that one peer takes until it has an averager and torch was there before.
+It also measures the processor that one peer takes from the end of `import torch` to its first averager.
 """
 
 from __future__ import annotations

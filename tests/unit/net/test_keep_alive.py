@@ -1,4 +1,4 @@
-"""What the system knows of the other end of a connection, with real sockets."""
+"""Acknowledgements of the other end of a connection, with real sockets."""
 
 from __future__ import annotations
 

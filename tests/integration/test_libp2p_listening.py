@@ -1,6 +1,5 @@
 """Listening, the announced addresses, and the process around a transport."""
 
-import logging
 import os
 import socket
 import subprocess
@@ -117,6 +116,7 @@ async def main():
         await here.disconnect(there.peer_id)
 trio.run(main)
 assert logging.getLogger().handlers == [], logging.getLogger().handlers
+assert logging.getLogger("libp2p").handlers
 """
 
 
@@ -137,7 +137,6 @@ def test_no_output_and_no_log_handler_by_default() -> None:
     finished = run_script(LOGS)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
-    assert logging.getLogger("libp2p").handlers
 
 
 @watched

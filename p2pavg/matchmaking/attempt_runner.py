@@ -10,7 +10,7 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import GLANCE_SECONDS, QUICK_REPLY_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate, read_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, GaveUp, Open, Renew, Report, Send
@@ -26,6 +26,7 @@ from p2pavg.matchmaking.messages import (
 )
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch
+from p2pavg.matchmaking.timing import PROPOSAL_ANSWER_SECONDS
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import Stream, send_message
 from p2pavg.runs.context import PeerContext
@@ -274,7 +275,11 @@ class AttemptRunner:
                 await self._changed.wait()
             # Otherwise an event has come, which may have moved the time for which this task waits.
             if scope.cancelled_caught:
-                self._do(self.rules.tick(self._now()))
+                answers = self._context.transport.answers
+                # What was said last was the proposal, or its repetition.
+                seconds = PROPOSAL_ANSWER_SECONDS + ROUND_TRIPS_SECONDS
+                answering = [peer_id for peer_id in self.rules.group.silent if answers(peer_id, seconds)]
+                self._do(self.rules.tick(self._now(), answering))
 
     def _do(self, actions: Actions) -> None:
         self._changed.set()

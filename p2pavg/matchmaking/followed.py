@@ -17,6 +17,7 @@ from p2pavg.matchmaking.timing import (
     DUE_SECONDS,
     LEADER_SILENCE_SECONDS,
     PROPOSAL_ANSWER_SECONDS,
+    patience,
 )
 
 MAX_PROPOSALS = 2
@@ -167,15 +168,19 @@ class FollowedLeader:
             refusal = Send(leader.peer_id, Refuse(roster.group_id, wrong), wrong)
             avoid = state.peers[leader.peer_id].hold_off(wrong, now)
             return [refusal, *self.leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
+        accept = Send(leader.peer_id, Accept(roster.group_id), "the roster is what was agreed")
+        # The leader still waits for another member's answer. That gives it no more time than it had.
+        if state.phase is AttemptPhase.ACCEPTED and state.roster == roster:
+            return [accept]
         state.phase, state.roster, self._begun_by = AttemptPhase.ACCEPTED, roster, None
         self._proposals += 1
-        # The leader gets the time that its other followers have for their answers, and a second to commit.
+        # The leader gets the time that its other followers have for their answers, and a second to commit. It waits
+        # for slow ones once: it holds them off after that.
         if self._due_since is not None and self._proposals <= MAX_PROPOSALS:
-            self._due_since = max(self._due_since, now + PROPOSAL_ANSWER_SECONDS + 1.0 - DUE_SECONDS)
-        return [
-            Expect(roster.group_id, "others may hear of the commit first"),
-            Send(leader.peer_id, Accept(roster.group_id), "the roster is what was agreed"),
-        ]
+            is_first = self._proposals == 1
+            answers = patience(state.settings.match_timeout) if is_first else PROPOSAL_ANSWER_SECONDS
+            self._due_since = max(self._due_since, now + answers + ROUND_TRIPS_SECONDS - DUE_SECONDS)
+        return [Expect(roster.group_id, "others may hear of the commit first"), accept]
 
     def began(self, peer_id: str) -> Actions:
         """Note that a member has begun the exchange of the accepted group, which proves that the leader committed."""

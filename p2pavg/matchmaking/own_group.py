@@ -11,7 +11,12 @@ from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.matchmaking.messages import Disband, GroupCommit, GroupProposal, Joined, LeaderStatus
-from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, PROPOSAL_ANSWER_SECONDS, SETTLE_GROUP_SECONDS
+from p2pavg.matchmaking.timing import (
+    HEARTBEAT_SECONDS,
+    PROPOSAL_ANSWER_SECONDS,
+    SETTLE_GROUP_SECONDS,
+    patience,
+)
 
 
 class OwnGroup:
@@ -21,6 +26,7 @@ class OwnGroup:
         self._state = state
         self.followers: dict[str, Candidate] = {}
         self.answers_due = 0.0  # end of the wait for answers to the proposal
+        self._proposed = 0.0  # time of the proposal
         self._accepted: set[str] = set()
         self._proposals = 0
         self._tell_at = state.begun + HEARTBEAT_SECONDS  # time of the next status for the followers
@@ -160,11 +166,8 @@ class OwnGroup:
             proposal=self._proposals,
             observers=state.observers_among(members),
         )
-        state.phase, self._accepted, self.answers_due = (
-            AttemptPhase.PROPOSING,
-            set(),
-            now + PROPOSAL_ANSWER_SECONDS,
-        )
+        state.phase, self._accepted, self._proposed = AttemptPhase.PROPOSING, set(), now
+        self.answers_due = now + PROPOSAL_ANSWER_SECONDS
         expect = Expect(roster.group_id, "members may hear of the commit first")
         return [expect, *(Send(peer_id, GroupProposal(roster), reason) for peer_id in self.followers)]
 
@@ -185,10 +188,30 @@ class OwnGroup:
         self._state.peers[peer_id].hold_off(f"refused: {reason}", now)
         return [Close(peer_id, "refused")]
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """Ids of the followers whose answers to the proposal are awaited."""
+        if self._state.phase is not AttemptPhase.PROPOSING:
+            return frozenset()
+        return frozenset(self.followers.keys() - self._accepted)
+
+    def ask_again(self, now: float) -> Actions:
+        """Repeat the proposal while only slow followers are silent; return nothing if they had their time.
+
+        The repetition tells those that have accepted that the leader is there. It also shows whether the systems of
+        the others still acknowledge what they get.
+        """
+        end = self._proposed + patience(self._state.settings.match_timeout)
+        if now >= end or self._state.roster is None:
+            return []
+        self.answers_due = min(now + HEARTBEAT_SECONDS, end)
+        again = GroupProposal(self._state.roster)
+        return [Send(peer_id, again, "a slow member is waited for") for peer_id in self.followers]
+
     def drop_silent(self, reason: str, now: float) -> Actions:
         """Drop the followers that have not answered the proposal."""
         actions: Actions = []
-        for peer_id in sorted(self.followers.keys() - self._accepted):
+        for peer_id in sorted(self.silent):
             del self.followers[peer_id]
             # Otherwise it would rejoin at once, and delay the next roster too.
             self._state.peers[peer_id].hold_off(reason, now)

@@ -35,7 +35,8 @@ so a newcomer displaces none of them.
 
 * The leader proposes a roster (``GroupProposal``). Each follower checks it and answers ``Accept`` or ``Refuse``.
 * When all followers have accepted, the leader commits (``GroupCommit``). It drops a follower that refuses or does not
-  answer in time, and admits it again only after a backoff that doubles each time.
+  answer in time, and admits it again only after a backoff that doubles each time. A follower whose system acknowledges
+  the proposal is slow, and not gone: it has more time (:func:`~p2pavg.matchmaking.timing.patience`).
 * A follower that accepted and then loses its leader waits a second for another member to begin the exchange, which
   proves the commit. Otherwise it is free again.
 
@@ -57,7 +58,7 @@ of candidates, and ``attempt_state.py`` what they share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.group.candidate import Candidate
@@ -84,7 +85,6 @@ from p2pavg.matchmaking.timing import (
     LEADER_SILENCE_SECONDS,
     MOVED_SECONDS,
     NEXT_ATTEMPT_SECONDS,
-    PROPOSAL_ANSWER_SECONDS,
     RENEW_SECONDS,
 )
 
@@ -178,8 +178,12 @@ class Matchmaking:
 
     # ------------------------------------------------------------------ time and records
 
-    def tick(self, now: float) -> Actions:
-        """Act on the time that has passed."""
+    def tick(self, now: float, answering: Collection[str] = ()) -> Actions:
+        """Act on the time that has passed.
+
+        Args:
+            answering: ids of peers whose systems have acknowledged what this one sent them lately.
+        """
         state = self.state
         # Pauses that are over end first, so that the peers concerned can be asked below.
         state.peers.pass_time(now)
@@ -210,7 +214,9 @@ class Matchmaking:
         # All silent followers go at once. If each cost a timeout of its own, a few
         # liars could use up the patience of the others.
         if state.phase is AttemptPhase.PROPOSING and now >= self.group.answers_due:
-            reason = f"no answer to the proposal within {PROPOSAL_ANSWER_SECONDS:.0f} s"
+            if self.group.silent.issubset(answering) and (again := self.group.ask_again(now)):
+                return again
+            reason = "no answer to the proposal in time"
             return self.group.drop_silent(reason, now) + self._member_lost(reason, now)
         return self._advance(now)
 

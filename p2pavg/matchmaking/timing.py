@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from p2pavg.base.limits import REPLY_SECONDS
+
 HEARTBEAT_SECONDS = 2.0  # a leader that has followers sends them a status this often
 LEADER_SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
 PROPOSAL_ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
+
+
+def patience(match_timeout: float) -> float:
+    """Return how long a leader waits for the answer of a member whose system acknowledges its proposals, in seconds.
+
+    That member is slow, and not gone. So it is waited for as long as the user would wait for a group.
+    """
+    return min(max(match_timeout, PROPOSAL_ANSWER_SECONDS), REPLY_SECONDS)
+
+
 PUT_OFF_SECONDS = 1.5
 """A leader keeps a place for better candidates so long, from the first time that another candidate asks for it. They
 are told of the leader at once, and ask within a few round trips. With the delay before the other one asks again, this

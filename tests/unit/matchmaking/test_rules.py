@@ -6,10 +6,16 @@ import dataclasses
 
 import pytest
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, GLANCE_SECONDS, HOLD_OFF_SECONDS, ROUND_TRIPS_SECONDS
+from p2pavg.base.limits import (
+    ASK_AGAIN_SECONDS,
+    GLANCE_SECONDS,
+    HOLD_OFF_SECONDS,
+    REPLY_SECONDS,
+    ROUND_TRIPS_SECONDS,
+)
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import Actions, Close, Expect, Open, Send
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.known_peers import FORGET_SECONDS
 from p2pavg.matchmaking.messages import (
@@ -391,6 +397,50 @@ class TestStandingInTheWay:
             end = now + HOLD_OFF_SECONDS * 2**times
             assert "no answer" in declined(rules.asked(silent, end - 0.01)).reason
             now = end
+
+    def test_a_slow_follower_whose_system_answers_is_waited_for_and_no_other_one_leaves(self) -> None:
+        me, quick, slow = (candidate(index, EPOCH + 500 + index) for index in range(3))
+        leader, now = matchmaking(me, target=3), EPOCH
+        for each in (quick, slow):
+            leader.asked(each, now)
+        roster = leader.state.roster
+        assert roster is not None
+        leader.told(quick.peer_id, Accept(roster.group_id), now)
+        repeated: Actions = []
+        while now < EPOCH + 7:
+            now = leader.wake_at()
+            repeated += leader.tick(now, answering=[slow.peer_id])
+        # A status would withdraw the proposal, and silence of 6 s would make the quick one leave.
+        assert [a.message for a in repeated if isinstance(a, Send)] == 6 * [GroupProposal(roster)]
+        assert Formed(roster, "all accepted") in leader.told(slow.peer_id, Accept(roster.group_id), now)
+
+    @pytest.mark.parametrize(
+        ("answers", "seconds"), [(False, PROPOSAL_ANSWER_SECONDS), (True, REPLY_SECONDS)]
+    )
+    def test_a_follower_that_only_seems_slow_is_dropped(self, answers: bool, seconds: float) -> None:
+        leader, silent, now = (
+            matchmaking(candidate(0, EPOCH + 500), target=2),
+            candidate(1, EPOCH + 600),
+            EPOCH,
+        )
+        leader.asked(silent, now)
+        while leader.state.phase is AttemptPhase.PROPOSING:
+            now = leader.wake_at()
+            leader.tick(now, answering=[silent.peer_id] if answers else [])
+        assert now == EPOCH + seconds
+        assert "no answer" in declined(leader.asked(silent, now + HOLD_OFF_SECONDS - 0.01)).reason
+
+    def test_a_leader_gains_no_time_by_repeating_a_proposal(self) -> None:
+        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        follower, now = follower_of(leader, me, target=2), EPOCH + 3
+        roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
+        for second in (0.0, REPLY_SECONDS):
+            follower.told_by_leader(leader.peer_id, GroupProposal(roster), now + second)
+        now += REPLY_SECONDS + ROUND_TRIPS_SECONDS
+        follower.tick(now - 0.01)
+        assert follower.state.phase is AttemptPhase.ACCEPTED
+        follower.tick(now)
+        assert follower.state.leader is None
 
     def test_a_follower_that_was_slow_once_is_in_the_group_later(self) -> None:
         bus = Bus()

@@ -177,8 +177,8 @@ class FollowedLeader:
         # The leader gets the time that its other followers have for their answers, and a second to commit. It waits
         # for slow ones once: it holds them off after that.
         if self._due_since is not None and self._proposals <= MAX_PROPOSALS:
-            is_first = self._proposals == 1
-            answers = patience(state.settings.match_timeout) if is_first else PROPOSAL_ANSWER_SECONDS
+            slow = patience(state.settings.match_timeout)
+            answers = slow if self._proposals == 1 else PROPOSAL_ANSWER_SECONDS
             self._due_since = max(self._due_since, now + answers + ROUND_TRIPS_SECONDS - DUE_SECONDS)
         return [Expect(roster.group_id, "others may hear of the commit first"), accept]
 

@@ -108,9 +108,8 @@ class JoinLink:
                     check_signature(record)
             await trio.lowlevel.checkpoint()
         with self._messages.charged(self._stream):
-            return decode(
-                data, self._kinds
-            )  # which finds the signatures among those that were verified lately
+            # It finds the signatures among those that were verified lately.
+            return decode(data, self._kinds)
 
     async def _write(self) -> None:
         try:

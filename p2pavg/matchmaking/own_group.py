@@ -30,9 +30,8 @@ class OwnGroup:
         self._accepted: set[str] = set()
         self._proposals = 0
         self._tell_at = state.begun + HEARTBEAT_SECONDS  # time of the next status for the followers
-        self._enough_since: float | None = (
-            None  # time since which the group has had enough members to go ahead
-        )
+        # Time since which the group has had enough members to go ahead.
+        self._enough_since: float | None = None
 
     @property
     def holders(self) -> int:

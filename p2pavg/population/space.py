@@ -54,22 +54,14 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
-    """Numbers from ``low`` to ``high``, all equally likely.
-
-    Raises:
-        ConfigError: the bounds are not finite numbers, or ``low`` is not below ``high``.
-    """
+class _Interval:
+    """Numbers from ``low`` to ``high``."""
 
     low: float
     high: float
 
     def __post_init__(self) -> None:
         _check_bounds(self.low, self.high)
-
-    def draw(self, fraction: float) -> float:
-        """Return the value of a draw from 0 to 1."""
-        return _within(self.low + (self.high - self.low) * fraction, self.low, self.high)
 
     def perturbed(self, value: Value, factor: float, fraction: float) -> Value:  # noqa: ARG002
         """Return the value times a factor, inside the range."""
@@ -79,6 +71,19 @@ class Uniform:
         """Return whether it is a value of this range."""
         return type(value) is float and self.low <= value <= self.high
 
+
+@dataclass(frozen=True, slots=True)
+class Uniform(_Interval):
+    """Numbers from ``low`` to ``high``, all equally likely.
+
+    Raises:
+        ConfigError: the bounds are not finite numbers, or ``low`` is not below ``high``.
+    """
+
+    def draw(self, fraction: float) -> float:
+        """Return the value of a draw from 0 to 1."""
+        return _within(self.low + (self.high - self.low) * fraction, self.low, self.high)
+
     @property
     def fields(self) -> tuple[str | float, ...]:
         """The range as plain values."""
@@ -86,15 +91,12 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
-class LogUniform:
+class LogUniform(_Interval):
     """Numbers from ``low`` to ``high`` above 0, whose logarithms are equally likely: for learning rates.
 
     Raises:
         ConfigError: the bounds are not finite numbers above 0, or ``low`` is not below ``high``.
     """
-
-    low: float
-    high: float
 
     def __post_init__(self) -> None:
         _check_bounds(self.low, self.high)
@@ -105,14 +107,6 @@ class LogUniform:
         """Return the value of a draw from 0 to 1."""
         low, high = math.log(self.low), math.log(self.high)
         return _within(math.exp(low + (high - low) * fraction), self.low, self.high)
-
-    def perturbed(self, value: Value, factor: float, fraction: float) -> Value:  # noqa: ARG002
-        """Return the value times a factor, inside the range."""
-        return _within(float(value) * factor, self.low, self.high)
-
-    def holds(self, value: object) -> bool:
-        """Return whether it is a value of this range."""
-        return type(value) is float and self.low <= value <= self.high
 
     @property
     def fields(self) -> tuple[str | float, ...]:

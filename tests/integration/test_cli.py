@@ -31,6 +31,7 @@ from p2pavg.blocking import open_averager
 from p2pavg.tools.cli.main import main
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -168,14 +169,8 @@ def test_a_command_that_does_not_need_torch_does_not_load_it(
     command: str, code: ExitCode, tmp_path: Path
 ) -> None:
     """It takes over a second, several times as long as the rest."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *command.split()],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        check=False,
+    done = run_python(
+        "-c", WITHOUT_TORCH, *command.split(), env=ENVIRONMENT, cwd=tmp_path, timeout=WATCHDOG_SECONDS
     )
     assert (done.returncode, done.stderr) == (code, "")
 
@@ -193,14 +188,8 @@ def test_a_mistake_in_what_to_join_is_told_before_torch_is_loaded(
     arguments: list[str], wrong: str, remedy: str, tmp_path: Path
 ) -> None:
     """Loading it takes seconds of processor, several times as long as the rest."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "join", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        check=False,
+    done = run_python(
+        "-c", WITHOUT_TORCH, "join", *arguments, env=ENVIRONMENT, cwd=tmp_path, timeout=WATCHDOG_SECONDS
     )
     assert done.returncode == ExitCode.MISTAKE
     assert wrong in done.stderr

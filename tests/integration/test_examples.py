@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -36,13 +36,7 @@ def test_every_example_is_tested() -> None:
     "name", [pytest.param(name, marks=[] if name == "char_gpt" else pytest.mark.long) for name in SHORT]
 )
 def test_the_example_runs_unchanged(name: str, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    run = run_python(EXAMPLES / f"{name}.py", *SHORT[name], cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert SAID[name] in run.stdout
     (picture,) = (tmp_path / "examples-output").glob("*.png")

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from p2pavg.net.libp2p import transport
 from p2pavg.net.nat.reach import watcher
 from tests.integration.hosts import TIMEOUT, watched
 from tests.integration.libp2p_hosts import assert_serves_strangers, open_host
+from tests.programs import run_python
 
 
 @watched
@@ -121,9 +121,7 @@ assert logging.getLogger("libp2p").handlers
 
 
 def run_script(text: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + text], capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_python("-c", PREAMBLE + text)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -4,9 +4,12 @@ import socket
 import sys
 from contextlib import AbstractAsyncContextManager
 from itertools import count
+from pathlib import Path
 
 import pytest
 
+from p2pavg.net.gate.client import open_gate_transport
+from p2pavg.net.gate.server import open_gate
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.net.transport import Transport
 from p2pavg_dht import Ed25519Signer
@@ -44,3 +47,19 @@ async def test_it_knows_whether_the_other_system_answers() -> None:
         assert not here.answers(Ed25519Signer(bytes(32)).peer_id, 60.0), "a stranger"
         await there.disconnect(here.peer_id)
         await hosts.eventually(lambda: not here.answers(there.peer_id, 60.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says when a connection was acknowledged")
+async def test_a_program_behind_a_gate_knows_it_too(tmp_path: Path) -> None:
+    made, path = OnLoopback(), tmp_path / "gate"
+    async with made.transport() as network, made.transport() as there:
+        signer = Ed25519Signer(bytes(32))
+        named = there.addresses[:1]
+        async with (
+            open_gate(network, signer, path, {"/echo"}, bool, named=named),
+            open_gate_transport(path) as here,
+        ):
+            assert await here.dial(named[0], timeout=10.0) == there.peer_id
+            await hosts.eventually(lambda: here.answers(there.peer_id, 5.0))
+            await there.disconnect(network.peer_id)
+            await hosts.eventually(lambda: not here.answers(there.peer_id, 5.0))

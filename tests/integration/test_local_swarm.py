@@ -17,6 +17,7 @@ import pytest
 from p2pavg.testing import LocalSwarm, SwarmProcess, forking
 from p2pavg.testing.forking import ForkedProcess, ForkServer
 from tests.integration.swarm_work import describe_start, end, start_another, stay, talk
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -118,7 +119,7 @@ def test_a_function_of_a_script_is_found(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180)
+    run = run_python(script)
     assert run.stdout.splitlines() == [
         "{'word': 'found', 'index': 0}",
         "process 1 ended with 3",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +12,7 @@ from p2pavg import ClosedError, InProgress, NoPeers
 from p2pavg.blocking import open_averager, start_averager
 from p2pavg.optim import AveragedOptimizer
 from tests.integration.loopback import LOOPBACK, WATCHDOG_SECONDS, config
+from tests.programs import run_python
 
 PROGRAM = """
 import concurrent.futures.thread  # most programs have loaded it; its pools close with the main thread
@@ -63,13 +62,7 @@ if when == "before":
 @pytest.mark.parametrize(("how", "when"), [("open", "before"), ("start", "after")])
 def test_a_thread_goes_on_when_the_main_thread_has_ended(how: str, when: str) -> None:
     """It opens its averagers before the main thread ends, or after. The program ends when the thread has ended."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, how, when],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        check=False,
-    )
+    done = run_python("-W", "error", "-c", PROGRAM, how, when, timeout=WATCHDOG_SECONDS)
     assert (done.returncode, done.stdout) == (0, "Success Success\n"), done.stderr
     assert "Traceback" not in done.stderr
 

@@ -24,6 +24,7 @@ import p2pavg.testing
 from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
 from scripts.benchmarks.population import draw_rates
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -148,7 +149,7 @@ def test_the_quickstart_is_the_program_that_the_other_tests_run(page: str) -> No
 def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(snippets("docs/how-to/test-your-code.md")[position], encoding="utf-8")
-    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
+    run = run_python(path)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -170,7 +171,7 @@ def test_the_documented_sampler_runs(tmp_path: Path) -> None:
     (code,) = (code for code in snippets("docs/how-to/train-with-large-batches.md") if "PeerSampler(" in code)
     path = tmp_path / "sampling.py"
     path.write_text(code, encoding="utf-8")
-    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
+    run = run_python(path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout == "the last saved state is after 19984 samples\n"
 

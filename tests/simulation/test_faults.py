@@ -32,6 +32,7 @@ from p2pavg.testing import (
     simulate,
 )
 from p2pavg.testing.simulation import simulated_signer
+from tests.programs import run_python
 
 LAN = (0.001, 0.002)
 
@@ -60,7 +61,7 @@ def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) 
         "sys.argv[1:] = ['--rounds', '1', '--first', '3', '--processes', '1']\n"
         "sys.exit(s.main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
+    done = run_python("-c", broken)
     assert done.returncode == 1
     assert "scripts/faults simulate --seed 3 --log" in done.stdout
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.programs import run_python
+
 
 def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     """Each failing seed prints the command that repeats it."""
@@ -29,7 +31,7 @@ def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
         "sys.argv[1:] = ['--messages', '300', '--processes', '1']\n"
         "sys.exit(f.main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
+    done = run_python("-c", broken)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "scripts/faults fuzz --seed" in done.stdout
     assert "KeyError" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import threading
@@ -29,6 +30,7 @@ from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.chunked_stream import ChunkedStream
 from p2pavg.net.gate.messages import (
     MAX_GATE_BYTES,
+    AnswerNews,
     AskSignature,
     AskStream,
     Attach,
@@ -111,6 +113,8 @@ class GateTransport(Transport):
         self._path = path
         self._news = news
         self._connected: set[PeerId] = set()
+        self._answered: dict[PeerId, float] = {}
+        """When the gate last said that a peer's system answers; of the peers that are connected."""
         self._watchers: list[Callable[[PeerId], None]] = []
         self._handlers: dict[str, StreamHandler] = {}
         self.streams: set[Stream] = set()
@@ -156,6 +160,9 @@ class GateTransport(Transport):
     def is_connected(self, peer_id: PeerId) -> bool:
         return peer_id in self._connected
 
+    def answers(self, peer_id: PeerId, seconds: float) -> bool:
+        return self._answered.get(peer_id, -math.inf) > trio.current_time() - seconds
+
     def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
         self._watchers.append(connected)
 
@@ -188,6 +195,8 @@ class GateTransport(Transport):
                 self._news = news
             case ConnectionNews(peer_id, is_open):
                 self._note(peer_id, is_open)
+            case AnswerNews(peer_ids):
+                self._answered |= dict.fromkeys(self._connected.intersection(peer_ids), trio.current_time())
             case InboundStream(number, protocol):
                 self.nursery.start_soon(self._take, number, protocol)
             case StopProgram():
@@ -197,6 +206,7 @@ class GateTransport(Transport):
     def _note(self, peer_id: PeerId, is_open: bool) -> None:
         if not is_open:
             self._connected.discard(peer_id)
+            self._answered.pop(peer_id, None)
         elif peer_id not in self._connected:
             self._connected.add(peer_id)
             for connected in tuple(self._watchers):

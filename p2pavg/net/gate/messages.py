@@ -30,6 +30,7 @@ MAX_NOTICE_BYTES = 1024
 CHUNK_LENGTH_BYTES = 4
 MAX_CHUNK_BYTES = 256 * 1024
 MAX_LIST = 64
+MAX_ANSWERS = 256  # peers of one look: those of the largest group, and as many others
 
 GateId = Annotated[str, Meta(max_length=128)]
 GateText = Annotated[str, Meta(max_length=2000)]
@@ -159,6 +160,15 @@ class InboundStream(Message, frozen=True, tag=2):
     protocol: ProtocolName
 
 
+class AnswerNews(Message, frozen=True, tag=8):
+    """The systems of these peers have acknowledged something since the last look.
+
+    See :meth:`p2pavg.net.transport.Transport.answers`.
+    """
+
+    peer_ids: Annotated[tuple[GateId, ...], Meta(max_length=MAX_ANSWERS)]
+
+
 class StopProgram(Message, frozen=True, tag=7):
     """The program is to end soon, as after Ctrl-C."""
 
@@ -197,7 +207,7 @@ class GateError(Message, frozen=True, tag=6):
 
 
 GateAnswer = PeerNews | StreamOpened | GateDone | Signature | GateError
-GateNews = PeerNews | ConnectionNews | InboundStream | StopProgram
+GateNews = PeerNews | ConnectionNews | InboundStream | AnswerNews | StopProgram
 
 
 def news_of(peer_id: str, addresses: tuple[str, ...], reachability: Reachability) -> PeerNews:

@@ -30,8 +30,10 @@ from p2pavg.base.messages import Message, decoded
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.chunked_stream import ChunkedStream
 from p2pavg.net.gate.messages import (
+    MAX_ANSWERS,
     MAX_CHUNK_BYTES,
     MAX_GATE_BYTES,
+    AnswerNews,
     AskSignature,
     AskStream,
     Attach,
@@ -180,14 +182,19 @@ class Gate:
 
         async def poll() -> None:
             # No event says that a connection has ended, or that an address has changed.
-            last, looks = None, 0
+            transport, last, looks = self._transport, None, 0
             while True:
-                for peer_id in [each for each in self._connected if not self._transport.is_connected(each)]:
+                for peer_id in [each for each in self._connected if not transport.is_connected(each)]:
                     self._connected.discard(peer_id)
                     self._tell(ConnectionNews(peer_id, False))
-                if looks % round(LOOK_SECONDS / GLANCE_SECONDS) == 0 and (now := self._told()) != last:
-                    self._tell(now)
-                    last = now
+                if looks % round(LOOK_SECONDS / GLANCE_SECONDS) == 0:
+                    now = news_of(transport.peer_id, transport.addresses, transport.reachability)
+                    if now != last:
+                        self._tell(now)
+                        last = now
+                    answer = [each for each in self._connected if transport.answers(each, LOOK_SECONDS)]
+                    if answer:
+                        self._tell(AnswerNews(tuple(answer[:MAX_ANSWERS])))
                 looks += 1
                 await trio.sleep(GLANCE_SECONDS)
 
@@ -207,10 +214,6 @@ class Gate:
         finally:
             self._transport.unwatch_connections(connected)
             self._news, self._served = None, set()
-
-    def _told(self) -> Message:
-        transport = self._transport
-        return news_of(transport.peer_id, transport.addresses, transport.reachability)
 
     def _tell(self, news: Message) -> None:
         if self._news is None:

@@ -48,14 +48,11 @@ FIRST = bytes(32)
 """Stands for the entry before the first one of an archivist."""
 MAX_BODY_BYTES = 2**24
 """A run of 131,072 tensors whose names have 100 characters each. A certificate with the digests has 2.4 MiB at most."""
-MAX_PAYLOAD_BYTES = MAX_SNAPSHOT_BYTES
 MAX_NOTICE_BYTES = 2**25  # evidence that a member lied has 32 MiB at most
 SEGMENT_ENTRIES = 1024
 """Entries of one segment, and so under one seal: a receipt has one leaf and one path for each."""
 SEGMENT_SNAPSHOTS = 16
 """A segment ends when its averages weigh as much as so many snapshots: then snapshots are a sixteenth of a history."""
-MAX_CREDITED = 2**16
-"""Peers of one segment: no group has more than 64 contributors, and a segment at most 1,024 updates."""
 REVOKED = "revoked"
 """Kind of a notice: the list of revoked certificates that the authority has signed."""
 EXCLUDED = "excluded"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import p2pavg
 from p2pavg.blocking import open_averager
 from p2pavg.optim import AveragedOptimizer, diloco
 from p2pavg.optim.coordination import attendance
+from tests.programs import run_python
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "change-your-loop.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -25,9 +24,7 @@ def test_the_program_trains_alone_and_ends(tmp_path: Path) -> None:
     """Also its peer ends: with the interpreter, without an error."""
     path = tmp_path / "train.py"
     path.write_text(SNIPPETS[0], encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=180
-    )
+    run = run_python(path, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "updates: 5\n"
     assert run.stderr == ""

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.integration.jobs.join_work import (
     make_run,
     started,
 )
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -186,9 +186,7 @@ def test_a_packed_job_trains_in_launch_as_on_the_desk(
     assert sorted(number for number, _ in ends) == ["0", "1"]
     assert len({digest for _, digest in ends}) == 1
     shutil.rmtree(folder / "job" / ".scratch")
-    alone = subprocess.run(
-        [sys.executable, "job/train.py"], cwd=folder, capture_output=True, text=True, check=True
-    )
+    alone = run_python("job/train.py", cwd=folder, check=True)
     assert alone.stdout.count("of 1 peers") == FEW_UPDATES
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from p2pavg.tools.jobs.folder import read_folder
 from p2pavg.tools.jobs.manifest import problems
 from p2pavg.tools.jobs.packages import read_packages
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -40,12 +41,8 @@ def test_the_example_is_a_job_with_its_packages() -> None:
 def test_only_adapters_travel_and_the_model_loads_without_p2pavg(tmp_path: Path) -> None:
     job = tmp_path / "lora"
     shutil.copytree(ROOT / "docs" / "examples" / "lora", job, ignore=shutil.ignore_patterns(".scratch"))
-    done = subprocess.run(
-        [sys.executable, "-m", "p2pavg", "launch", "-n", "3", "--job", str(job), str(UPDATES)],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        check=False,
+    done = run_python(
+        "-m", "p2pavg", "launch", "-n", "3", "--job", job, str(UPDATES), timeout=WATCHDOG_SECONDS
     )
     assert not done.returncode, done.stdout + done.stderr
 

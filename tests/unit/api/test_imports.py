@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("bitsandbytes", "libp2p", "matplotlib")
@@ -30,9 +31,7 @@ for name in names:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    return run_python("-W", "error", "-c", code)
 
 
 def test_importing_the_package_imports_no_slow_module() -> None:
@@ -71,9 +70,7 @@ from p2pavg.net.libp2p import transport
 print(callable(libp2p.new_host), hasattr(swarm.DNSResolver, "resolve"))
 """
     for code in (after, before):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_python("-c", code)
         assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
 
 
@@ -88,9 +85,7 @@ for module, names in UNUSED.items():
         is_error = isinstance(real, type) and issubclass(real, Exception)
         assert is_error == name.endswith("Error"), name
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,8 +1,6 @@
 """New threads reuse the working memory of ended ones, and no two live threads share it."""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ import torch
 from p2pavg_compression import Blockwise8, Int8
 from p2pavg_compression import scratch as scratch_module
 from p2pavg_compression.scratch import CHUNK_ELEMENTS, scratch
+from tests.programs import run_python
 
 WATCHDOG_SECONDS = 120.0
 
@@ -145,12 +144,5 @@ from p2pavg_compression import Blockwise8
 def encode():
     Blockwise8(block_size=64).encode(torch.ones(1000))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", begin + script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python("-W", "error", "-c", begin + script, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

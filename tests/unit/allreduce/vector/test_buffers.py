@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,29 +61,25 @@ BYTE_VIEWS: dict[str, Callable[[memoryview], object]] = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_float_memory_is_reclaimed_with_its_last_view(view: Callable[[torch.Tensor], object]) -> None:
     buffers = Buffers(PLENTY)
-    lent = buffers.floats(ELEMENTS)
-    address, kept = address_of(lent), [view(lent)]
-    del lent
-    assert idle_bytes(buffers) == 0
-    meanwhile = buffers.floats(ELEMENTS)
-    assert address_of(meanwhile) != address
-    kept.clear()
-    assert idle_bytes(buffers) == NBYTES
-    assert address_of(buffers.floats(ELEMENTS)) == address
+    check_reclaimed(buffers, partial(buffers.floats, ELEMENTS), view)
 
 
 @pytest.mark.parametrize("view", BYTE_VIEWS.values(), ids=BYTE_VIEWS)
 def test_byte_memory_is_reclaimed_with_its_last_view(view: Callable[[memoryview], object]) -> None:
     buffers = Buffers(PLENTY)
-    lent = buffers.bytes(NBYTES)
+    check_reclaimed(buffers, partial(buffers.bytes, NBYTES), view)
+
+
+def check_reclaimed(buffers: Buffers, lend: Callable[[], Any], view: Callable[[Any], object]) -> None:
+    lent = lend()
     address, kept = address_of(lent), [view(lent)]
     del lent
     assert idle_bytes(buffers) == 0
-    meanwhile = buffers.bytes(NBYTES)
+    meanwhile = lend()
     assert address_of(meanwhile) != address
     kept.clear()
     assert idle_bytes(buffers) == NBYTES
-    assert address_of(buffers.bytes(NBYTES)) == address
+    assert address_of(lend()) == address
 
 
 def test_float_memory_can_be_reused_as_bytes() -> None:

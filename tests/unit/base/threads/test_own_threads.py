@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import trio
 import trio.testing
 
 from p2pavg.base.threads.workers import NICENESS, ToLoop, in_own_thread
+from tests.programs import run_python
 
 WATCHDOG_SECONDS = 120.0
 NAME = "a thread of a test"
@@ -201,13 +201,7 @@ print(in_a_new_thread())
 
 def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
     """This also holds if several calls begin at once, and in threads that begin later."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-W", "error", "-c", IN_A_FRESH_PROCESS)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(map(int, done.stdout.split())) == [1, 1, 3, 3, 3]
 
@@ -232,13 +226,7 @@ trio.run(main)
 @on_linux
 def test_worker_threads_have_a_lower_priority() -> None:
     """Only these threads do so, because trio lends its own threads to other callers."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PRIORITIES],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_python("-W", "error", "-c", PRIORITIES, check=True)
     before, inside, *others = map(int, done.stdout.split())
     assert inside == NICENESS or inside >= before > NICENESS, "the test run may have a lower priority already"
     assert others == [before] * 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,6 +11,7 @@ import trio
 import trio.testing
 
 from p2pavg.base.threads.workers import Workers
+from tests.programs import run_python
 
 WATCHDOG_SECONDS = 120.0
 
@@ -42,13 +41,7 @@ print(in_a_new_thread())
 
 def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
     """This also holds in trio's threads, and in threads that begin later."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-W", "error", "-c", IN_A_FRESH_PROCESS)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(map(int, done.stdout.split())) == [1, 1, 3, 3, 3]
 
@@ -165,13 +158,7 @@ threading.Thread(target=work).start()
 
 def test_a_worker_of_another_thread_goes_on_when_the_main_thread_has_ended() -> None:
     """The pools of concurrent.futures would refuse it: cannot schedule new futures after interpreter shutdown."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", AFTER_THE_MAIN_THREAD],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        check=False,
-    )
+    done = run_python("-W", "error", "-c", AFTER_THE_MAIN_THREAD, timeout=WATCHDOG_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == ["(3,", "1)", "(4,", "1)", "(5,", "1)"]
 

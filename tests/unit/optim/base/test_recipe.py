@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zlib
 from functools import partial
@@ -31,6 +30,7 @@ from p2pavg.optim.base.recipe import (
     settings_in,
     text_of,
 )
+from tests.programs import run_python
 
 GOLDEN = "0a76f5a81ee14bda609ddda401b17c1f748a6f09461dc7dccdaa097a16b080f2"
 
@@ -55,9 +55,7 @@ def digest_of(optimizer: torch.optim.Optimizer) -> bytes:
 class TestDigest:
     def test_digest_is_the_same_in_every_process(self) -> None:
         environment = {"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(sys.path)}
-        made = subprocess.run(
-            [sys.executable, "-c", MAKE_GOLDEN], env=environment, capture_output=True, text=True, check=True
-        )
+        made = run_python("-c", MAKE_GOLDEN, env=environment, check=True)
         assert made.stdout.strip() == GOLDEN
 
     @given(

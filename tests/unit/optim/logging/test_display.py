@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from p2pavg.base.result import Success
 from p2pavg.optim import StepReport
 from p2pavg.optim.logging.display import RunProgress
 from p2pavg.telemetry.events import StateMoved, Waits
+from tests.programs import run_python
 from tests.unit.metrics.fakes import FakeAverager
 
 needs_tensorboard = pytest.mark.skipif(
@@ -125,7 +124,7 @@ def test_importing_the_module_imports_neither_rich_nor_tensorboard() -> None:
         "import sys; before = set(sys.modules); import p2pavg.optim.logging.display;"
         "print({'rich.progress', 'tensorboard', 'torch.utils.tensorboard'} & (set(sys.modules) - before))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = run_python("-c", code, check=True)
     assert found.stdout.strip() == "set()"
 
 

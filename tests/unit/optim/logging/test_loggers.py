@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 import types
 import warnings
@@ -17,6 +16,7 @@ import pytest
 from p2pavg.base.result import NoPeers
 from p2pavg.optim.logging.loggers import FiguresLog, TensorBoardLog, WandbLog
 from p2pavg.telemetry.events import PeerGone, RoundKind
+from tests.programs import run_python
 from tests.unit.metrics.fakes import PEERS, ended, updated
 from tests.unit.optim.logging.test_display import needs_tensorboard, report, success
 from tests.unit.telemetry.statuses import HOSTILE_TEXTS
@@ -210,9 +210,7 @@ class TestWandb:
             "    log(ended()); log(updated()); log.write({'held_out/loss': 2.1}, 7)\n"
             "    print(dict(log._run.summary))\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120.0, check=False
-        )
+        done = run_python("-c", code)
         assert done.returncode == 0, done.stderr
         assert "'metrics/loss': 2.5" in done.stdout
         assert "'held_out/loss': 2.1" in done.stdout

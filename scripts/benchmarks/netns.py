@@ -73,6 +73,12 @@ def switched(
         yield [_member(stack, hub, index, up, down) for index, (up, down) in enumerate(both)]
 
 
+def set_link(place: Place, *, up: bool) -> None:
+    """Cut the link of a place of :func:`switched` at the switch, without a word to its processes, or mend it."""
+    members, _, index = place.prefix[-1].rpartition("-")
+    _run("ip", "-n", f"{members}-hub", "link", "set", f"port{index}", "up" if up else "down")
+
+
 def _member(stack: ExitStack, hub: str, index: int, up_mbps: float, down_mbps: float) -> Place:
     name, port, host = f"{PREFIX}-{os.getpid()}-{index}", f"port{index}", f"{SUBNET}.{index + 1}"
     _attach(stack, hub, name, port, host)

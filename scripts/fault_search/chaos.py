@@ -1,14 +1,17 @@
-"""Chaos test: processes on this machine are killed, stopped and restarted while they average.
+"""Chaos test: processes on this machine are killed, stopped, cut off and restarted while they average.
 
 scripts/faults chaos                           8 peers for 5 minutes, after 5 calm minutes to compare them with
 scripts/faults chaos --peers 4 --minutes 1 --no-calm --seed 7 --codec fp32
 scripts/faults chaos --json                    the figures as JSON instead of tables
+scripts/faults chaos --peers 4 --group-size 4 --every 60 --links --minutes 480 --calm-minutes 30
+                                               a failure a minute for eight hours; links need root
 
 Every process averages round after round, all in one run, in groups of half of them. Meanwhile a plan that is drawn from
-the seed (chaos_plan.py) decides which process is killed (SIGKILL), stopped (SIGSTOP), resumed, or restarted
-with its identity. At least half of the processes run at any time, and each may be hit. A process that restarts is given
-the addresses of all running ones. At the end all are resumed, average for a while without faults, and report their
-unused samples.
+the seed (chaos_plan.py) decides which process is killed (SIGKILL), stopped (SIGSTOP), resumed, restarted with its
+identity, or cut off from all others, and whose wall clock jumps. At least half of the processes run at any time, and
+each may be hit. A process that restarts is given the addresses of all running ones. At the end all are resumed, average
+for a while without faults, and report their unused samples. A bare averager writes nothing but its log: full disks are
+in the tests of checkpoints.
 
 Then their reports are checked (chaos_check.py has the details and the exceptions). Every Success is the mean of
 its peers' samples, identical to the last bit in a group. Every sample is in exactly one result, or still accumulated,
@@ -32,7 +35,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,13 +44,16 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
+from scripts.benchmarks.crew import Place
+from scripts.benchmarks.netns import set_link, switched
 from scripts.fault_search.chaos_check import CODEC_ERRORS, Committed, Findings, Life, Limits, SampleId, check
 from scripts.fault_search.chaos_plan import Action, draw
-from scripts.fault_search.chaos_work import EXCHANGES, SETTLE_SECONDS, draw_sample, sketch
+from scripts.fault_search.chaos_work import EXCHANGES, SETTLE_SECONDS, clock_file, draw_sample, sketch
 
 WORK = "scripts.fault_search.chaos_work:average"
 JOIN_SECONDS = 90.0  # watchdog: for a process to start and join
 AIM_SECONDS = 4.0  # for which a fault waits for an exchange to hit
+LINK_MBPS = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,8 @@ class Setting:
     """Seconds between a process's rounds, on average."""
     match_timeout: float = 5.0
     exchange_timeout: float = 15.0
+    links: bool = False
+    """Whether each process has a link of its own, in a network namespace."""
     calm_seconds: float = 20.0
     """Duration of the part without faults at the end."""
 
@@ -86,8 +94,20 @@ class Report:
 
 
 def run(how: Setting, plan: Sequence[Action], folder: Path) -> Report:
-    """Run all processes from their start to their end; ``folder`` takes their keys and logs."""
+    """Run all processes from their start to their end; ``folder`` takes their keys and logs.
+
+    Raises:
+        NoNamespacesError: there can be no links here.
+    """
+    if not how.links:
+        return _run_in(how, plan, folder, ())
+    with switched([LINK_MBPS] * how.peers) as places:
+        return _run_in(how, plan, folder, places)
+
+
+def _run_in(how: Setting, plan: Sequence[Action], folder: Path, places: Sequence[Place]) -> Report:
     arguments = {
+        "places": [(place.prefix[-1], place.host) for place in places],
         "folder": str(folder),
         "life": 0,
         "seed": how.seed,
@@ -103,7 +123,7 @@ def run(how: Setting, plan: Sequence[Action], folder: Path) -> Report:
     }
     with LocalSwarm(WORK, peers=how.peers, arguments=arguments) as swarm:
         swarm.start()
-        parent = _Parent(swarm)
+        parent = _Parent(swarm, folder, places)
         began = time.monotonic()
         parent.carry_out(plan)
         _sleep_until(began + how.seconds)
@@ -116,10 +136,13 @@ def run(how: Setting, plan: Sequence[Action], folder: Path) -> Report:
 class _Parent:
     """Carries out the plan and collects the processes' reports."""
 
-    def __init__(self, swarm: LocalSwarm) -> None:
+    def __init__(self, swarm: LocalSwarm, folder: Path, places: Sequence[Place]) -> None:
         self.lives: list[Life] = []
         self.faults: Counter[str] = Counter()
         self._swarm = swarm
+        self._folder = folder
+        self._places = places
+        self._cut: set[int] = set()
         self._least = (len(swarm.processes) + 1) // 2
         self._current: dict[int, _Child] = {}
         for process in swarm.processes:
@@ -133,14 +156,17 @@ class _Parent:
             if action.aim is not None and self._current[action.slot].await_exchange(AIM_SECONDS):
                 self.faults["aimed at an exchange"] += 1
                 time.sleep(action.aim)
-            if self._carry_out(action.what, self._current[action.slot]):
+            if self._carry_out(action.what, self._current[action.slot], action.by):
                 self.faults[action.what] += 1
-            elif action.what in ("kill", "stop"):
+            elif action.what in ("kill", "stop", "cut"):
                 self.faults[f"{action.what} left out"] += 1
 
     def calm_down(self, seconds: float) -> None:
-        """Resume and restart all processes, and let them average for a while."""
+        """Undo all faults, and let the processes average for a while."""
         for child in list(self._current.values()):
+            self._carry_out("right", child)
+            if child.life.slot in self._cut:
+                self._carry_out("mend", child)
             if child.stopped is not None:
                 self._carry_out("resume", child)
             if child.life.killed is not None:
@@ -164,18 +190,34 @@ class _Parent:
                 child.process.process.send_signal(signal.SIGUSR1)  # its threads' stacks go to its log
         time.sleep(0.1)
 
-    def _carry_out(self, what: str, child: _Child) -> bool:
+    def _is_there(self, child: _Child) -> bool:
+        return child.there and child.life.slot not in self._cut
+
+    def _carry_out(self, what: str, child: _Child, by: float = 0.0) -> bool:
         """Carry out one action; return whether that was possible."""
-        there = sum(child.there for child in self._current.values())
-        if what in ("kill", "stop"):
-            if child.life.killed is not None or (child.there and there - 1 < self._least):
+        there, slot = sum(map(self._is_there, self._current.values())), child.life.slot
+        if what in ("kill", "stop", "cut"):
+            if child.life.killed is not None or (self._is_there(child) and there - 1 < self._least):
+                return False
+            if what == "kill":
+                return child.kill()
+            if not self._is_there(child):
                 return False
             if what == "stop":
-                if not child.there:
-                    return False
                 child.stop()
             else:
-                return child.kill()
+                set_link(self._places[slot], up=False)
+                self._cut.add(slot)
+        elif what == "mend":
+            if slot not in self._cut:
+                return False
+            set_link(self._places[slot], up=True)
+            self._cut.remove(slot)
+        elif what in ("clock", "right"):
+            # Renamed into place: the process reads it at any moment.
+            written = clock_file(self._folder, slot).with_suffix(".new")
+            written.write_text(str(by))
+            written.rename(clock_file(self._folder, slot))
         elif what == "resume":
             if child.stopped is None or child.life.killed is not None:
                 return False
@@ -362,7 +404,12 @@ def read_arguments() -> argparse.Namespace:
         usage=argparse.SUPPRESS,
     )
     parser.add_argument("--peers", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=5.0, help="of faults; and as many of calm before")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of faults")
+    parser.add_argument(
+        "--calm-minutes", type=float, help="of calm before; as many as of faults if not given"
+    )
+    parser.add_argument("--every", type=float, help="mean seconds between faults; 40 / peers if not given")
+    parser.add_argument("--links", action="store_true", help="cut links, too, which needs root and iproute2")
     parser.add_argument("--seed", type=int, default=0, help="of the plan and of the samples")
     parser.add_argument("--group-size", type=int, help="half of the peers if not given")
     parser.add_argument("--elements", type=int, default=Setting.elements)
@@ -394,21 +441,24 @@ def main() -> int:
         pause=arguments.pause,
         match_timeout=arguments.match_timeout,
         exchange_timeout=arguments.exchange_timeout,
+        links=arguments.links,
     )
     signal.signal(signal.SIGTERM, _leave)  # so that no stopped process remains
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     console = Console(width=120, stderr=arguments.json)
-    plans = {} if arguments.no_calm else {"calm": list[Action]()}
-    plans["chaos"] = draw(how.seed, peers=how.peers, seconds=how.seconds)
+    calm = how if arguments.calm_minutes is None else replace(how, seconds=60 * arguments.calm_minutes)
+    plans = {} if arguments.no_calm else {"calm": (calm, list[Action]())}
+    drawn = draw(how.seed, peers=how.peers, seconds=how.seconds, every=arguments.every, links=how.links)
+    plans["chaos"] = how, drawn
     figures = {}
     violations = []
     try:
-        for name, plan in plans.items():
+        for name, (setting, plan) in plans.items():
             console.print(
-                f"{name}: {how.peers} processes, {how.seconds:.0f} s, {len(plan)} things done to them"
+                f"{name}: {how.peers} processes, {setting.seconds:.0f} s, {len(plan)} things done to them"
             )
             Path(folder, name).mkdir(parents=True, exist_ok=True)
-            report = run(how, plan, Path(folder, name))
+            report = run(setting, plan, Path(folder, name))
             keep(Path(folder, name), report.lives)
             findings = examine(how, report)
             figures[name] = measure(report, findings)
@@ -433,6 +483,8 @@ def main() -> int:
         again.append(f"--pause {how.pause:g} --match-timeout {how.match_timeout:g}")
         again.append(f"--exchange-timeout {how.exchange_timeout:g}")
         again += ["--no-calm"] if arguments.no_calm else []
+        again += ["--links"] if how.links else []
+        again += [] if arguments.every is None else [f"--every {arguments.every:g}"]
         console.print(f"{len(violations)} violations; what the processes reported and logged is in {folder}")
         console.print(
             f"again (the same plan and samples, at other moments of the rounds): {' '.join(again)}",

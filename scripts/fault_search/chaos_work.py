@@ -7,6 +7,7 @@ weighted mean of the sketches.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import hashlib
@@ -21,6 +22,7 @@ import torch
 
 import p2pavg
 from p2pavg import blocking
+from p2pavg.peer.peer import peer_over
 from p2pavg.testing.swarm import Member
 
 SKETCH = 64
@@ -61,21 +63,53 @@ def draw_sample(seed: int, slot: int, life: int, number: int, elements: int) -> 
     return weight, torch.randn(elements, generator=generator)
 
 
+def clock_file(folder: Path, slot: int) -> Path:
+    """Return the file that says by how many seconds the wall clock of a process is wrong."""
+    return folder / f"{slot}.clock"
+
+
+def _set_clock(file: Path) -> None:
+    """Let the peer of this process have a wall clock that is wrong by what a file says, if it exists."""
+
+    def now() -> float:
+        return time.time() + (float(file.read_text()) if file.exists() else 0.0)
+
+    # Only simulations give a peer a clock, so no caller of an averager of one's own can.
+    peer_over.__wrapped__.__kwdefaults__["wall_clock"] = now  # type: ignore[attr-defined]
+
+
+def _enter(namespace: str) -> None:
+    """Go into a network namespace, with this thread and those that it starts."""
+    with Path("/run/netns", namespace).open() as opened:
+        if ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+
+
 def average(member: Member) -> None:
     """Run rounds until told to finish, then report the unused samples.
 
     The averager stays open until the parent leaves.
     """
     torch.set_num_threads(1)
-    life = member.arguments["life"]
-    with Path(member.arguments["folder"], f"{member.index}-{life}.log").open("w") as log:
+    life, folder = member.arguments["life"], Path(member.arguments["folder"])
+    _set_clock(clock_file(folder, member.index))
+    host = "127.0.0.1"
+    if places := member.arguments["places"]:
+        namespace, host = places[member.index]
+        _enter(namespace)
+    with Path(folder, f"{member.index}-{life}.log").open("w") as log:
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", stream=log
         )
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
-        config = p2pavg.AveragingConfig(run_id="chaos", **member.arguments["config"])
-        identity = Path(member.arguments["folder"], f"{member.index}.key")
-        with member.averager(config, identity=identity) as averager:
+        config = p2pavg.AveragingConfig(run_id="chaos", open_run=True, **member.arguments["config"])
+        with blocking.open_averager(
+            config,
+            bootstrap=member.bootstrap,
+            listen=[f"/ip4/{host}/tcp/0"],
+            identity=folder / f"{member.index}.key",
+        ) as averager:
+            member.report(address=averager.addresses[0], peer_id=averager.peer_id)
             worker = _Worker(member, averager)
             while member.told(timeout=worker.pause()) is None:
                 worker.round()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.benchmarks import netns
 from scripts.fault_search.chaos import Setting, examine, measure, run
 from scripts.fault_search.chaos_check import Findings, Life, Limits, SampleId, check
 from scripts.fault_search.chaos_plan import Action, draw
@@ -324,25 +326,29 @@ class TestPlan:
     @pytest.mark.parametrize("seed", range(30))
     @pytest.mark.parametrize("peers", [4, 5, 8])
     def test_half_of_the_processes_always_run_and_faults_end(self, seed: int, peers: int) -> None:
-        plan = draw(seed, peers=peers, seconds=120.0)
-        assert plan == draw(seed, peers=peers, seconds=120.0) == sorted(plan)
+        plan = draw(seed, peers=peers, seconds=120.0, links=True)
+        assert plan == draw(seed, peers=peers, seconds=120.0, links=True) == sorted(plan)
         states = dict.fromkeys(range(peers), "runs")
         allowed = {
             "kill": {"runs", "stopped"},
             "stop": {"runs"},
             "resume": {"stopped"},
             "restart": {"killed"},
+            "cut": {"runs"},
+            "mend": {"cut off"},
+            "clock": {"runs"},
+            "right": {"late"},
         }
-        becomes = {"kill": "killed", "stop": "stopped", "resume": "runs", "restart": "runs"}
+        becomes = {"kill": "killed", "stop": "stopped", "cut": "cut off", "clock": "late"}
         for action in plan:
             assert states[action.slot] in allowed[action.what], plan
-            states[action.slot] = becomes[action.what]
-            assert 2 * list(states.values()).count("runs") >= peers, plan
+            states[action.slot] = becomes.get(action.what, "runs")
+            assert 2 * sum(state in ("runs", "late") for state in states.values()) >= peers, plan
         assert set(states.values()) == {"runs"}
 
     def test_every_fault_happens_to_every_process(self) -> None:
         plan = draw(0, peers=8, seconds=300.0)
-        assert {action.what for action in plan} == {"kill", "stop", "resume", "restart"}
+        assert {action.what for action in plan} == {"kill", "stop", "resume", "restart", "clock", "right"}
         assert {action.slot for action in plan if action.what == "kill"} == set(range(8))
         assert {action.slot for action in plan if action.what == "stop"} == set(range(8))
 
@@ -368,23 +374,42 @@ class TestSketch:
         assert sum(weights) - sum(weights[:500]) == sum(weights[500:])
 
 
+SHORT = Setting(
+    peers=4, seconds=15.0, seed=3, group_size=3, elements=20_000, match_timeout=3.0, calm_seconds=5.0
+)
+
+
 def test_four_processes_with_kills_stops_and_restarts(tmp_path: Path) -> None:
     """The first process, from which the others bootstrapped, is among them."""
-    how = Setting(
-        peers=4, seconds=15.0, seed=3, group_size=3, elements=20_000, match_timeout=3.0, calm_seconds=5.0
-    )
     plan = [
         Action(2.0, "kill", 0),
         Action(3.0, "stop", 1),
         Action(4.0, "restart", 0),
         Action(6.0, "resume", 1),
+        Action(7.0, "clock", 2, by=45.0),
+        Action(10.0, "right", 2),
     ]
-    report = run(how, plan, tmp_path)
-    findings = examine(how, report)
+    report = run(SHORT, plan, tmp_path)
+    findings = examine(SHORT, report)
     assert findings.violations == []
-    assert report.faults == Counter({"kill": 1, "stop": 1, "restart": 1, "resume": 1})
+    assert report.faults == Counter({action.what: 1 for action in plan})
     first, again = (life for life in report.lives if life.slot == 0)
     assert first.peer_id == again.peer_id
     assert measure(report, findings)["rounds_per_minute"] > 0
     assert any(again.peer_id in result.first["weights"] and result.holders for result in findings.committed)
     assert {event["event"] for event in again.events} >= {"sample", "begun", "result", "left"}
+
+
+def test_a_process_whose_link_is_cut_is_back_when_it_is_mended(tmp_path: Path) -> None:
+    try:
+        netns.check()
+    except netns.NoNamespacesError as error:
+        pytest.skip(str(error))
+    how = replace(SHORT, links=True)
+    report = run(how, [Action(2.0, "cut", 0), Action(8.0, "mend", 0)], tmp_path)
+    findings = examine(how, report)
+    assert findings.violations == []
+    holders = [step for result in findings.committed for step in result.holders if step.life.slot == 0]
+    ends = [step.ended - report.began for step in holders]
+    assert not any(4.0 < end < 8.0 for end in ends), ends
+    assert any(end > 8.0 for end in ends), ends

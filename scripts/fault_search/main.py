@@ -45,6 +45,11 @@ COMMANDS = {
         "synchronous cells whose peers are killed and replaced, on virtual time",
         "a quarter of an hour",
     ),
+    "stops": Command(
+        "scripts.fault_search.stops",
+        "processes of a training run that stand still and go on, as laptops that sleep",
+        "an hour",
+    ),
     "state": Command(
         "scripts.fault_search.state",
         "donors and joiners that fail while a state is fetched, in real processes",

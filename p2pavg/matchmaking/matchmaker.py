@@ -94,12 +94,14 @@ class Matchmaker:
         return 1 if self._attempt is None else self._attempt.rules.ready_peers
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
-        """Ban a peer from all attempts that begin within ``seconds``."""
+        """Ban a peer from this attempt, and all that begin within ``seconds``. A group that is formed goes on."""
         # A repeated ban goes to the end, so the one that is dropped below is the oldest.
         self._banned.pop(peer_id, None)
         self._banned[peer_id] = (reason, trio.current_time() + seconds)
         if len(self._banned) > MAX_BANNED:
             del self._banned[next(iter(self._banned))]
+        if self._attempt is not None:
+            self._attempt.expel(peer_id, reason)
 
     def finished_with(self, members: Sequence[Candidate]) -> None:
         """Note that a round with these members, in the roster's order, was finished; later attempts prefer them."""
@@ -125,12 +127,8 @@ class Matchmaker:
 
     def _blame(self, peer_id: str, error: Exception) -> None:
         """Drop a peer whose message or record raised an exception."""
-        reason = f"what it said raised {type(error).__name__} here"
-        # Its message raised an exception here, and it would send it again.
-        self.ban(peer_id, reason, BAN_SECONDS)
-        # The ban counts for later attempts. This one has to let the peer go itself.
-        if self._attempt is not None:
-            self._attempt.expel(peer_id, reason)
+        # It would send the same again.
+        self.ban(peer_id, f"what it said raised {type(error).__name__} here", BAN_SECONDS)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
         """Note that a peer has opened a stream of the exchange of an expected group."""

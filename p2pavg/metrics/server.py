@@ -26,7 +26,7 @@ from prometheus_client.exposition import choose_encoder
 
 from p2pavg.base.errors import ListenError, is_shortage
 from p2pavg.base.hostnames import is_loopback, may_ask
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS
 from p2pavg.net.limits.call_budget import CallBudget
 from p2pavg.net.limits.sources import prefix_of
 
@@ -41,7 +41,6 @@ MAX_SCRAPES = 16
 TEXT_SECONDS = 0.5
 MAX_HEAD_BYTES = 16 * 1024
 """Of a request's lines, as for the monitor. The library's parser allows 6 MiB."""
-_TURN_SECONDS = 0.5  # the time between two looks for connections that are too old, and for the end
 _MAX_TEXTS = 8  # kept at once: a scraper names one of three formats, and how names are written in it
 
 _Answer: TypeAlias = tuple[str, bytes]
@@ -66,7 +65,7 @@ class MetricsServer:
             # Python raises OverflowError for a port above 65535.
             raise ListenError(f"cannot serve metrics on {host}:{port}: {error}") from None
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_TURN_SECONDS,), name="p2pavg metrics", daemon=True
+            target=self._server.serve_forever, args=(LOOK_SECONDS,), name="p2pavg metrics", daemon=True
         )
         self._thread.start()
 
@@ -180,7 +179,7 @@ class _ScrapeServer(TCPServer):
         except OSError as error:
             if is_shortage(error):  # without the pause, the loop would try again at once, for ever
                 self.places.end_older_than(0.0)
-                time.sleep(_TURN_SECONDS)
+                time.sleep(LOOK_SECONDS)
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002

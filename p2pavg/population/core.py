@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from p2pavg.base.errors import ConfigError, StateError
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.population.history import MAX_ANCESTORS, Ancestor, GenerationReport, History
 from p2pavg.population.rules import Counted, counted, decide, ranked, worst
 from p2pavg.population.settings import PopulationSettings
@@ -35,7 +36,6 @@ from p2pavg.state.tree import chunk_digests, root_of
 
 logger = logging.getLogger(__name__)
 
-POPULATION_LOOK_SECONDS = 0.5  # between two looks at words and transfers, when nothing is heard
 STILL_SECONDS = 8.0
 """A copy is given up when no donor has been of use for so long."""
 MAX_TRIES = 3
@@ -263,7 +263,7 @@ class Core:
                 return
             # A peer that stores no entries of this topic hears of new ones only when it asks.
             self._board.poll()
-            self._board.wait(version, min(left, POPULATION_LOOK_SECONDS))
+            self._board.wait(version, min(left, GLANCE_SECONDS))
 
     def _is_late(self, peer: str, its: Standing, mine: Standing) -> bool:
         """Return whether another member is behind this one, and has said nothing new since the last decision."""
@@ -376,7 +376,7 @@ class Core:
                 return f"it has not sent anything of use for {STILL_SECONDS:.0f} s"
             if now - began > self._options.copy_timeout:
                 return f"the copy took longer than copy_timeout, {self._options.copy_timeout:g} s"
-            transfer.wait(POPULATION_LOOK_SECONDS)
+            transfer.wait(GLANCE_SECONDS)
         return transfer.failure
 
     def _donors(self, publisher: str, root: bytes) -> dict[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from p2pavg.base.errors import StateError
-from p2pavg.base.limits import WARN_WAIT_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.checkpoints import Checkpoints, Owner
@@ -36,7 +36,6 @@ from p2pavg.state.snapshot import copy_of
 
 logger = logging.getLogger(__name__)
 
-STATE_LOOK_SECONDS = 0.2  # between two looks at the other peers' records
 SAY_STATE_SECONDS = 2.0
 """Between two records of a peer while no other one fetches a state: each costs calls to the peers that store it."""
 UNWANTED_SECONDS = 120.0
@@ -137,7 +136,7 @@ class States:
         if self._ranks.are_several:
             if not at_step:
                 return
-        elif now < self._looked_at + STATE_LOOK_SECONDS:
+        elif now < self._looked_at + GLANCE_SECONDS:
             return
         self._looked_at = now
         epoch = self._common.lineage.epoch
@@ -205,7 +204,7 @@ class States:
             epoch=self._common.lineage.epoch,
             update_seconds=statistics.median(self._update_times) if self._update_times else 0.0,
             since_update=0.0 if self._took_at is None else now - self._took_at,
-            wanted=now < self._wanted_at + STATE_LOOK_SECONDS,
+            wanted=now < self._wanted_at + GLANCE_SECONDS,
             snapshot_epoch=held,
             log_first=shelf.log_first,
             log_full=0.0 if held is None else shelf.log_full(held),
@@ -242,7 +241,7 @@ class States:
         self._sharing.took(bytes.fromhex(success.group_id), epoch, after, numbers)
         self._publish(now)
         # The next look, which may take the snapshot of this update, comes at once.
-        self._looked_at = now - STATE_LOOK_SECONDS
+        self._looked_at = now - GLANCE_SECONDS
         self._checkpoints.took(epoch)
         # Last, since it may raise: the update is noted and its record published by then.
         self._common.check_saves()

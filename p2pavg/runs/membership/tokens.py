@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
-from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.base.limits import DAY_SECONDS, MAX_WEIGHT
 from p2pavg.base.messages import Message
 from p2pavg.runs.membership.certificate import MAX_TIME, SERIAL_BYTES, Certificate, Role, date_of, issue
 from p2pavg_dht import PeerIdError, public_key_of
@@ -179,8 +179,6 @@ def _mac(key: bytes, body: bytes) -> bytes:
 # The tokens that were used, and by which peers: each admits one peer.
 
 MAX_USED = 4096
-KEEP_TOKEN_SECONDS = 86400.0
-"""A used token is remembered this long after its link has expired, in case the clock is set back."""
 MAX_USED_BYTES = 1024 * 1024
 COMMENT = "# p2pavg: invitation links that were used: serial, when the link expires, peer"
 _LINE = re.compile(r"([0-9a-f]{32}) ([0-9]{1,12}(?:\.[0-9]{1,20})?) ([1-9A-Za-z]+)", re.ASCII)
@@ -230,7 +228,8 @@ class UsedTokens:
         return "\n".join([COMMENT, *lines, ""])
 
     def _kept(self, now: float) -> dict[bytes, Use]:
-        return {serial: use for serial, use in self._uses.items() if now < use.expires + KEEP_TOKEN_SECONDS}
+        # A day longer than its link, in case the clock is set back.
+        return {serial: use for serial, use in self._uses.items() if now < use.expires + DAY_SECONDS}
 
 
 def parse_used_tokens(text: str) -> UsedTokens:

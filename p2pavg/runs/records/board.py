@@ -18,12 +18,11 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import ClosedError
-from p2pavg.base.limits import CLOCK_SKEW_SECONDS, LOOK_SECONDS
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS, GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg_dht import Published, Record
 
 SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this
-SAY_ENTRY_SECONDS = 0.2  # between two entries that no peer waits for
 MAX_CALLS = 4  # at once
 MAX_ENTRY_BYTES = 4096
 MAX_PUBLISHERS = 1024
@@ -239,7 +238,7 @@ class Board:
         while True:
             woken = self._woken = trio.Event()  # made before the check: no wake-up is missed
             with self._changed:
-                most = SAY_ENTRY_SECONDS if self._to_publish is not None else self._look_seconds
+                most = GLANCE_SECONDS if self._to_publish is not None else self._look_seconds
                 until = began if self._urgent else began + most
             if trio.current_time() >= until:
                 return

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import ROUND_TRIPS_SECONDS
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.runs.records.hello import (
     MAX_HELLO_BYTES,
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 ASKED_AT_ONCE = 8  # the median of eight clocks stays right with three false ones
 GREETING_SECONDS = 3.0
-FIRST_GREETING_SECONDS = 1.0  # joining the network comes first
 GREET_AGAIN_SECONDS = 300.0  # clocks drift slowly
 FRESH_GREETING_SECONDS = 10.0  # for which answers are reused
 MIN_SECONDS_BETWEEN = 0.5  # between two questions of one peer; an honest peer asks at most every ten seconds
@@ -63,7 +63,7 @@ class Greeter:
 
     async def run(self) -> None:
         """Compare clocks and versions soon after the start and then periodically, until cancelled."""
-        await trio.sleep(FIRST_GREETING_SECONDS)
+        await trio.sleep(ROUND_TRIPS_SECONDS)  # joining the network comes first
         while True:
             await self.poll()
             # The first peer of a network has no other peer to ask yet.

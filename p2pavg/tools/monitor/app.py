@@ -17,12 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2pavg.base.hostnames import may_ask
 from p2pavg.tools.monitor.guard import COOKIE, HEADERS, bearer, is_token
-from p2pavg.tools.monitor.watching import Watcher
+from p2pavg.tools.monitor.watching import READ_SECONDS, Watcher
 
 MAX_STREAMS = 32
 """Pages that may look on at once."""
-EVENT_SECONDS = 0.5
-"""Shortest pause between two events of one stream."""
 KEEP_ALIVE_SECONDS = 10.0
 """A stream says something at least this often, so that a page notices when the monitor has ended."""
 
@@ -187,7 +185,7 @@ class EventStream(Response):
         while True:
             version = watcher.overview.version
             await write(f"data: {watcher.text()}\n\n")
-            await trio.sleep(EVENT_SECONDS)
+            await trio.sleep(READ_SECONDS)
             while watcher.overview.version == version:
                 with trio.move_on_after(KEEP_ALIVE_SECONDS) as waiting:
                     await watcher.changed()

@@ -25,7 +25,7 @@ from p2pavg.tools.monitor.overview import Overview
 from p2pavg_dht import Contact
 
 READ_SECONDS = 0.5
-"""Between two readings of what has come."""
+"""Between two readings of what has come, and between two events of one page."""
 MAX_WATCHED = 64
 """Peers whose processes are watched: a killed one is gone at once. Any other is gone when its status expires."""
 

@@ -17,10 +17,8 @@ from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_peer_a
 from p2pavg.net.transport import Transport
 from p2pavg.tools.doctor.rules.network import Dialled, DialOutcome
 
-NAME_SECONDS = 2.0
-CONNECT_SECONDS = 3.0
-PROBE_GREETING_SECONDS = 2.0
-PROBE_DIAL_SECONDS = 4.0
+QUICK_PROBE_SECONDS = 2.0  # for one answer: of a name server, of the other end of a connection
+LONG_PROBE_SECONDS = 4.0  # for several: to connect, to dial, to measure one peer
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _MAX_HOSTS = 4  # addresses of one name
@@ -81,7 +79,7 @@ async def _look_up(address: Multiaddr, port: int) -> tuple[list[str], Found]:
     if name not in _FAMILIES:
         return [host], (DialOutcome.REACHED, "")
     look_up = partial(socket.getaddrinfo, host, port, _FAMILIES[name], socket.SOCK_STREAM)
-    with trio.move_on_after(NAME_SECONDS):
+    with trio.move_on_after(QUICK_PROBE_SECONDS):
         try:
             found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
         except socket.gaierror as error:
@@ -128,11 +126,11 @@ async def _greet(host: str, port: int) -> Found:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with trio.socket.socket(family, socket.SOCK_STREAM) as opened:
         try:
-            with trio.move_on_after(CONNECT_SECONDS) as scope:
+            with trio.move_on_after(LONG_PROBE_SECONDS) as scope:
                 await opened.connect((host, port))
             if scope.cancelled_caught:
                 return DialOutcome.TIMED_OUT, ""
-            with trio.move_on_after(PROBE_GREETING_SECONDS) as scope:
+            with trio.move_on_after(QUICK_PROBE_SECONDS) as scope:
                 await opened.send(_GREETING)
                 words = await opened.recv(len(_GREETING))
             if scope.cancelled_caught:
@@ -156,7 +154,7 @@ async def _dial(transport: Transport, text: str) -> Found:
     from p2pavg.net.libp2p.stream import ANOTHER_PEER  # libp2p takes 0.2 s to import
 
     try:
-        await transport.dial(text, timeout=PROBE_DIAL_SECONDS)
+        await transport.dial(text, timeout=LONG_PROBE_SECONDS)
     except (UnreachableError, AddressError) as error:
         _, found, other = str(error).partition(ANOTHER_PEER)
         return (

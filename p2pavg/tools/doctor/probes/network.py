@@ -23,6 +23,7 @@ from p2pavg.runs.records.bandwidth import measure
 from p2pavg.runs.records.greeting import ASKED_AT_ONCE, MIN_SECONDS_BETWEEN, Greeter
 from p2pavg.runs.records.hello import HelloAnswer
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
+from p2pavg.tools.doctor.probes.addresses import LONG_PROBE_SECONDS, QUICK_PROBE_SECONDS
 from p2pavg.tools.doctor.rules.network import Announced, NetworkReach
 from p2pavg.tools.doctor.rules.run import Measured
 from p2pavg.verification.evidence.accusation import PROTOCOL as EVIDENCE_PROTOCOL
@@ -38,8 +39,6 @@ DIALLING_PEERS = 3
 DIAL_TRIES = 4
 CLOCK_TRIES = 3
 MEASURED_PEERS = 3
-MEASURE_SECONDS = 4.0  # of one peer
-PROBE_STREAM_SECONDS = 2.0
 MAX_ERROR_CHARS = 200
 
 
@@ -168,9 +167,9 @@ async def _measure(transport: Transport, contact: Contact) -> Measured:
     peer_id, addresses = contact.peer_id, contact.addresses
     stream: Stream | None = None
     try:
-        with trio.move_on_after(MEASURE_SECONDS):
+        with trio.move_on_after(LONG_PROBE_SECONDS):
             stream = await transport.open_stream(
-                peer_id, BANDWIDTH_PROTOCOL, addresses=addresses, timeout=PROBE_STREAM_SECONDS
+                peer_id, BANDWIDTH_PROTOCOL, addresses=addresses, timeout=QUICK_PROBE_SECONDS
             )
             found = await measure(stream)
             return Measured(
@@ -181,4 +180,4 @@ async def _measure(transport: Transport, contact: Contact) -> Measured:
     finally:
         if stream is not None:
             await stream.reset()
-    return Measured(peer_id=peer_id, error=f"no result within {MEASURE_SECONDS:.0f} s; the link is slow")
+    return Measured(peer_id=peer_id, error=f"no result within {LONG_PROBE_SECONDS:.0f} s; the link is slow")

@@ -26,6 +26,7 @@ from p2pavg.runs.records.board import board_key
 from p2pavg.runs.records.notices import revocations_of
 from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.runs.records.spread_records import find_sample
+from p2pavg.tools.doctor.probes.addresses import QUICK_PROBE_SECONDS
 from p2pavg.tools.doctor.rules.run import FoundRun
 from p2pavg_dht import Record
 
@@ -33,7 +34,6 @@ MAX_RECORDS = 512
 """Records of one key that are read; hostile keepers can send thousands."""
 MAX_KINDS = 3  # of entries whose ready peers are looked for
 MAX_REACHED = 8  # ready peers that are dialled
-REACH_MEMBER_SECONDS = 2.5
 
 
 class RunReader:
@@ -151,7 +151,7 @@ async def unreached(
     async def reach(candidate: Candidate) -> None:
         try:
             stream = await transport.open_stream(
-                candidate.peer_id, MATCH_PROTOCOL, addresses=candidate.addresses, timeout=REACH_MEMBER_SECONDS
+                candidate.peer_id, MATCH_PROTOCOL, addresses=candidate.addresses, timeout=QUICK_PROBE_SECONDS
             )
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             found.append((candidate, str(error)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from p2pavg.base.errors import StateError
-from p2pavg.base.limits import WARN_WAIT_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import RunState
@@ -25,7 +25,6 @@ from p2pavg.optim.catching_up.states import (
     LATER_FAILURES,
     LATER_STATE_SECONDS,
     REST,
-    STATE_LOOK_SECONDS,
     UNWANTED_SECONDS,
     States,
 )
@@ -195,7 +194,7 @@ class World:
             Ranks(None),
         )
 
-    def poll(self, seconds: float = STATE_LOOK_SECONDS) -> None:
+    def poll(self, seconds: float = GLANCE_SECONDS) -> None:
         self.clock.now += seconds
         self.states.poll()
 
@@ -292,7 +291,7 @@ class TestDonors:
             world.poll()
         assert (world.held, len(caplog.records)) == (None, 1)
         assert "cannot offer its state" in caplog.text
-        assert world.common.copies <= 1 + 300 * STATE_LOOK_SECONDS / IN_USE_SECONDS
+        assert world.common.copies <= 1 + 300 * GLANCE_SECONDS / IN_USE_SECONDS
         world.common.wrong = None
         world.poll(IN_USE_SECONDS)
         assert world.held == 10

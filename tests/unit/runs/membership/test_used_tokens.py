@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import DAY_SECONDS
 from p2pavg.runs.membership.certificate import MAX_TIME, Role
 from p2pavg.runs.membership.tokens import (
-    KEEP_TOKEN_SECONDS,
     MAX_USED,
     MAX_USED_BYTES,
     Token,
@@ -69,7 +69,7 @@ def test_memory_is_bounded_and_expired_links_make_room() -> None:
     assert "try again later" in (used.refusal(more, BOB, NOW) or "")
     assert used.refusal(token(), ALICE, NOW) is None, "a peer that was admitted is not locked out"
     assert len(used.text) <= MAX_USED_BYTES
-    later = NOW + 100.0 + KEEP_TOKEN_SECONDS
+    later = NOW + 100.0 + DAY_SECONDS
     assert used.refusal(more, BOB, later) is None
     used.use(more, BOB, later)
     assert len(used.text.splitlines()) == 2

@@ -15,8 +15,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 import p2pavg.runs.records.board as board_module
 from p2pavg.base.errors import ClosedError
-from p2pavg.base.limits import LOOK_SECONDS
-from p2pavg.runs.records.board import MAX_CALLS, SAID_TTL_SECONDS, SAY_ENTRY_SECONDS, Board, Entry, board_key
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
+from p2pavg.runs.records.board import MAX_CALLS, SAID_TTL_SECONDS, Board, Entry, board_key
 from p2pavg.testing import simulate
 from p2pavg_dht import Ed25519Signer
 from tests.unit.runs.records.records import (
@@ -65,7 +65,7 @@ class TestSaying:
                 board.publish(word)
             await trio.sleep(5.0)
         assert records.words == [b"c"]
-        assert records.moments == pytest.approx([SAY_ENTRY_SECONDS])
+        assert records.moments == pytest.approx([GLANCE_SECONDS])
 
     async def test_entry_after_a_pause_is_published_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
@@ -82,10 +82,10 @@ class TestSaying:
             for count in range(100):
                 board.publish(b"%d" % count)
                 await trio.sleep(0.03)
-            await trio.sleep(SAY_ENTRY_SECONDS)
+            await trio.sleep(GLANCE_SECONDS)
         gaps = [later - before for before, later in itertools.pairwise(records.moments)]
-        assert min(gaps) >= SAY_ENTRY_SECONDS - 1e-9
-        assert max(gaps) <= SAY_ENTRY_SECONDS + 0.03 + 1e-9
+        assert min(gaps) >= GLANCE_SECONDS - 1e-9
+        assert max(gaps) <= GLANCE_SECONDS + 0.03 + 1e-9
         assert records.words[-1] == b"99"
 
     @pytest.mark.parametrize("urgent", [(True, False), (False, True), (True, True)])
@@ -115,7 +115,7 @@ class TestSaying:
             thread = threading.Thread(target=board.publish, args=(b"a",))
             thread.start()
             thread.join(WATCHDOG)
-            await trio.sleep(2 * SAY_ENTRY_SECONDS)
+            await trio.sleep(2 * GLANCE_SECONDS)
             assert records.words == [b"a"]
 
 

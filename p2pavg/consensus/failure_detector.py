@@ -6,7 +6,8 @@ link's pace. So the timeout is several times the duration of a part at the pace 
 
 A process that ends closes its connections, so a silent member is slow, or its machine or link has failed. The system of
 a slow one still acknowledges what is sent to it, while its program holds Python's lock or waits for a processor. So a
-member whose system answers may be silent for as long as the limit says, and a dead one may not.
+member whose system answers may be silent for as long as the limit says. A dead one may not, unless a proxy between the
+two answers for it: that costs the limit.
 
 Through a relay, nothing tells the two apart, so the first silence gives a member up. If it is there in a later round,
 that was a false alarm, and its timeout grows (:class:`Silences`). What a member says about itself does not count, and
@@ -109,6 +110,8 @@ class ArrivalPace:
         """Seconds to the first arrival, without those in which this process was held up; ``None`` before it."""
         self._last = now
         self._owed: float | None = None
+        self._forgiven = 0.0
+        """Seconds of silence that do not count for owed data. With the limit, pings buy a liar no more than that."""
         self._doubted = False
         self._voted = False
         self._bytes = 0
@@ -117,16 +120,22 @@ class ArrivalPace:
     def arrived(self, now: float, count: int, *, data: bool) -> None:
         """Note that ``count`` bytes have arrived. ``data`` says that they belong to a part: only those measure pace."""
         silence = now - self._last  # after an excuse the last arrival may lie in the future
+        late = 0.0
         if self.contact is None:
             self.contact = max(0.0, silence)
         else:
             self.longest = max(self.longest, silence)
+            late = min(max(silence - FLOOR_SECONDS, 0.0), self._limit - self._forgiven)
             if data:
                 # Pauses in which nothing was sent would make a fast link look slow: each counts up to a limit.
                 self._seconds += max(0.0, min(silence, FLOOR_SECONDS))
                 self._bytes += count
-        if data and self._owed is not None:
+        if self._owed is not None and data:
             self._owed = now
+        elif self._owed is not None:
+            # A slow member that was waited for is back, and its parts come after its ping.
+            self._owed += late
+            self._forgiven += late
         self._voted |= not data
         self._last = now
 

@@ -270,11 +270,15 @@ class AttemptRunner:
     async def _keep_time(self) -> None:
         while True:
             self._changed = trio.Event()
-            wait = self.rules.wake_at() - self._now()
-            with trio.move_on_after(max(wait, 0.0)) as scope:
+            wakes = max(self.rules.wake_at(), self._now())
+            with trio.move_on_after(wakes - self._now()) as scope:
                 await self._changed.wait()
             # Otherwise an event has come, which may have moved the time for which this task waits.
             if scope.cancelled_caught:
+                # This process stood still, and what others said meanwhile has not been read. Without it, they would be
+                # taken for silent.
+                if self._now() > wakes + ROUND_TRIPS_SECONDS:
+                    await trio.sleep(ROUND_TRIPS_SECONDS)
                 answers = self._context.transport.answers
                 # What was said last was the proposal, or its repetition.
                 seconds = PROPOSAL_ANSWER_SECONDS + ROUND_TRIPS_SECONDS

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, ROUND_TRIPS_SECONDS
+import math
+
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Report, Send
@@ -17,7 +19,6 @@ from p2pavg.matchmaking.timing import (
     DUE_SECONDS,
     LEADER_SILENCE_SECONDS,
     PROPOSAL_ANSWER_SECONDS,
-    patience,
 )
 
 MAX_PROPOSALS = 2
@@ -37,6 +38,7 @@ class FollowedLeader:
         self._status = LeaderStatus(1, False)
         self._due_since: float | None = None  # time since which the leader could have proposed
         self._proposals = 0
+        self._answers_end = -math.inf  # until then, the leader may wait for answers to its proposal
 
     @property
     def ready_peers(self) -> int:
@@ -71,7 +73,7 @@ class FollowedLeader:
     def patience_end(self) -> float:
         """Return the time at which this peer leaves a leader that forms no group. It may ask it again later."""
         if self._due_since is not None:
-            return self._due_since + DUE_SECONDS
+            return max(self._due_since + DUE_SECONDS, self._answers_end)
         me = self._state.me
         joined = self._joined if me.auxiliary else max(self._joined, me.deadline)
         return max(joined, self._leader.deadline) + self._state.settings.match_timeout + ROUND_TRIPS_SECONDS
@@ -125,7 +127,7 @@ class FollowedLeader:
         """Follow the asked peer, which has agreed."""
         state = self._state
         state.phase, state.leader, self._joined = AttemptPhase.FOLLOWING, leader, self.heard
-        self._due_since, self._proposals = None, 0
+        self._due_since, self._proposals, self._answers_end = None, 0, -math.inf
         self.check_due(self.heard)
         state.peers[leader.peer_id].candidate = leader
         self._status = LeaderStatus(2, False)
@@ -156,6 +158,10 @@ class FollowedLeader:
     def proposed(self, roster: Roster, now: float) -> Actions:
         """Accept a proposed roster, or refuse it and leave the leader."""
         state, leader = self._state, self._leader
+        accept = Send(leader.peer_id, Accept(roster.group_id), "the roster is what was agreed")
+        # The leader still waits for another member's answer. That gives it no more time than it had.
+        if state.phase is AttemptPhase.ACCEPTED and state.roster == roster:
+            return [accept]
         wrong = wrong_with(
             roster,
             me=state.me,
@@ -168,18 +174,13 @@ class FollowedLeader:
             refusal = Send(leader.peer_id, Refuse(roster.group_id, wrong), wrong)
             avoid = state.peers[leader.peer_id].hold_off(wrong, now)
             return [refusal, *self.leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
-        accept = Send(leader.peer_id, Accept(roster.group_id), "the roster is what was agreed")
-        # The leader still waits for another member's answer. That gives it no more time than it had.
-        if state.phase is AttemptPhase.ACCEPTED and state.roster == roster:
-            return [accept]
         state.phase, state.roster, self._begun_by = AttemptPhase.ACCEPTED, roster, None
         self._proposals += 1
-        # The leader gets the time that its other followers have for their answers, and a second to commit. It waits
-        # for slow ones once: it holds them off after that.
-        if self._due_since is not None and self._proposals <= MAX_PROPOSALS:
-            slow = patience(state.settings.match_timeout)
-            answers = slow if self._proposals == 1 else PROPOSAL_ANSWER_SECONDS
-            self._due_since = max(self._due_since, now + answers + ROUND_TRIPS_SECONDS - DUE_SECONDS)
+        # The leader gets the time that its other followers have for their answers, and a second to commit. It may be
+        # due only later, when its deadline has passed. It waits for slow members from its first proposal on.
+        if self._proposals <= MAX_PROPOSALS:
+            answers = REPLY_SECONDS if self._proposals == 1 else PROPOSAL_ANSWER_SECONDS
+            self._answers_end = max(self._answers_end, now + answers + ROUND_TRIPS_SECONDS)
         return [Expect(roster.group_id, "others may hear of the commit first"), accept]
 
     def began(self, peer_id: str) -> Actions:

@@ -94,7 +94,7 @@ class Matchmaker:
         return 1 if self._attempt is None else self._attempt.rules.ready_peers
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
-        """Ban a peer from this attempt, and all that begin within ``seconds``. A group that is formed goes on."""
+        """Ban a peer from this attempt, and all that begin within ``seconds``. A roster that was accepted goes on."""
         # A repeated ban goes to the end, so the one that is dropped below is the oldest.
         self._banned.pop(peer_id, None)
         self._banned[peer_id] = (reason, trio.current_time() + seconds)

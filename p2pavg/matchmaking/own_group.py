@@ -26,7 +26,7 @@ class OwnGroup:
         self._state = state
         self.followers: dict[str, Candidate] = {}
         self.answers_due = 0.0  # end of the wait for answers to the proposal
-        self._proposed = 0.0  # time of the proposal
+        self._patience_end = 0.0  # of the wait for slow members, from the first proposal on
         self._accepted: set[str] = set()
         self._proposals = 0
         self._tell_at = state.begun + HEARTBEAT_SECONDS  # time of the next status for the followers
@@ -165,8 +165,10 @@ class OwnGroup:
             proposal=self._proposals,
             observers=state.observers_among(members),
         )
-        state.phase, self._accepted, self._proposed = AttemptPhase.PROPOSING, set(), now
+        state.phase, self._accepted = AttemptPhase.PROPOSING, set()
         self.answers_due = now + PROPOSAL_ANSWER_SECONDS
+        # Once for all proposals: followers expect no more, and each might have another slow member.
+        self._patience_end = self._patience_end or now + patience(state.settings.match_timeout)
         expect = Expect(roster.group_id, "members may hear of the commit first")
         return [expect, *(Send(peer_id, GroupProposal(roster), reason) for peer_id in self.followers)]
 
@@ -200,11 +202,11 @@ class OwnGroup:
         The repetition tells those that have accepted that the leader is there. It also shows whether the systems of
         the others still acknowledge what they get.
         """
-        end = self._proposed + patience(self._state.settings.match_timeout)
-        if now >= end or self._state.roster is None:
+        roster = self._state.roster
+        if roster is None or now >= self._patience_end:
             return []
-        self.answers_due = min(now + HEARTBEAT_SECONDS, end)
-        again = GroupProposal(self._state.roster)
+        self.answers_due = min(now + HEARTBEAT_SECONDS, self._patience_end)
+        again = GroupProposal(roster)
         return [Send(peer_id, again, "a slow member is waited for") for peer_id in self.followers]
 
     def drop_silent(self, reason: str, now: float) -> Actions:

@@ -10,9 +10,10 @@ PROPOSAL_ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the 
 
 
 def patience(match_timeout: float) -> float:
-    """Return how long a leader waits for the answer of a member whose system acknowledges its proposals, in seconds.
+    """Return how long a leader waits for the answers of members whose systems acknowledge its proposals, in seconds.
 
-    That member is slow, and not gone. So it is waited for as long as the user would wait for a group.
+    They are slow, and not gone. So they are waited for as long as the user would wait for a group, from the attempt's
+    first proposal on. Followers allow for the most, since they do not know the leader's match timeout.
     """
     return min(max(match_timeout, PROPOSAL_ANSWER_SECONDS), REPLY_SECONDS)
 

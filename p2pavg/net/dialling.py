@@ -89,7 +89,8 @@ class Dialler:
                     elif not wait_inbound:
                         refused = bool(mine.reasons) and not mine.others
                         kind = RefusedError if refused else UnreachableError
-                        raise kind(f"no connection to {peer_id}: {_why(mine.reasons)}")
+                        why = "; ".join(mine.reasons) or "no address is known"
+                        raise kind(f"no connection to {peer_id}: {why}")
                 last = self._attempts.get(peer_id, last)
                 await self._changed.wait()
         except trio.Cancelled:
@@ -139,7 +140,3 @@ def timed_out(what: str, timeout: float, failed: Sequence[str]) -> UnreachableEr
     return UnreachableError(
         f"no {what} within {timeout:.1f} s" + (f": {'; '.join(failed)}" if failed else "")
     )
-
-
-def _why(reasons: Sequence[str]) -> str:
-    return "; ".join(reasons) if reasons else "no address is known"

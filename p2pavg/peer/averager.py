@@ -339,7 +339,9 @@ class DecentralizedAverager:
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
             await self._stepping.acquire()
         if scope.cancelled_caught:  # another task waits for the round
-            return self._round.progress() if self._round else _another_averages(self.config.group_size)
+            size = self.config.group_size
+            other = InProgress(ready_peers=1, target_size=size, reason="another thread is averaging")
+            return self._round.progress() if self._round else other
         try:
             # The averager may have been closed while this call waited for the lock.
             self._check_open()
@@ -546,7 +548,3 @@ def waiting_round(averager: DecentralizedAverager) -> object | None:
     # Read once: trio's thread may end the round between two reads.
     running = averager._round
     return running if running is not None and running.only_waits else None
-
-
-def _another_averages(group_size: int) -> InProgress:
-    return InProgress(ready_peers=1, target_size=group_size, reason="another thread is averaging")

@@ -110,7 +110,7 @@ class RoundReports:
         """Return the fields of the event that are the same for every round with a group."""
         return {
             "members": _ids(outcome.roster.members),
-            "agreement_duration": _agreement(outcome, now),
+            "agreement_duration": 0.0 if outcome.held_at is None else now - outcome.held_at,
             "sent": outcome.sent,
             "received": outcome.received,
             "ways": self._ways(outcome),
@@ -126,10 +126,6 @@ class RoundReports:
     def _ways(self, outcome: ExchangeOutcome) -> Mapping[str, str]:
         others = (member.peer_id for member in outcome.roster.members if member.peer_id != self._peer_id)
         return {peer_id: str(_way(outcome, peer_id)) for peer_id in others}
-
-
-def _agreement(outcome: ExchangeOutcome, now: float) -> float:
-    return 0.0 if outcome.held_at is None else now - outcome.held_at
 
 
 def _way(outcome: ExchangeOutcome, peer_id: str) -> Way:

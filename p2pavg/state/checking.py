@@ -50,7 +50,7 @@ def check(
     _check_others({name: Spec.of(found[name]) for name in found.keys() - expected}, expected, others_bytes)
     if broken := [name for name, tensor in found.items() if not is_finite(tensor)]:
         raise StateError(
-            f"{_listed(map(_named, broken))} of the state {_have(broken)} NaN or infinite values: "
+            f"NaN or infinite values are in {_listed(map(_named, broken))} of the state: "
             "the run has diverged, or the peer that gave the state has a fault. "
             "Take the state of another peer, or an older checkpoint"
         )
@@ -144,10 +144,6 @@ def _a(name: str) -> str:
 def _named(name: str) -> str:
     kind, own_name = _split(name)
     return f"the {kind} {own_name!r}"
-
-
-def _have(names: Sequence[str]) -> str:
-    return "has" if len(names) == 1 else "have"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -127,9 +127,8 @@ async def run_peers(
                 working.discard(index)
                 if not working:
                     finished.set()
-                await (
-                    finished.wait()
-                )  # other peers may need this one as a bootstrap peer, or for their records
+                # Other peers may need this one as a bootstrap peer, or for their records.
+                await finished.wait()
                 nursery.cancel_scope.cancel()
         working.discard(index)
         if not working:

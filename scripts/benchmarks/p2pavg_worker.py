@@ -59,9 +59,8 @@ def main() -> None:
         run_id="bench", open_run=True, bandwidth=bandwidth, **setup["config"] | topology
     )
     kernels.switch(setup.get("compiled", True))
-    compile_now(
-        resolve_codec(setup["config"]["compression"])
-    )  # numba's compiler would disturb the first rounds
+    # Numba's compiler would disturb the first rounds.
+    compile_now(resolve_codec(setup["config"]["compression"]))
     with blocking.open_averager(
         config, bootstrap=setup["bootstrap"], listen=[f"/ip4/{setup['host']}/tcp/0"]
     ) as averager:

@@ -725,9 +725,8 @@ class Faults(logging.Handler):
 
     def __init__(self, liars: Iterable[str]) -> None:
         super().__init__(level=logging.ERROR)
-        self._told = tuple(
-            f"other peers exclude this one, {liar}" for liar in liars
-        )  # hostile peers, about themselves
+        # Hostile peers, about themselves.
+        self._told = tuple(f"other peers exclude this one, {liar}" for liar in liars)
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

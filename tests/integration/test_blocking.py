@@ -93,9 +93,8 @@ def test_a_mapping_is_returned_as_a_mapping() -> None:
 def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
     with two_averagers() as (first, second):
         first.accumulate([torch.ones(4)], weight=2.0)
-        begun = first.step(
-            wait=0
-        )  # no other peer is ready yet: if this call waited, it would wait for the second peer
+        # No other peer is ready yet: if this call waited, it would wait for the second peer.
+        begun = first.step(wait=0)
         assert begun == InProgress(ready_peers=1, target_size=2, reason="a group is being formed")
         assert first.weight == 0.0
         first.accumulate([torch.full((4,), 100.0)], weight=7.0)  # of the next round

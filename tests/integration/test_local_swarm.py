@@ -37,9 +37,8 @@ def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_pat
         assert first.event(60.0) == {"bootstrap": [], "arguments": first.arguments}
         assert second.event(60.0) == {"bootstrap": [first.address], "arguments": {"color": "blue"}}
 
-        again = swarm.restart(
-            0, arguments={"life": 1}
-        )  # the process from which the other bootstrapped, which still runs
+        # The process from which the other bootstrapped, which still runs.
+        again = swarm.restart(0, arguments={"life": 1})
         assert not first.running
         assert swarm.processes == [again, second]
         assert (again.index, again.peer_id) == (0, first.peer_id)

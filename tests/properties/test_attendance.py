@@ -102,9 +102,7 @@ def test_strangers_samples_are_limited_by_those_of_known_peers(said: list[Moment
 
 
 @given(moments)
-def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(
-    said: list[Moment],
-) -> None:
+def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(said: list[Moment]) -> None:
     attendance, now, mine = PeerTrust(0.0), 0.0, honest(0, 8.0)
     for moment in said:
         now += moment.after

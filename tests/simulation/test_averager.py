@@ -208,9 +208,7 @@ async def never(function: Callable[..., T], *args: object) -> T:
     raise AssertionError
 
 
-async def test_member_that_stalls_repeatedly_is_named_and_excluded(
-    autojump_clock: MockClock,
-) -> None:
+async def test_member_that_stalls_repeatedly_is_named_and_excluded(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN)
     how = config(group_size=3)
     results: dict[str, list[p2pavg.RoundResult]] = {}

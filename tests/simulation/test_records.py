@@ -191,9 +191,7 @@ async def test_with_a_third_of_the_peers_dead_finding_takes_longer_and_misses_no
             assert trio.current_time() - begin <= 3 * HEDGE_DELAY + 0.05
 
 
-async def test_dead_peer_delays_one_publish_by_half_a_second(
-    autojump_clock: MockClock,
-) -> None:
+async def test_dead_peer_delays_one_publish_by_half_a_second(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(8)
         await trio.sleep(SETTLE)
@@ -207,9 +205,7 @@ async def test_dead_peer_delays_one_publish_by_half_a_second(
         assert trio.current_time() - begin <= 2 * DELAYS[1]
 
 
-async def test_publish_with_one_dead_peer_ends_after_one_timeout(
-    autojump_clock: MockClock,
-) -> None:
+async def test_publish_with_one_dead_peer_ends_after_one_timeout(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         one, other = await network.grow(2)
         await trio.sleep(SETTLE)
@@ -229,9 +225,7 @@ async def test_withdrawn_record_is_gone_everywhere(autojump_clock: MockClock, co
         assert await values_seen_by(peers) == [[b"there"]] * count
 
 
-async def test_all_records_are_withdrawn_at_shutdown_despite_cancellation(
-    autojump_clock: MockClock,
-) -> None:
+async def test_all_records_are_withdrawn_at_shutdown_despite_cancellation(autojump_clock: MockClock) -> None:
     keys = [bytes([number]) * 32 for number in range(10)]
     async with open_network(autojump_clock) as network:
         peers = await network.grow(8)
@@ -274,9 +268,7 @@ async def test_late_peer_finds_earlier_records(autojump_clock: MockClock, count:
         assert await values_seen_by([late]) == [[b"here"]]
 
 
-async def test_late_peer_is_given_its_records_before_a_renewal(
-    autojump_clock: MockClock,
-) -> None:
+async def test_late_peer_is_given_its_records_before_a_renewal(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(4)
         await peers[0].node.publish(KEY, b"here", ttl=600.0)
@@ -356,9 +348,7 @@ async def test_many_that_join_and_announce_at_once_find_each_other_in_a_second(
         assert [len(values) for values in await values_seen_by(peers)] == [30] * 30
 
 
-async def test_one_of_two_simultaneous_announcers_finds_the_other(
-    autojump_clock: MockClock,
-) -> None:
+async def test_one_of_two_simultaneous_announcers_finds_the_other(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         one, other = await network.grow(2)
         heard: list[Published] = []
@@ -385,9 +375,7 @@ async def test_peer_without_contacts_rejoins_through_its_bootstrap_peers(autojum
         assert [contact.peer_id for contact in other.node.contacts] == [one.peer_id]
 
 
-async def test_peer_that_was_silent_is_used_again_and_gets_missed_records(
-    autojump_clock: MockClock,
-) -> None:
+async def test_peer_that_was_silent_is_used_again_and_gets_missed_records(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         one, other = await network.grow(2)
         network.silent.add(other.peer_id)
@@ -398,9 +386,7 @@ async def test_peer_that_was_silent_is_used_again_and_gets_missed_records(
         assert await values_seen_by([other]) == [[b"here"]]
 
 
-async def test_records_after_a_restart_with_an_earlier_clock_are_accepted(
-    autojump_clock: MockClock,
-) -> None:
+async def test_records_after_a_restart_with_an_earlier_clock_are_accepted(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(3)
         signer = Ed25519Signer(b"s" * 32)
@@ -440,9 +426,7 @@ async def test_a_cancelled_publish_leaves_a_node_that_works(autojump_clock: Mock
         assert len(peers[0].node.contacts) == 7
 
 
-async def test_a_reader_gets_each_record_from_half_of_its_keepers_at_most(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_reader_gets_each_record_from_half_of_its_keepers_at_most(autojump_clock: MockClock) -> None:
     """The others are asked for what it has not heard yet. Each keeper is asked all the same."""
     async with open_network(autojump_clock) as network:
         peers = await network.grow(40)

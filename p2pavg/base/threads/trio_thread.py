@@ -288,14 +288,11 @@ class TrioThread(Generic[R]):
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 try:
-                    await self._live(self._give, self._stop)
+                    await self._live(self._ready.set_result, self._stop)
                 finally:
                     self._nursery = None
                     # Calls that still run are cancelled here, and ``_run`` answers them.
                     nursery.cancel_scope.cancel()
-
-    def _give(self, what: R) -> None:
-        self._ready.set_result(what)
 
     def _spawn(
         self,

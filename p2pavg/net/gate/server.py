@@ -183,6 +183,7 @@ class Gate:
         async def poll() -> None:
             # No event says that a connection has ended, or that an address has changed.
             transport, last, looks = self._transport, None, 0
+            looked = trio.current_time() - LOOK_SECONDS
             while True:
                 for peer_id in [each for each in self._connected if not transport.is_connected(each)]:
                     self._connected.discard(peer_id)
@@ -192,8 +193,11 @@ class Gate:
                     if now != last:
                         self._tell(now)
                         last = now
-                    answer = [each for each in self._connected if transport.answers(each, LOOK_SECONDS)]
-                    if answer:
+                    since, looked = trio.current_time() - looked + GLANCE_SECONDS, trio.current_time()
+                    answer = [each for each in self._connected if transport.answers(each, since)]
+                    # A program that stands still needs no old ones. Those for whom it keeps places come first.
+                    if answer and not news.statistics().current_buffer_used:
+                        answer.sort(key=lambda each: each not in self._remembered)
                         self._tell(AnswerNews(tuple(answer[:MAX_ANSWERS])))
                 looks += 1
                 await trio.sleep(GLANCE_SECONDS)

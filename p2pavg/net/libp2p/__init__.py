@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
+from threading import RLock
 from types import ModuleType
 
 # What the modules below import and never use in a host with one TCP transport and no metrics. The names are those of
@@ -18,6 +19,7 @@ UNUSED = {
     "libp2p.discovery.bootstrap.bootstrap": ("BootstrapDiscovery",),
     "libp2p.discovery.mdns.mdns": ("MDNSDiscovery", "create_mdns_discovery"),
     "libp2p.discovery.upnp.upnp": ("UpnpManager",),
+    "libp2p.metrics.swarm": ("SwarmEvent",),
     "libp2p.rcmgr.prometheus_exporter": ("PrometheusExporter", "create_prometheus_exporter"),
     "libp2p.relay.circuit_v2.nat": ("is_private_ip",),
     "libp2p.security.tls.autotls.acme": ("ACMEClient", "compute_b36_peer_id"),
@@ -27,7 +29,6 @@ UNUSED = {
     "libp2p.transport.quic.stream": ("QUICStream",),
     "libp2p.transport.websocket.transport": ("WebsocketTransport",),
     "multiaddr.resolvers": ("DNSResolver",),
-    "prometheus_client": ("Counter",),
 }
 # In an order in which libp2p's circles of imports are complete.
 _USED = (
@@ -52,16 +53,27 @@ def _load() -> None:
     if spec is None:
         raise ImportError("p2pavg needs the package libp2p: install p2pavg with its dependencies")
     package = module_from_spec(spec)
+    lock, begun = RLock(), False
 
     def load_whole(name: str) -> object:
         """Run libp2p's own module when a program first uses a name of it (PEP 562). Its modules can be imported."""
         if name.startswith("__"):
             raise AttributeError(f"module 'libp2p' has no attribute {name!r}")
-        del package.__dict__["__getattr__"]
+        nonlocal begun
         assert spec is not None
         assert spec.loader is not None
-        spec.loader.exec_module(package)
-        return getattr(package, name)
+        # Another thread may ask meanwhile, and has to wait. Libp2p's own modules may, too, and have what is there.
+        with lock:
+            if "__getattr__" in package.__dict__ and not begun:
+                begun = True
+                try:
+                    spec.loader.exec_module(package)
+                finally:
+                    begun = False
+                del package.__dict__["__getattr__"]
+            if name in package.__dict__:
+                return package.__dict__[name]
+        raise AttributeError(f"module 'libp2p' has no attribute {name!r}")
 
     package.__dict__["__getattr__"] = load_whole
     stand_ins = {name: _stand_in(name, names) for name, names in UNUSED.items() if name not in sys.modules}

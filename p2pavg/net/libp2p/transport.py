@@ -111,7 +111,7 @@ def check_free(address: Multiaddr) -> None:
 
 def host_of(address: Multiaddr) -> str:
     """Return the IP address in a multiaddress."""
-    return str(address.value_for_protocol(_version_of(address)))
+    return str(address.value_for_protocol("ip4" if "ip4" in address else "ip6"))
 
 
 def listeners_of(swarm: GuardedSwarm) -> list[TCPListener]:
@@ -123,10 +123,6 @@ def endpoints_of(swarm: GuardedSwarm) -> list[tuple[str, int]]:
     """Return the hosts and ports at which the listeners of a swarm are bound; a host may be a wildcard."""
     bound = [address for listener in listeners_of(swarm) for address in listener.get_addrs()]
     return [(host_of(address), int(str(address.value_for_protocol("tcp")))) for address in bound]
-
-
-def _version_of(address: Multiaddr) -> str:
-    return "ip4" if "ip4" in address else "ip6"
 
 
 logger = logging.getLogger(__name__)

@@ -244,9 +244,8 @@ class Follower:
     def _act(self, ready: Ready, now: float) -> Following:
         """Do what all ranks are ready for."""
         if ready is Ready.END:
-            said = (
-                "goes on" if self._follows_few else "has caught up with its run"
-            )  # the few may have proven nothing
+            # The few may have proven nothing.
+            said = "goes on" if self._follows_few else "has caught up with its run"
             logger.info("this peer %s at update %d", said, self._common.lineage.epoch)
             self.stop()
             return Following(caught_up=True)

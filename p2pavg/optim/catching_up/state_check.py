@@ -360,9 +360,8 @@ def _setting(own: Any, value: Any, place: str, name: str) -> Any:
         _check_same(own, value, place)
         return own
     if isinstance(own, torch.Tensor) and own.numel() == 1 and not isinstance(value, torch.Tensor):
-        own = (
-            own.item()
-        )  # the state's is taken as it is: in fewer bits it would be another rate than the run's
+        # The state's is taken as it is: in fewer bits it would be another rate than the run's.
+        own = own.item()
     fitted = _fitted(own, value)
     _check_like(own, fitted, place)
     return fitted

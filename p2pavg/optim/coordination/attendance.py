@@ -214,9 +214,8 @@ class PeerTrust:
     def _note(self, mine: PeerProgress, words: Mapping[str, PeerProgress], now: float) -> None:
         before, self._peers = self._peers, {}
         for peer, word in words.items():
-            observes = (
-                word.follows and peer not in self._companions
-            )  # a companion has observed, and its word is late
+            # A companion has observed, and its word is late.
+            observes = word.follows and peer not in self._companions
             if word.follows and word.state == mine.state:  # it has caught up, and waits as this peer does
                 word = replace(word, follows=False)
             elif word.follows or (peer in self._companions and self._takes_soon(word, now)):

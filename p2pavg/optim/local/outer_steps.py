@@ -252,9 +252,8 @@ class OuterSteps:
             or sent.fragment != fragment
             or not (sent.is_known or self._options.alpha is not None)
         ):
-            self.work.drop_fragment(
-                fragment
-            )  # a contribution of an earlier process: its steps are in the average
+            # A contribution of an earlier process: its steps are in the average.
+            self.work.drop_fragment(fragment)
         else:
             self.work.used()
 

@@ -93,9 +93,8 @@ def identity_of_this_process(path: str | os.PathLike[str] | None) -> Iterator[by
         if locked in _locked:  # not in a forked child, which has closed its copy
             _locked.remove(locked)
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(
-                    locked, fcntl.LOCK_UN
-                )  # also for a child that has just been forked, and has a copy
+                # Also for a child that has just been forked, and has a copy.
+                fcntl.flock(locked, fcntl.LOCK_UN)
             os.close(locked)
 
 

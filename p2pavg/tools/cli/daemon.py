@@ -131,9 +131,8 @@ def read_member(
     access = read_access(run, certificate)
     if delegate or (Role.DELEGATE in access.roles and admits):
         return RunMember(run, access, open_delegate(run_file, certificate, identity))
-    Membership(
-        access, Ed25519Signer(load_seed(identity)).peer_id
-    )  # raises if the certificate is for another peer
+    # Raises if the certificate is for another peer.
+    Membership(access, Ed25519Signer(load_seed(identity)).peer_id)
     return RunMember(run, access, None)
 
 
@@ -300,7 +299,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             listen=_listens(options, home),
             # Peers of the last start help if those that the user has named are gone. If the user names none,
             # others bootstrap from this peer, and it must not fail because none is there: it joins below.
-            bootstrap=_once([*named, *remembered]) if named else (),
+            bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
             identity=options.identity,
             announce=options.announce or ([] if home is None else forwarded(home.addresses, machine_hosts())),
             port_mapping=options.port_mapping,
@@ -393,7 +392,3 @@ def start_again() -> None:
     sys.stdout.flush()
     # The interpreter's own arguments are among them, such as -m.
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _once(addresses: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(addresses))

@@ -61,9 +61,8 @@ def find_run(
         )
     found = read_run_file(run)
     access = read_access(found, certificate)
-    Membership(
-        access, Ed25519Signer(load_seed(identity)).peer_id
-    )  # raises if the certificate is for another peer
+    # Raises if the certificate is for another peer.
+    Membership(access, Ed25519Signer(load_seed(identity)).peer_id)
     named = (*bootstrap, *found.bootstrap)
     if not named:
         raise ConfigError(f"--bootstrap ADDR is needed: {run} names no address")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -55,10 +56,6 @@ def run_archive(run: str, directory: Path, *, home: Path | None, keep: int | Non
             relay_mbps=DEFAULT_RELAY_MBPS,
         ) as peer:
             print(f"keeping the history of {config.run_id!r} in {directory}", flush=True)
-            await archive(peer, config, settings, _tell)
+            await archive(peer, config, settings, partial(logger.info, "recorded update %d"))
 
     trio.run(main)
-
-
-def _tell(epoch: int) -> None:
-    logger.info("recorded update %d", epoch)

@@ -206,9 +206,8 @@ class TestHostileSenders:
             connection = TlsConnection(
                 other.client_context(offer.certificate), plain, server_name=offer.ticket.hex()
             )
-            await connection.shake_hands(
-                lambda: offer.certificate
-            )  # the refusal comes after the client's part
+            # The refusal comes after the client's part.
+            await connection.shake_hands(lambda: offer.certificate)
             verdict = PunchVerdict.decode(await receive_message(stream) or b"")
             assert verdict.reason == "no connection"
             assert not keeper(there)._inbound.lanes

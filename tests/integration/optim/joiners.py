@@ -244,6 +244,5 @@ class Story:
             if optimizer.scheduler is not None:
                 seen.schedule = optimizer.scheduler.last_epoch
             seen.final, seen.plain = common_tensors(optimizer, model), common_values(optimizer)
-            self._ended.wait(
-                WATCHDOG_SECONDS
-            )  # a peer that hears of the last update late may need another one
+            # A peer that hears of the last update late may need another one.
+            self._ended.wait(WATCHDOG_SECONDS)

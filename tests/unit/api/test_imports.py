@@ -60,8 +60,10 @@ def test_a_program_that_uses_libp2p_itself_has_all_of_it() -> None:
     after = """
 from p2pavg.net.libp2p import transport
 import libp2p
+from concurrent.futures import ThreadPoolExecutor
+found = ThreadPoolExecutor(4).map(lambda _: callable(libp2p.new_host), range(4))
 import libp2p.transport.quic.transport
-print(callable(libp2p.new_host), libp2p.transport.quic.transport.QUICTransport.__init__ is not object.__init__)
+print(all(found), libp2p.transport.quic.transport.QUICTransport.__init__ is not object.__init__)
 """
     before = """
 import libp2p

@@ -63,9 +63,8 @@ def test_codes_differ_by_at_most_one_above_1e_5(name: str, block_size: int) -> N
     quotients, _, ours, theirs = encoded_by_both(name, block_size)
     apart = (ours - theirs).abs()[quotients.abs() >= 1e-5]
     assert apart.max().item() <= 1
-    allowed = (
-        0.15 if name == "over_many_decades" else 0.01
-    )  # many small elements, for which the steps of bitsandbytes are coarse
+    # Many small elements, for which the steps of bitsandbytes are coarse.
+    allowed = 0.15 if name == "over_many_decades" else 0.01
     assert (apart > 0).double().mean().item() < allowed
 
 

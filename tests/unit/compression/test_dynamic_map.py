@@ -49,9 +49,8 @@ def test_every_half_precision_number_gets_its_nearest_level() -> None:
 
 
 def test_pairs_decode_as_two_codes() -> None:
-    codes = torch.arange(65_536 * 2).view(
-        torch.uint8
-    )  # the bytes of an int64 range: all pairs of its low bytes
+    # The bytes of an int64 range: all pairs of its low bytes.
+    codes = torch.arange(65_536 * 2).view(torch.uint8)
     pairs = LEVEL_PAIRS[codes.view(torch.uint16).to(torch.int64)].view(torch.float32)
     assert torch.equal(pairs, LEVELS[codes.to(torch.int64)])
     assert torch.equal(LEVEL_PAIRS.view(torch.float32)[::2].view(256, 256), LEVELS.expand(256, 256))

@@ -174,9 +174,8 @@ class TestHostile:
         payload[PLACES + LARGE + 1] = 1 << 2
         self.refuses(payload, "signs of values that it does not have")
 
-    @pytest.mark.parametrize(
-        "bits", [0xFF00, 0xFF80, 0xFFFF, 0xE301]
-    )  # infinity, NaN, NaN, the first magnitude beyond 2**100
+    # Infinity, NaN, NaN, the first magnitude beyond 2**100.
+    @pytest.mark.parametrize("bits", [0xFF00, 0xFF80, 0xFFFF, 0xE301])
     def test_scale(self, payload: bytearray, bits: int) -> None:
         for record in range(3):
             hostile = bytearray(payload)

@@ -145,9 +145,23 @@ class TestAMemberWhoseSystemAnswers:
         pace = a_pace()
         last = sends(pace, 0.001, 10)
         pace.owes(last, True)
-        now = last + STALLS * FLOOR_SECONDS
-        pace.arrived(now - 0.1, 10, data=False)
-        assert pace.overdue(now, answers=True) == "sent no part of its contribution for 4.5 s"
+        end = last + STALLS * FLOOR_SECONDS
+        for pings in range(1, 9):
+            pace.arrived(last + pings * MEMBER_PING_SECONDS, 10, data=False)
+        assert pace.overdue(end - 0.1, answers=True) is None
+        assert pace.overdue(end, answers=True) == "sent no part of its contribution for 4.5 s"
+
+    def test_one_that_is_back_has_time_for_its_part_but_rare_pings_buy_no_more_than_the_limit(self) -> None:
+        pace = a_pace()
+        now = begun = sends(pace, 0.001, 10)
+        pace.owes(now, True)
+        now += 6.5
+        pace.arrived(now, 10, data=False)
+        assert pace.overdue(now + FLOOR_SECONDS - 0.1, answers=True) is None
+        while pace.overdue(now, answers=True) is None:
+            now += LIMIT - 0.1
+            pace.arrived(now, 10, data=False)
+        assert now - begun < 2 * LIMIT + STALLS * FLOOR_SECONDS
 
     def test_after_anothers_doubt_its_answers_do_not_count(self) -> None:
         pace = a_pace()

@@ -396,9 +396,8 @@ def test_a_name_without_a_seal_is_no_archivist(tmp_path: Path) -> None:
 
 def test_merging_replaces_nothing_but_what_goes_on(tmp_path: Path) -> None:
     _, (path,) = history(tmp_path / "mine")
-    history(
-        tmp_path / "longer", updates=6
-    )  # by the same archivist, of the same updates, and with another seal
+    # By the same archivist, of the same updates, and with another seal.
+    history(tmp_path / "longer", updates=6)
     before = path.read_bytes()
     merge(tmp_path / "mine", [tmp_path / "longer"])
     assert path.read_bytes() == before

@@ -430,11 +430,30 @@ class TestStandingInTheWay:
         assert now == EPOCH + seconds
         assert "no answer" in declined(leader.asked(silent, now + HOLD_OFF_SECONDS - 0.01)).reason
 
-    def test_a_leader_gains_no_time_by_repeating_a_proposal(self) -> None:
-        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+    def test_a_second_slow_follower_gets_no_more_patience(self) -> None:
+        me, *others = (candidate(index, EPOCH + 5 + index) for index in range(4))
+        leader, now = matchmaking(me, target=4), EPOCH
+        for each in others:
+            leader.asked(each, now)
+        while now < EPOCH + REPLY_SECONDS:
+            roster = leader.state.roster
+            assert roster is not None
+            for each in others[:2]:
+                leader.told(each.peer_id, Accept(roster.group_id), now)
+            now = leader.wake_at()
+            leader.tick(now, answering=[each.peer_id for each in others])
+        assert leader.group.followers.keys() == {each.peer_id for each in others[:2]}
+        while leader.group.followers:
+            now = leader.wake_at()
+            leader.tick(now, answering=[each.peer_id for each in others])
+        assert now == EPOCH + REPLY_SECONDS + PROPOSAL_ANSWER_SECONDS
+
+    @pytest.mark.parametrize("deadline", [1, 5], ids=["a due leader", "a leader that is due later"])
+    def test_a_leader_gains_no_time_by_repeating_a_proposal(self, deadline: int) -> None:
+        leader, me = candidate(0, EPOCH + deadline), candidate(1, EPOCH + 6)
         follower, now = follower_of(leader, me, target=2), EPOCH + 3
         roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
-        for second in (0.0, REPLY_SECONDS):
+        for second in (0.0, 2.0, 4.0, 6.0, 8.0, REPLY_SECONDS):
             follower.told_by_leader(leader.peer_id, GroupProposal(roster), now + second)
         now += REPLY_SECONDS + ROUND_TRIPS_SECONDS
         follower.tick(now - 0.01)
@@ -446,9 +465,8 @@ class TestStandingInTheWay:
         bus = Bus()
         first, second = announce_all(bus, 0, 1, target=3)
         bus.discover(first)
-        bus.advance(
-            MATCH_TIMEOUT + PROPOSAL_ANSWER_SECONDS
-        )  # the proposal is sent, and is delivered too late
+        # The proposal is sent, and is delivered too late.
+        bus.advance(MATCH_TIMEOUT + PROPOSAL_ANSWER_SECONDS)
         assert first.active
         assert second.gave_up
         second = bus.announce(1, target=3)

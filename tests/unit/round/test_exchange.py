@@ -153,9 +153,7 @@ async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(
     assert isinstance(await answer(lobby, B), Left)
 
 
-async def test_the_outcome_is_told_to_the_groups_members_only(
-    autojump_clock: MockClock,
-) -> None:
+async def test_the_outcome_is_told_to_the_groups_members_only(autojump_clock: MockClock) -> None:
     lobby = StreamRouter()
     async with trio.open_nursery() as nursery:
         await nursery.start(exchange(lobby, A).run)

@@ -84,11 +84,9 @@ def test_a_number_that_is_not_finite_is_named(value: float) -> None:
     broken = torch.ones(10)
     broken[7] = value
     assert mistake(MODEL | {"parameter/head.bias": broken}).startswith(
-        "the parameter 'head.bias' of the state has NaN or infinite values"
+        "NaN or infinite values are in the parameter 'head.bias' of the state"
     )
-    assert mistake(MODEL | {"optimizer/m": broken}).startswith(
-        "the tensor 'optimizer/m' of the state has NaN"
-    )
+    assert "are in the tensor 'optimizer/m' of" in mistake(MODEL | {"optimizer/m": broken})
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

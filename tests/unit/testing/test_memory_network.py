@@ -43,9 +43,7 @@ async def open_echo(here: MemoryTransport, there: MemoryTransport, timeout: floa
     return await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=timeout)
 
 
-async def test_a_cut_is_silent_and_heals_in_order(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_cut_is_silent_and_heals_in_order(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         stream = await open_echo(here, there)
@@ -58,9 +56,7 @@ async def test_a_cut_is_silent_and_heals_in_order(
         assert trio.current_time() == pytest.approx(HOUR, abs=1.0)
 
 
-async def test_a_cut_in_flight_is_silent_too(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_cut_in_flight_is_silent_too(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=(1.0, 1.0))
     async with peers(network, 2) as (here, there):
         stream = await open_echo(here, there)
@@ -71,9 +67,7 @@ async def test_a_cut_in_flight_is_silent_too(
         assert scope.cancelled_caught
 
 
-async def test_a_cut_is_between_two_peers_only(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_cut_is_between_two_peers_only(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 3) as (here, there, third):
         network.cut(here.peer_id, there.peer_id)
@@ -85,9 +79,7 @@ async def test_a_cut_is_between_two_peers_only(
             assert await receive_message(stream) == b"hello"
 
 
-async def test_a_disconnect_across_a_cut_is_not_heard(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_disconnect_across_a_cut_is_not_heard(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         await open_echo(here, there)
@@ -100,9 +92,7 @@ async def test_a_disconnect_across_a_cut_is_not_heard(
         assert not there.is_connected(here.peer_id)
 
 
-async def test_a_stopped_peer_takes_one_window(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_stopped_peer_takes_one_window(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 3) as (here, there, third):
         stream = await open_echo(here, there)
@@ -119,9 +109,7 @@ async def test_a_stopped_peer_takes_one_window(
         assert await receive_message(later) == b"awake"
 
 
-async def test_held_frames_arrive_after_resume(
-    autojump_clock: MockClock,
-) -> None:
+async def test_held_frames_arrive_after_resume(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         stream = await open_echo(here, there)
@@ -132,9 +120,7 @@ async def test_held_frames_arrive_after_resume(
         assert await receive_message(stream) == b"held"
 
 
-async def test_a_crash_breaks_connections_at_once(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_crash_breaks_connections_at_once(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=(1.0, 1.0))
     async with peers(network, 2) as (here, there):
         served = trio.Event()
@@ -160,9 +146,7 @@ async def test_a_crash_breaks_connections_at_once(
             await there.dial(here.addresses[0], timeout=HOUR)
 
 
-async def test_a_crash_across_a_cut_is_noticed_at_heal(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_crash_across_a_cut_is_noticed_at_heal(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         stream = await open_echo(here, there)
@@ -176,9 +160,7 @@ async def test_a_crash_across_a_cut_is_noticed_at_heal(
             await stream.receive_some(1)
 
 
-async def test_a_crash_ends_a_stop(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_crash_ends_a_stop(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         stream = await open_echo(here, there)
@@ -188,9 +170,7 @@ async def test_a_crash_ends_a_stop(
             await stream.receive_some(1)
 
 
-async def test_a_crashed_peer_returns_at_the_same_address(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_crashed_peer_returns_at_the_same_address(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         await open_echo(here, there)
@@ -225,9 +205,7 @@ async def test_dropped_dials_wait_and_an_inbound_connection_ends_the_waiting(
         assert trio.current_time() < 33.0
 
 
-async def test_one_of_several_addresses_may_be_silent(
-    autojump_clock: MockClock,
-) -> None:
+async def test_one_of_several_addresses_may_be_silent(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 3) as (here, there, third):
         third.inbound = "dropped"
@@ -236,9 +214,7 @@ async def test_one_of_several_addresses_may_be_silent(
         assert trio.current_time() < 1.0
 
 
-async def test_more_streams_than_allowed_are_refused(
-    autojump_clock: MockClock,
-) -> None:
+async def test_more_streams_than_allowed_are_refused(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
         streams = [await open_echo(here, there) for _ in range(MAX_INBOUND_STREAMS)]
@@ -250,9 +226,7 @@ async def test_more_streams_than_allowed_are_refused(
         await open_echo(here, there)
 
 
-async def test_two_tasks_may_not_receive_at_once(
-    autojump_clock: MockClock,
-) -> None:
+async def test_two_tasks_may_not_receive_at_once(autojump_clock: MockClock) -> None:
     async with peers(MemoryNetwork(), 2) as (here, there), trio.open_nursery() as nursery:
         stream = await open_echo(here, there)
         nursery.start_soon(stream.receive_some, 1)
@@ -262,9 +236,7 @@ async def test_two_tasks_may_not_receive_at_once(
         await send_message(stream, b"x")
 
 
-async def test_bandwidth_is_shared_by_all_that_a_peer_sends(
-    autojump_clock: MockClock,
-) -> None:
+async def test_bandwidth_is_shared_by_all_that_a_peer_sends(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6)
     async with peers(network, 3) as (here, there, third):
         arrived: list[float] = []
@@ -323,9 +295,7 @@ async def test_what_a_stream_has_not_sent_is_dropped_when_it_is_reset(autojump_c
         assert trio.current_time() - began < 0.5, "100 kB there, and back on another link"
 
 
-async def test_download_is_shared_by_all_that_a_peer_receives(
-    autojump_clock: MockClock,
-) -> None:
+async def test_download_is_shared_by_all_that_a_peer_receives(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e7, download=1e6)
     async with peers(network, 3) as (here, there, third):
         arrived: list[float] = []
@@ -349,9 +319,7 @@ async def test_download_is_shared_by_all_that_a_peer_receives(
         assert arrived[0] > 1.5, "one stream was served after the other"
 
 
-async def test_frames_that_wait_for_a_slow_sender_delay_no_others(
-    autojump_clock: MockClock,
-) -> None:
+async def test_frames_that_wait_for_a_slow_sender_delay_no_others(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6, download=1e6)
     async with peers(network, 3) as (here, there, third):
         arrived: dict[str, float] = {}
@@ -407,9 +375,7 @@ def test_the_same_seed_gives_the_same_times(seed: int) -> None:
     assert run(seed) != run(seed + 2)
 
 
-async def test_addresses_pass_the_checks_of_real_peers(
-    autojump_clock: MockClock,
-) -> None:
+async def test_addresses_pass_the_checks_of_real_peers(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     async with peers(network, 4) as made:
         addresses = [address for peer in made for address in peer.addresses]

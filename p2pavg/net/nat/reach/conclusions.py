@@ -130,7 +130,6 @@ def _may_be_announced(facts: Facts, endpoint: Endpoint) -> bool:
     if address.is_loopback:
         return False
     if address.version == 6 and not facts.view(6).hosts and facts.view(4).routed:
-        return is_private(
-            host
-        )  # no peer can try it, and routers of homes let no IPv6 in that was not asked for
+        # No peer can try it, and routers of homes let no IPv6 in that was not asked for.
+        return is_private(host)
     return is_private(host) or facts.works(endpoint) is not False

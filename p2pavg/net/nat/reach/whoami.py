@@ -179,9 +179,8 @@ async def ask(
             await opened.connect((server_host, server_port))
             nonce = secrets.token_bytes(NONCE_BYTES)
             await opened.send(MAGIC + nonce)
-            answer = await _receive(
-                opened, ANSWER_BYTES + 1
-            )  # one byte more than the answer: the end is awaited
+            # One byte more than the answer: the end is awaited.
+            answer = await _receive(opened, ANSWER_BYTES + 1)
             host, port = read_answer(answer, nonce)
             return SeenEndpoint(host=host, port=port, local_port=opened.getsockname()[1])
     except (OSError, RemoteProtocolError, trio.TooSlowError) as error:

@@ -43,9 +43,7 @@ def stream_on(wire: Wire) -> PatientStream:
     return found
 
 
-async def test_a_writer_waits_for_its_window_for_an_hour(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_writer_waits_for_its_window_for_an_hour(autojump_clock: MockClock) -> None:
     wire = Wire()
     stream = stream_on(wire)
     data = bytes(range(256)) * 4096

@@ -91,9 +91,7 @@ CLIENTS = pytest.mark.parametrize(
 
 
 @CLIENTS
-async def test_a_served_protocol_is_agreed_and_later_bytes_stay_unread(
-    client: MultiselectClient,
-) -> None:
+async def test_a_served_protocol_is_agreed_and_later_bytes_stay_unread(client: MultiselectClient) -> None:
     async with answered(speak) as pipe:
         assert await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe)) == SPOKEN
         assert await pipe.read(100) == b"served"

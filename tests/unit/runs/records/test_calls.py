@@ -314,9 +314,7 @@ async def test_missing_answer_on_a_kept_stream_is_an_error(hostile: Serve, autoj
         assert found.kept == []
 
 
-async def test_unanswered_call_waits_for_the_callers_timeout(
-    autojump_clock: MockClock,
-) -> None:
+async def test_unanswered_call_waits_for_the_callers_timeout(autojump_clock: MockClock) -> None:
     async def deaf(stream: Stream) -> None:
         await trio.sleep_forever()
 
@@ -409,9 +407,7 @@ async def test_malformed_request_resets_its_stream(autojump_clock: MockClock) ->
         assert await seconds_until_let_go(stream) == pytest.approx(0.0)
 
 
-async def test_kept_stream_is_still_open_on_the_other_side(
-    autojump_clock: MockClock,
-) -> None:
+async def test_kept_stream_is_still_open_on_the_other_side(autojump_clock: MockClock) -> None:
     """After any pause, a call gets its answer."""
     async with calling() as (_, calls, contact):
         for pause in (0.0, 0.9, 1.1, 1.9, 2.1, 10.0):

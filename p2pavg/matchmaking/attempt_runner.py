@@ -270,14 +270,15 @@ class AttemptRunner:
     async def _keep_time(self) -> None:
         while True:
             self._changed = trio.Event()
-            wakes = max(self.rules.wake_at(), self._now())
-            with trio.move_on_after(wakes - self._now()) as scope:
+            now = self._now()
+            wait = max(self.rules.wake_at() - now, 0.0)
+            with trio.move_on_after(wait) as scope:
                 await self._changed.wait()
             # Otherwise an event has come, which may have moved the time for which this task waits.
             if scope.cancelled_caught:
                 # This process stood still, and what others said meanwhile has not been read. Without it, they would be
                 # taken for silent.
-                if self._now() > wakes + ROUND_TRIPS_SECONDS:
+                if self._now() > now + wait + ROUND_TRIPS_SECONDS:
                     await trio.sleep(ROUND_TRIPS_SECONDS)
                 answers = self._context.transport.answers
                 # What was said last was the proposal, or its repetition.

@@ -45,9 +45,6 @@ PROGRAMS = {
         "what is promised of four peers: start, time to group, kills, two hundred rounds",
         "about an hour",
     ),
-    "goodput": Command(
-        "scripts.benchmarks.goodput", "what deaths cost a large simulated run", "a quarter of an hour"
-    ),
     "mixing": Command(
         "scripts.benchmarks.mixing",
         "mixing between small groups, simulated: how fast 10 to 1,000 peers come together",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     )
     parser.add_argument("--repeats", type=int, default=2 if small else 7)
     parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")
+    parser.add_argument("--alone", action="store_true", help="p2pavg and no other system")
+    parser.add_argument("--beside", type=int, default=0, help="processes that compute all the time")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Measure, and report."""
     codecs = arguments.codecs.split(",")
     systems = choose(codecs, arguments, report)
-    with vectors(arguments.peers, arguments.elements) as folder:
+    with vectors(arguments.peers, arguments.elements) as folder, busy(arguments.beside):
         rounds = measure(systems, folder, arguments, report)
     for system in systems:
         if len(rounds.get(system.name, [])) == arguments.repeats:
@@ -63,12 +67,26 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
         report_ratios([(other, ours, *value) for value in values], rounds, arguments, report)
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep processes busy beside the measured ones."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> list[System]:
     """Return the systems in the order of their turns."""
     variants: list[dict[str, Any]] = [{}, *_variants(arguments)]
     ours = [
         p2pavg(codec, arguments.peers, **variant) for codec, variant in itertools.product(codecs, variants)
     ]
+    if arguments.alone:
+        return ours
     systems = [*ours, *map(floor, codecs), gloo()]
     try:
         python = hivemind_python(arguments.hivemind_python)

@@ -7,17 +7,6 @@ from p2pavg.base.limits import REPLY_SECONDS
 HEARTBEAT_SECONDS = 2.0  # a leader that has followers sends them a status this often
 LEADER_SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
 PROPOSAL_ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
-
-
-def patience(match_timeout: float) -> float:
-    """Return how long a leader waits for the answers of members whose systems acknowledge its proposals, in seconds.
-
-    They are slow, and not gone. So they are waited for as long as the user would wait for a group, from the attempt's
-    first proposal on. Followers allow for the most, since they do not know the leader's match timeout.
-    """
-    return min(max(match_timeout, PROPOSAL_ANSWER_SECONDS), REPLY_SECONDS)
-
-
 PUT_OFF_SECONDS = 1.5
 """A leader keeps a place for better candidates so long, from the first time that another candidate asks for it. They
 are told of the leader at once, and ask within a few round trips. With the delay before the other one asks again, this
@@ -42,3 +31,12 @@ record needs a trip, and two training steps do not end at the same time."""
 REUNIONS_SECONDS = 30.0
 """Each member announces itself this often all the same, and sees whether there are others for its group. Runs that step
 less often hardly notice what it costs."""
+
+
+def patience(match_timeout: float) -> float:
+    """Return how long a leader waits for the answers of members whose systems acknowledge its proposals, in seconds.
+
+    They are slow, and not gone. So they are waited for as long as the user would wait for a group, from the attempt's
+    first proposal on. Followers allow for the most, since they do not know the leader's match timeout.
+    """
+    return min(max(match_timeout, PROPOSAL_ANSWER_SECONDS), REPLY_SECONDS)

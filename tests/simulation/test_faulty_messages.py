@@ -116,7 +116,7 @@ async def test_attempt_ends_with_a_reason_when_reporting_the_loss_raises(
 async def test_exception_without_a_message_is_raised(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tick(_self: Matchmaking, _now: float) -> None:
+    def tick(_self: Matchmaking, _now: float, _answering: object) -> None:
         raise KeyError("a bug of ours")
 
     monkeypatch.setattr(Matchmaking, "tick", tick)

@@ -101,7 +101,8 @@ def test_a_peer_that_leaves_out_half_of_its_samples_is_met_no_more(caplog: pytes
     differing = [recheck for of_peer, _ in found for recheck in of_peer if recheck.differs]
     assert differing
     assert {recheck.peer_id for recheck in differing} == {ids[2]}
-    assert min(recheck.difference for recheck in differing) > 2 * differing[0].allowed
+    # By chance, half of a batch may have nearly the gradient of the whole one, and most have not.
+    assert max(recheck.difference / recheck.allowed for recheck in differing) > 2.0
     assert f"{ids[2]}: its contribution has the norm" in caplog.text
     # The honest peers need not find it in the same round: each bans it after its own second find. By then, a group
     # with it may have been formed.

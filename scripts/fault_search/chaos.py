@@ -45,7 +45,8 @@ from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
 from scripts.benchmarks.crew import Place
-from scripts.benchmarks.netns import set_link, switched
+from scripts.benchmarks.netns import NoNamespacesError, set_link, switched
+from scripts.benchmarks.netns import check as check_namespaces
 from scripts.fault_search.chaos_check import CODEC_ERRORS, Committed, Findings, Life, Limits, SampleId, check
 from scripts.fault_search.chaos_plan import Action, draw
 from scripts.fault_search.chaos_work import EXCHANGES, SETTLE_SECONDS, clock_file, draw_sample, sketch
@@ -72,7 +73,7 @@ class Setting:
     match_timeout: float = 5.0
     exchange_timeout: float = 15.0
     links: bool = False
-    """Whether each process has a link of its own, in a network namespace."""
+    """True if each process has a link of its own, in a network namespace."""
     calm_seconds: float = 20.0
     """Duration of the part without faults at the end."""
 
@@ -431,6 +432,12 @@ def read_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the test."""
     arguments = read_arguments()
+    if arguments.links:
+        try:
+            check_namespaces()
+        except NoNamespacesError as error:
+            print(f"--links: {error}", file=sys.stderr)
+            return 2
     how = Setting(
         peers=arguments.peers,
         seconds=60 * arguments.minutes,

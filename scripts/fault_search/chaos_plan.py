@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 KINDS = ("kill", "stop", "stop, then kill", "clock")
 ENDS = {"stop": "resume", "cut": "mend", "clock": "right"}
-"""What ends a fault of a process that goes on to live."""
+"""The action that ends a fault of a process that goes on to live."""
 START_SECONDS = 8.0  # after which a restarted process counts as running
 PEACE_SECONDS = 40.0
 """Mean time between two faults of a process, apart from bursts, if nothing else is said."""

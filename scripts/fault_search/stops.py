@@ -33,8 +33,8 @@ BACK_SECONDS = 300.0  # after which a process that was resumed counts as lost
 
 
 @dataclass(frozen=True)
-class Stop:
-    """What came of one stop."""
+class StopOutcome:
+    """The seconds for which one stop kept the processes apart."""
 
     back: float
     """Seconds from SIGCONT to the first update of all."""
@@ -46,7 +46,7 @@ class StopError(Exception):
     """A process did not come back, or has other parameters; the message says which."""
 
 
-class Run:
+class TrainingRun:
     """Processes that train, and their updates."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
@@ -74,8 +74,8 @@ class Run:
         except EOFError:
             pass
 
-    def wait_for_all(self, after: int) -> tuple[int, float]:
-        """Wait for an update of all processes after another one; return its number and its time.
+    def wait_for_all(self, after: int) -> float:
+        """Wait for an update of all processes after another one; return its time.
 
         Raises:
             StopError: there is none within 300 s.
@@ -84,7 +84,7 @@ class Run:
             made = self._changed.wait_for(lambda: any(update > after for update in self._full), BACK_SECONDS)
             if not made:
                 raise StopError(f"no update of all {len(self._processes)} within {BACK_SECONDS:.0f} s")
-            return min((update, when) for update, when in self._full.items() if update > after)
+            return min(when for update, when in self._full.items() if update > after)
 
     def latest(self) -> int:
         """Return the number of the last update of any process."""
@@ -98,28 +98,28 @@ class Run:
                 if len(set(told.values())) > 1:
                     raise StopError(f"different parameters after update {update}: {told}")
 
-    def stop(self, index: int, seconds: float) -> Stop:
+    def stop(self, index: int, seconds: float) -> StopOutcome:
         """Stop a process, resume it, and wait until all make an update together."""
         began = time.monotonic()
         self._processes[index].stop()
         time.sleep(seconds)
         after, resumed = self.latest(), time.monotonic()
         self._processes[index].resume()
-        _, back = self.wait_for_all(after)
+        back = self.wait_for_all(after)
         self.check()
         with self._changed:
             made = [when for when, other in self._times if other != index and began <= when <= back]
         times = [began, *sorted(made)]
-        return Stop(back - resumed, max(map(float.__sub__, times[1:], times)))
+        return StopOutcome(back - resumed, max(map(float.__sub__, times[1:], times)))
 
 
-def play(plan: Sequence[tuple[int, float]], *, seed: int, folder: Path) -> list[Stop]:
+def play(plan: Sequence[tuple[int, float]], *, seed: int, folder: Path) -> list[StopOutcome]:
     """Stop processes for some seconds each, one after the other: the plan has (index, seconds)."""
     dice = random.Random(f"stops/{seed}")
     arguments = {"folder": str(folder), "peers": PEERS, "batch_seconds": BATCH_SECONDS, "checks": True}
     with LocalSwarm(WORK, peers=PEERS, arguments=arguments) as swarm:
         swarm.start()
-        run, stops = Run(swarm), []
+        run, stops = TrainingRun(swarm), []
         run.wait_for_all(2)
         for index, seconds in plan:
             time.sleep(dice.uniform(0.0, 5 * BATCH_SECONDS))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run_python(
-    *arguments: str | Path,
+    *arguments: object,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,

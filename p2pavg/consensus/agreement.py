@@ -168,6 +168,7 @@ from p2pavg.consensus.votes import (
     RunAttempt,
     SignedOutput,
     StaleBallot,
+    TakeFrom,
     Tell,
     Trouble,
     Unknown,
@@ -489,8 +490,11 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
         draft.actions.append(RunAttempt(begin.attempt, begin.members))
     elif holds(m, begin):
         _accept(draft)
+    gone = begin.members - begin.view
     if begin.source == m.me and begin.lacking:
-        draft.actions.append(PassOn(begin.attempt, begin.members - begin.view, begin.lacking))
+        draft.actions.append(PassOn(gone, begin.lacking))
+    elif m.me in begin.lacking:
+        draft.actions.append(TakeFrom(begin.source, gone))
     # The leader has to hear of each loss that its view does not reflect, or it would wait for this member in vain.
     for peer in sorted(begin.view & m.apart):
         draft.tell(m.leader, Trouble(peer, peer in m.hostile, "it was lost before"))

@@ -411,9 +411,16 @@ class RunAttempt:
 class PassOn:
     """Send the shares of reducers that are gone to other members, as the same bytes."""
 
-    attempt: int
     reducers: Members
     to: Members
+
+
+@dataclass(frozen=True, slots=True)
+class TakeFrom:
+    """Take the shares of reducers that are gone from another member, which passes them on."""
+
+    source: int
+    reducers: Members
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,4 +446,4 @@ class Readmit:
     peer: int
 
 
-Action: TypeAlias = Tell | RunAttempt | PassOn | Drop | Exclude | Readmit
+Action: TypeAlias = Tell | RunAttempt | PassOn | TakeFrom | Drop | Exclude | Readmit

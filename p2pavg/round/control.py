@@ -321,7 +321,9 @@ class VoteStreams:
         if rested is not None and await self._used_again(position, rested):
             return
         try:
-            stream = await self._new_stream(position)
+            stream = await self._new_stream(
+                position, dials_first=bool(self._quiet_seconds) or rested is not None
+            )
         except UnreachableError as error:
             self._hears.lost(position, str(error))
             return
@@ -330,11 +332,14 @@ class VoteStreams:
         except (StreamBrokenError, ClosedError) as error:
             self._hears.lost(position, str(error))
 
-    async def _new_stream(self, position: int) -> Stream:
+    async def _new_stream(self, position: int, *, dials_first: bool) -> Stream:
         """Open a stream, or wait until the member has connected, if it cannot be dialled.
 
+        Args:
+            dials_first: do not wait for a member whose process is gone.
+
         Raises:
-            UnreachableError: neither happened. A process that is gone is not waited for in a round that was quiet.
+            UnreachableError: neither happened.
         """
         member = self._roster.members[position]
         open_stream = partial(
@@ -344,9 +349,10 @@ class VoteStreams:
             addresses=member.addresses,
             timeout=MAX_TIMEOUT_SECONDS,  # the round's: its failure detector knows how late all members are
         )
-        # In a short round, this peer dials first without waiting: a refusal then loses a dead member at once.
-        # Any other failure may mean that the member is behind a router, and has to connect itself.
-        if self._quiet_seconds:
+        # In a short round, and for a member whose stream was there a moment ago, this peer dials first without waiting:
+        # a refusal then loses a dead member at once. Any other failure may mean that the member is behind a router, and
+        # has to connect itself.
+        if dials_first:
             try:
                 return await open_stream()
             except RefusedError:

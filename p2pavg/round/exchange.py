@@ -31,7 +31,7 @@ from p2pavg.allreduce.events import (
 )
 from p2pavg.allreduce.movers.lobby import ExpectedGroup
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
-from p2pavg.allreduce.reduction import RoundFault
+from p2pavg.allreduce.reduction import PartTracker, RoundFault
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.base.result import DrawnContribution, FailedCode
@@ -277,6 +277,7 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._ended: ExchangeOutcome | None = None  # until it is taken
         self._held_at = 0.0
+        self._ledger: PartTracker | None = None  # of the last attempt
         self._traffic = Traffic(context.meter)
         self._news = AttemptNews(
             self._voting,
@@ -327,7 +328,16 @@ class Exchange:
             self._group.close()
             self._audits.close()
             if self._found_out is not None:
-                self._found_out(self._voting.is_taken_as_used())
+                self._found_out(self._is_taken_as_used())
+
+    def _is_taken_as_used(self) -> bool:
+        """Return whether this member's contribution is used up, when no more will be heard.
+
+        In doubt it is: it may be lost, but it does not count twice. The others may have gone on with a result that
+        counts it, and that this member never held. They can have none without its share.
+        """
+        used = self._voting.is_used()
+        return self._ledger is not None and self._ledger.own_is_averaged if used is None else used
 
     def take_outcome(self) -> ExchangeOutcome:
         """Return the outcome, once: nothing here refers to it afterwards."""
@@ -341,7 +351,7 @@ class Exchange:
         # The answer for members that ask has changed: until now it said that this member gave up.
         self._remember()
         if self._found_out is not None:
-            self._found_out(self._voting.is_taken_as_used())
+            self._found_out(self._is_taken_as_used())
             self._found_out = None
 
     async def _until_the_end(self) -> None:
@@ -469,6 +479,7 @@ class Exchange:
             position=self._positions.__getitem__,
             leftover=leftover,
         )
+        self._ledger = self._attempt.ledger
         # Elected again for each attempt: the reducer of a star may be one of the members that were lost.
         self._voting.reduces_all = _is_star(context) and bool(self._attempt.plan.own_parts)
         # Before the attempt runs: a fast member's auditor may ask at once.

@@ -69,10 +69,7 @@ class SlowMembers:
         if self._voting.leads(RoundPhase.EXCHANGING):
             if before is not None and self._attempt() is not before:
                 return  # a contributor was left behind a moment ago
-            if self._is_star:
-                self._leave_the_reducer()
-            else:
-                self._leave_the_slowest()
+            self._leave_the_slowest()
         elif self._voting.leads(RoundPhase.HOLDING):
             if self._voting.reduces_all and 2 * len(self._lacking()) > self._voting.member.size - 1:
                 self._give_up()
@@ -94,19 +91,13 @@ class SlowMembers:
     def _leave_the_slowest(self) -> None:
         attempt = self._attempt()
         slowest = None if attempt is None else attempt.ledger.slowest()
-        if slowest is not None:
-            self._voting.lost(self._positions[slowest], _LATE, reachable=True)
-
-    def _leave_the_reducer(self) -> None:
-        attempt = self._attempt()
-        slowest = None if attempt is None else attempt.ledger.slowest()
         if slowest is None:
             return
         if self._voting.reduces_all:
             self._give_up()
         else:
-            # As silent, because a reducer that announced too much would be elected again, and cost the next round too.
-            self._voting.lost(self._positions[slowest], _LATE, silent=True, reachable=True)
+            # In a star as silent: a reducer that announced too much would be elected again, and cost the next round.
+            self._voting.lost(self._positions[slowest], _LATE, silent=self._is_star, reachable=True)
 
     def _give_up(self) -> None:
         """Let the others go on without this member. A leader cannot leave itself behind, and all others wait for it."""

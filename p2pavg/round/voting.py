@@ -35,6 +35,7 @@ from p2pavg.consensus.votes import (
     ResultCommit,
     RunAttempt,
     SignedOutput,
+    TakeFrom,
     Tell,
     Trouble,
     Unknown,
@@ -163,8 +164,6 @@ class Voting:
                 self.losses.note(action.peer, action.reason, silent=True)
             elif isinstance(action, Readmit):
                 self.losses.forget(action.peer)
-        if self.member.begun.ballot != before.begun.ballot:
-            self._look_for_source(event, actions)
         for position in sorted(self.member.lost - before.lost):
             if position not in self.losses:
                 left = isinstance(event, VoteHeard) and isinstance(event.vote, Left) and event.vote.reason
@@ -184,22 +183,16 @@ class Voting:
                     self.control.tell(position, vote)
                 case RunAttempt(number, members):
                     self._moves.begin_attempt(number, members)
-                case PassOn(_, reducers, to):
+                case PassOn(reducers, to):
                     self._moves.pass_on(reducers, to)
+                case TakeFrom(source, reducers):
+                    self._moves.take_from(source, reducers)
 
     def _tell_what_came(self, position: int) -> None:
         """Tell a member how far its contribution has come, in case that the next ballot is about a new attempt."""
         came = self._moves.came_from(position)
         if came is not None:
             self.control.tell(position, came)
-
-    def _look_for_source(self, event: Event, actions: Sequence[Action]) -> None:
-        """Take the missing part of an older attempt's result from its source, if the new ballot is about one."""
-        votes = [event.vote if isinstance(event, VoteHeard) else None]
-        votes += [action.vote for action in actions if isinstance(action, Tell)]
-        for vote in votes:
-            if isinstance(vote, Begin) and self.member.me in vote.lacking:
-                self._moves.take_from(vote.source, vote.members - vote.view)
 
     def lost(
         self,
@@ -358,15 +351,6 @@ class Voting:
         if member.outcome is not None:
             return member.me in member.outcome.members
         return None if member.undecided else member.presumed_used
-
-    def is_taken_as_used(self) -> bool:
-        """Return whether this member's contribution is used up, when no more will be heard.
-
-        A member that said that it holds the result has most likely been counted in it. A member that never said so may
-        be counted only if others went on with a result that it did not hold, which takes two more losses.
-        """
-        used = self.is_used()
-        return self.member.accepted is not None if used is None else used
 
     def last_word(self) -> ResultCommit | Left:
         """Return what this member answers to members that ask later how the round ended."""

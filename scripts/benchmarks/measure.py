@@ -20,6 +20,7 @@ from rich.table import Table
 
 from p2pavg.testing import LocalSwarm
 from p2pavg_compression import Blockwise8
+from scripts.benchmarks.allreduce import busy
 from tests.integration.survival import Trial, trials
 from tests.integration.swarm_work import TILE
 
@@ -32,6 +33,8 @@ def swarm(work: str, **arguments: Any) -> LocalSwarm:
 
 
 def spread(values: list[float]) -> str:
+    if not values:
+        return "never"
     ordered = sorted(values)
     return f"median {statistics.median(ordered):.2f} s, {ordered[0]:.2f} to {ordered[-1]:.2f}"
 
@@ -100,7 +103,8 @@ def lose(signal: str, repeats: int) -> list[tuple[str, str]]:
                 (
                     f"{name}: {signal} of the {role}, {third}: the survivors' exchange",
                     f"{spread([trial.took for trial in some])}; {sizes[3]} times of three, {sizes[4]} of all four; "
-                    f"{late} of {len(some)} above {2 * usual + some[0].grace:.2f} s",
+                    f"{late} of {len(some)} above {2 * usual + some[0].grace:.2f} s; "
+                    f"noticed after {spread([trial.noticed for trial in some if trial.noticed])}",
                 )
             )
     return rows
@@ -184,13 +188,15 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--repeats", type=int, help="of each kind, for kill and stop")
+    parser.add_argument("--beside", type=int, default=0, help="processes that compute all the time")
     arguments = parser.parse_args()
     chosen = arguments.parts or list(PARTS)
     table = Table("what", "measured", title="four peer processes on localhost")
     for name in chosen:
         again = {"repeats": arguments.repeats} if arguments.repeats and name in ("kill", "stop") else {}
-        for row in PARTS[name](**again):
-            table.add_row(*row)
+        with busy(arguments.beside):
+            for row in PARTS[name](**again):
+                table.add_row(*row)
     Console(width=150).print(table)
 
 

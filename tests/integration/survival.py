@@ -31,6 +31,8 @@ class Trial:
     took: float
     """The longest duration of the survivors' exchange, in seconds."""
     error: float
+    noticed: float
+    """Seconds from the loss until the last of those survivors knew of it that noticed it themselves; 0 if none did."""
 
     @property
     def grace(self) -> float:
@@ -92,9 +94,11 @@ class Trials:
         """Run one trial. Raise AssertionError if a survivor's result breaks a guarantee."""
         usual = self._until(role, moment)
         victim, *survivors = self.living
+        lost_at = time.time()
         victim.kill() if signal == "SIGKILL" else victim.stop()
         results = self.round(survivors)
         trial = self._check(signal, role, moment, usual, victim, survivors, results)
+        trial.noticed = max((at - lost_at for result in results for at in result["noticed"]), default=0.0)
         if signal == "SIGSTOP":
             victim.resume()
             self._check_return(victim, trial)
@@ -123,7 +127,7 @@ class Trials:
         error = max(result["error"] for result in results)
         assert error <= self.bound, results
         took = max(result["exchange_duration"] for result in results)
-        return Trial(signal, role, moment, usual, len(peers), took, error)
+        return Trial(signal, role, moment, usual, len(peers), took, error, 0.0)
 
     def _check_return(self, victim: SwarmProcess, trial: Trial) -> None:
         """Check the report of a resumed victim.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import random
 import resource
@@ -111,6 +112,7 @@ def survive(member: Member) -> None:
     than others from then on, and so does not lead.
     """
     elements, late = member.arguments["elements"], False
+    losses = _Moments()
     with member.averager(configure(member)) as averager:
         mine = tile(averager.peer_id).repeat(elements // TILE)
         while True:
@@ -121,6 +123,7 @@ def survive(member: Member) -> None:
             if late:
                 time.sleep(0.3)
             formed = False
+            losses.seen.clear()
             while isinstance(result := averager.step(wait=0.005), p2pavg.InProgress):
                 if not formed and result.reason == "the group exchanges":
                     formed = True
@@ -136,7 +139,21 @@ def survive(member: Member) -> None:
                 assert torch.allclose(accumulated[0], mine)
             if isinstance(result, p2pavg.Failed):
                 assert result.contribution_used in (used, None)
-            member.report(used=used, **what_survived(result))
+            member.report(used=used, noticed=losses.seen[:1], **what_survived(result))
+
+
+class _Moments(logging.Handler):
+    """The moments, in seconds of the wall clock, at which a round here lost a member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        logger = logging.getLogger("p2pavg.round.losses")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.created)
 
 
 def await_withheld(averager: blocking.Averager) -> None:

@@ -70,14 +70,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def run(*arguments: str) -> Done:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        env=ENVIRONMENT,
-        check=False,
-    )
+    return run_python(*COMMAND[1:], *arguments, timeout=WATCHDOG_SECONDS, env=ENVIRONMENT)
 
 
 class Daemon:

@@ -21,6 +21,7 @@ from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.tools.cli.authority import create, invite, open_authority
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
+from tests.programs import run_python
 from tests.unit.packaging.test_files import settings
 
 pytestmark = pytest.mark.processes
@@ -91,14 +92,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        env=ENVIRONMENT,
-        check=False,
-    )
+    return run_python(*COMMAND[1:], *arguments, timeout=WATCHDOG_SECONDS, env=ENVIRONMENT)
 
 
 def status(home: Path) -> tuple[int, dict[str, Any]]:

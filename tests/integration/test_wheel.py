@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_readme import check_that_both_train, snippets, started
+from tests.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
@@ -19,13 +20,7 @@ NAMES = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
 
 def build(target: str, source: Path, folder: Path) -> Path:
     """Build the wheel or the sdist of a folder with the build backend, which takes no network."""
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder],
-        cwd=source,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    run_python("-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, check=True, timeout=300)
     (built,) = folder.iterdir()
     return built
 
@@ -41,12 +36,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-deps", wheel],
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    pip = ("-m", "pip", "--python", folder / "bin/python", "install", "--no-deps", wheel)
+    run_python(*pip, check=True, timeout=300)
     # Python reads no further .pth files in a folder that one names, so the checkout's own is left out.
     packages = folder / f"lib/{python}/site-packages"
     others = [path for path in sys.path if Path(path).name == "site-packages"]

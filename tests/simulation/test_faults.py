@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -39,17 +37,22 @@ LAN = (0.001, 0.002)
 
 def test_rounds_with_faults() -> None:
     """``scripts/faults simulate`` runs thousands of them; each failure prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.fault_search.simulate", "--rounds", "6", "--processes", "2"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"}, check=False
-    )
+    command = ("-m", "scripts.fault_search.simulate", "--rounds", "6", "--processes", "2")
+    done = run_python(*command, env={**os.environ, "PYTHONHASHSEED": "0"})
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice() -> None:
-    """A follower that was stopped when the commit arrived does not use its contribution again."""
-    command = [sys.executable, "-m", "scripts.fault_search.simulate", "--seed", "501981"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param("501981", id="a follower is stopped when the commit arrives of a leader that dies"),
+        pytest.param(
+            "7001118", id="the leader is cut off with its share averaged, and never hears of the others"
+        ),
+    ],
+)
+def test_no_contribution_counts_twice(seed: str) -> None:
+    done = run_python("-m", "scripts.fault_search.simulate", "--seed", seed)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

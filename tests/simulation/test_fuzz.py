@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.programs import run_python
@@ -12,8 +9,7 @@ from tests.programs import run_python
 
 def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     """Each failing seed prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.fault_search.fuzz", "--messages", "700", "--processes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python("-m", "scripts.fault_search.fuzz", "--messages", "700", "--processes", "2")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

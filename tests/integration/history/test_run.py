@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ import pytest
 from p2pavg.runs.records.identity import load_seed
 from p2pavg_dht import Ed25519Signer
 from tests.integration.jobs.join_work import COMMAND, Started
+from tests.programs import run_python
 from tests.unit.verification.evidence.samples import contradiction
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -38,20 +38,9 @@ class Stage:
 
     def command(self, *words: str, code: int = 0, **environment: str) -> str:
         """Run a command to its end."""
-        done = subprocess.run(
-            [*COMMAND, *words],
-            cwd=self.folder,
-            env={
-                **os.environ,
-                **environment,
-                "XDG_DATA_HOME": str(self.folder / "data"),
-                "XDG_CACHE_HOME": str(self.folder / "cache"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        homes = {f"XDG_{kind.upper()}_HOME": str(self.folder / kind) for kind in ("data", "cache")}
+        own = {**os.environ, **environment, **homes}
+        done = run_python(*COMMAND[1:], *words, cwd=self.folder, env=own, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.programs import run_python
+
 COMMAND = [sys.executable, "-m", "p2pavg"]
 WATCHDOG_SECONDS = 240.0
 MANIFEST = """
@@ -131,15 +133,8 @@ def started(folder: Path, name: str, *arguments: str, before: tuple[str, ...] = 
 
 
 def call(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=WATCHDOG_SECONDS,
-        env={**os.environ, "COLUMNS": "200"},
-        check=False,
-    )
+    environment = {**os.environ, "COLUMNS": "200"}
+    done = run_python(*COMMAND[1:], *arguments, cwd=folder, timeout=WATCHDOG_SECONDS, env=environment)
     assert not done.returncode, done.stderr
     return done.stdout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,16 +56,9 @@ def test_only_adapters_travel_and_the_model_loads_without_p2pavg(tmp_path: Path)
 
     # The checkpoint of the last update gives the same folder as the program has saved.
     scratch = job / ".scratch" / "0"
-    exported = subprocess.run(
-        [
-            *(sys.executable, "-m", "p2pavg", "checkpoint", "export"),
-            *(str(scratch / "checkpoints" / f"update-{UPDATES:012}.safetensors"), str(tmp_path / "adapters")),
-            *("--like", str(scratch / "adapters")),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    last, like = scratch / "checkpoints" / f"update-{UPDATES:012}.safetensors", scratch / "adapters"
+    command = ("-m", "p2pavg", "checkpoint", "export", last, tmp_path / "adapters", "--like", like)
+    exported = run_python(*command)
     assert not exported.returncode, exported.stderr
     ours = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     theirs = load_file(scratch / "adapters" / "adapter_model.safetensors")

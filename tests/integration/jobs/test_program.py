@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.strategies.job import CERTIFICATE, GATE, GPU_MEMORY, RUN_FILE, SCRATCH, job
 from p2pavg.testing import MemoryNetwork
+from tests.programs import run_python
 from tests.unit.runs.membership.runs import SECRET, Authority, signer
 
 pytestmark = pytest.mark.processes
@@ -64,17 +63,8 @@ async def test_exit_codes(folder: Path, body: str, code: int, said: str) -> None
         MemoryNetwork().transport(mine) as network,
         open_gate(network, mine, folder / "gate", PEER_PROTOCOLS, lambda _: True),
     ):
-        done = await trio.to_thread.run_sync(
-            partial(
-                subprocess.run,
-                [sys.executable, "-c", BODY.format(body)],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=WATCHDOG_SECONDS,
-                check=False,
-            )
-        )
+        run_body = partial(run_python, "-c", BODY.format(body), env=environment, timeout=WATCHDOG_SECONDS)
+        done = await trio.to_thread.run_sync(run_body)
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
     assert code or "Traceback" not in done.stderr

@@ -42,15 +42,7 @@ class Reaches(Transport):
     async def dial(self, address: str, *, timeout: float) -> str:
         raise NotImplementedError
 
-    async def open_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        *,
-        addresses: Sequence[str] = (),
-        timeout: float,
-        wait_inbound: bool = False,
-    ) -> Stream:
+    async def open_stream(self, peer_id: str, protocol: str, **_: object) -> Stream:
         await trio.lowlevel.checkpoint()
         if peer_id in self._unreachable:
             raise UnreachableError(peer_id)

@@ -35,6 +35,7 @@ from p2pavg.consensus.votes import (
     RunAttempt,
     SignedOutput,
     StaleBallot,
+    TakeFrom,
     Tell,
     Trouble,
     Unknown,
@@ -316,7 +317,16 @@ class TestLosses:
             leader, VoteHeard(1, Promise(3, 0, None, None, frozenset({2}), frozenset()))
         )
         assert leader.phase is RoundPhase.HOLDING
-        assert actions[-1] == PassOn(0, frozenset({2}), frozenset({1}))
+        assert actions[-1] == PassOn(frozenset({2}), frozenset({1}))
+
+    def test_a_member_that_the_promises_hold_back_takes_that_share_when_they_have_come(self) -> None:
+        after, _ = advance(member(1, 4), Lost(3))
+        after, _ = advance(after, VoteHeard(0, Gather(4)))
+        all_four, left = frozenset(range(4)), frozenset(range(3))
+        after, actions = advance(after, VoteHeard(0, Begin(4, 0, all_four, left, 0, frozenset({1, 2}))))
+        assert (after.phase, actions) == (RoundPhase.PROMISED, [])
+        after, actions = advance(after, promised(2, 4))
+        assert (after.phase, actions) == (RoundPhase.EXCHANGING, [TakeFrom(0, frozenset({3}))])
 
     def test_a_lost_member_that_may_be_alive_is_excluded(self) -> None:
         """It may hold nothing, and keep its contribution."""

@@ -27,9 +27,11 @@ from p2pavg.consensus.votes import (
     Left,
     Lost,
     Members,
+    PassOn,
     ResultCommit,
     ResultHeld,
     RunAttempt,
+    TakeFrom,
     Tell,
     Trouble,
     Unknown,
@@ -108,6 +110,10 @@ class World(NamedTuple):
     faults: Faults
     signatures: frozenset[Signed] = frozenset()
     """Signatures that a hostile member has been sent: see ``hostile.py``."""
+    passing: frozenset[tuple[int, int, int, int]] = frozenset()
+    """(attempt, reducer, source, to): the source passes on the share of a reducer that is gone."""
+    taking: frozenset[tuple[int, int, int, int]] = frozenset()
+    """The same of members that take the share from that source."""
 
 
 class Group:
@@ -222,14 +228,17 @@ class Group:
                 )
 
     def _arrives(self, world: World, members: list[MemberState], member: MemberState) -> bool:
-        """Return whether a member must get the result: no member is lost, or a member that has it passes it on."""
-        if member.begun.members.isdisjoint(world.crashed | member.lost):
-            return True
-        return any(
-            other.complete is not None
-            and other.complete.attempt == member.begun.attempt
-            and other.me in other.seat.holders - world.crashed - member.lost
+        """Return whether a member must get the result: no member is lost, or one passes on all that those would send.
+
+        It has to know from which one it comes: what others pass on is not read.
+        """
+        gone = member.begun.members & (world.crashed | member.lost)
+        served = world.passing & world.taking
+        attempt, me = member.begun.attempt, member.me
+        return not gone or any(
+            all((attempt, reducer, other.me, me) in served for reducer in gone)
             for other in members
+            if other.me not in gone
         )
 
     def _lose(self, world: World, me: int, other: int) -> World:
@@ -245,6 +254,8 @@ class Group:
         world = world._replace(numbers=(*world.numbers[:me], number, *world.numbers[me + 1 :]))
         queues = dict(world.queues)
         begun, over, broken = world.begun, world.over, world.broken
+        passing, taking = set(world.passing), set(world.taking)
+        attempt_of = self.names.member(number).begun.attempt
         for action in actions:
             match action:
                 case Tell(peer, vote):
@@ -256,6 +267,10 @@ class Group:
                     queues.pop((peer, me), None)
                     if peer not in world.crashed and me not in self.names.member(world.numbers[peer]).lost:
                         broken |= {(peer, me)}
+                case PassOn(reducers, to):
+                    passing |= {(attempt_of, one, me, other) for one in reducers for other in to}
+                case TakeFrom(source, reducers):
+                    taking |= {(attempt_of, one, source, me) for one in reducers}
                 case RunAttempt(attempt, _):
                     over |= {(older, other) for older, other in begun if other == me}
                     begun |= {(attempt, me)}
@@ -269,7 +284,8 @@ class Group:
                 if kept:
                     queues[pair] = kept
         queued = tuple(sorted(queues.items()))
-        return world._replace(queues=queued, begun=begun, over=over, broken=broken)
+        world = world._replace(queues=queued, begun=begun, over=over, broken=broken)
+        return world._replace(passing=frozenset(passing), taking=frozenset(taking))
 
     def _deaf(self, world: World, peer: int, sender: int, vote: Vote) -> bool:
         member = self.names.member(world.numbers[peer])

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from p2pavg.state.history.segments import segment_files
 from scripts.fault_search.history import TAMPERINGS, good_history
+from tests.programs import run_python
 
 READER = Path(__file__).parents[3] / "docs" / "examples" / "read_history.py"
 
 
 def read(directory: Path) -> subprocess.CompletedProcess[str]:
     # Isolated: neither this folder nor a variable of the environment leads to p2pavg's own code.
-    command = [sys.executable, "-I", "-W", "error", str(READER), str(directory)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_python("-I", "-W", "error", READER, directory)
 
 
 def test_it_reads_what_the_format_says(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import LaneHeader
 from p2pavg.allreduce.movers.lobby import RestingStreams, StreamRouter
-from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.errors import RefusedError, StreamBrokenError
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, TAIL_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, MEMBER_PING_SECONDS
@@ -92,15 +92,7 @@ class Opens(Reaches):
         self.asked: list[str] = []
         self._streams = {stream.remote: stream for stream in streams}
 
-    async def open_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        *,
-        addresses: Sequence[str] = (),
-        timeout: float,
-        wait_inbound: bool = False,
-    ) -> Stream:
+    async def open_stream(self, peer_id: str, protocol: str, **_: object) -> Stream:
         await trio.lowlevel.checkpoint()
         self.asked.append(peer_id)
         return self._streams[peer_id]
@@ -109,10 +101,12 @@ class Opens(Reaches):
 class Side:
     """The second member of three: it opens a stream to the first one, and the third one is out of it."""
 
-    def __init__(self, *streams: Stream, processor_wait: ProcessorWait = never_waits) -> None:
+    def __init__(
+        self, *streams: Stream, transport: Opens | None = None, processor_wait: ProcessorWait = never_waits
+    ) -> None:
         self.resting = RestingStreams()
         self.member = Hearing()
-        self.transport = Opens(B, streams)
+        self.transport = transport or Opens(B, streams)
         self.control = VoteStreams(
             transport=self.transport,
             roster=three(),
@@ -256,6 +250,32 @@ async def test_votes_on_a_stream_that_had_ended_are_sent_again_on_a_new_one(
         await side.end_politely(new)
         assert new.heard == [GATHER, Unknown(), Rest()]
         assert await side.resting.take(A) is new
+
+
+class Gone(Opens):
+    """A transport whose peers' processes have ended: dials are refused, and none of them connects."""
+
+    async def open_stream(self, peer_id: str, protocol: str, **options: object) -> Stream:
+        if options.get("wait_inbound"):
+            await trio.sleep_forever()
+        raise RefusedError(peer_id)
+
+
+async def test_a_member_whose_process_ends_before_it_has_said_anything_is_lost_at_once(
+    autojump_clock: MockClock,
+) -> None:
+    """Silence would tell only after some seconds."""
+    old = Line(A)
+    side = Side(transport=Gone(B, []))
+    await side.resting.keep(old)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        began = trio.current_time()
+        old.break_off()
+        await wait_all_tasks_blocked()
+        assert [position for position, _, _ in side.member.lost_members] == [0]
+        assert trio.current_time() == began
 
 
 @pytest.mark.parametrize("how", ["close", "break_off"])

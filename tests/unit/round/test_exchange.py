@@ -91,18 +91,10 @@ class Tells(Reaches):
         self.end = trio.current_time() + TIMEOUT + 5.0
         self.said = framed(vote.encode())
 
-    async def open_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        *,
-        addresses: Sequence[str] = (),
-        timeout: float,
-        wait_inbound: bool = False,
-    ) -> Stream:
+    async def open_stream(self, peer_id: str, protocol: str, **options: object) -> Stream:
         if trio.current_time() > self.end and peer_id in self.tellers:
             return SaidBefore(self.said, peer_id)
-        return await super().open_stream(peer_id, protocol, timeout=timeout)
+        return await super().open_stream(peer_id, protocol, **options)
 
 
 def signed_commit(attempt: int, *members: int, forged: bool = False) -> ResultCommit:

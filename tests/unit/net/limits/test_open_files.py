@@ -1,11 +1,11 @@
 """The limit of open files: raised where the system allows it, respected where it does not."""
 
-import subprocess
 import sys
 
 import pytest
 
 from p2pavg.net.limits.entrance import RESERVED_FILES, share_of_files
+from tests.programs import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such limit here")
 
@@ -23,8 +23,7 @@ trio.run(main)
 
 
 def opened_with(soft: int, hard: int) -> tuple[list[int], str]:
-    command = [sys.executable, "-c", SCRIPT, str(soft), str(hard)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    finished = run_python("-c", SCRIPT, str(soft), str(hard), timeout=60, check=True)
     return [int(word) for word in finished.stdout.split()], finished.stderr
 
 

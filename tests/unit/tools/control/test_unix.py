@@ -6,8 +6,6 @@ import os
 import resource
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +22,7 @@ from p2pavg.net.unix import NotRunningError, accept_unix, connect_unix, open_uni
 from p2pavg.tools.control import service
 from p2pavg.tools.control.messages import Answer, Done, Question, encode_question
 from p2pavg.tools.control.service import ask, control_handler
+from tests.programs import run_python
 from tests.unit.tools.control.statuses import STATUS
 
 WATCHDOG_SECONDS = 120.0
@@ -123,11 +122,8 @@ async def test_a_process_of_another_user_gets_no_answer() -> None:
         path = Path(folder) / "control.sock"
 
         def call(user: int) -> str:
-            arguments = [sys.executable, "-I", "-c", program, str(user), str(path), framed]
-            done = subprocess.run(
-                arguments, capture_output=True, text=True, timeout=WATCHDOG_SECONDS, check=True
-            )
-            return done.stdout.strip()
+            arguments = ("-I", "-c", program, str(user), path, framed)
+            return run_python(*arguments, timeout=WATCHDOG_SECONDS, check=True).stdout.strip()
 
         async with served(path):
             path.chmod(0o666)

@@ -49,6 +49,11 @@ class Client:
         self._table = table
         self._own_addresses = addresses
         self._on_live = on_live
+        self.background: trio.Nursery | None = None
+        """Where calls end that a lookup no longer waits for. Without it they are cancelled.
+
+        A cancelled call costs its stream, and the next one opens another: a peer that is only slow would get slower.
+        """
 
     def addresses(self) -> tuple[str, ...]:
         """Return this peer's own addresses, 16 at most."""
@@ -83,7 +88,8 @@ class Client:
             async with trio.open_nursery() as nursery:
                 while True:
                     for contact in lookup.next_calls(trio.current_time()):
-                        nursery.start_soon(self._ask_into, contact, request(), send)
+                        calls = self.background or nursery
+                        calls.start_soon(self._ask_into, contact, request(), send)
                     if lookup.finished:
                         break
                     with trio.move_on_at(lookup.next_stall):
@@ -97,11 +103,13 @@ class Client:
     async def _ask_into(
         self, contact: Contact, request: Request, outcomes: trio.MemorySendChannel[Outcome]
     ) -> None:
+        outcome: Answer | RpcError = RpcError("this node has ended")
         try:
-            outcome: Answer | RpcError = await self.ask(contact, request)
+            outcome = await self.ask(contact, request)
         except RpcError as error:
             outcome = error
-        outcomes.send_nowait((contact, outcome))
+        finally:
+            outcomes.send_nowait((contact, outcome))
 
     def _note(
         self, lookup: Lookup, contact: Contact, outcome: Answer | RpcError, on_answer: OnAnswer

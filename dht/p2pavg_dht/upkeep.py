@@ -137,6 +137,7 @@ class Upkeep:
         self._running = True
         try:
             async with trio.open_nursery() as nursery:
+                self._client.background = nursery
                 for _ in range(CHECKERS):
                     nursery.start_soon(self._checks.run)
                     nursery.start_soon(self._tell_newcomers)
@@ -144,6 +145,7 @@ class Upkeep:
                 nursery.start_soon(self._tick, nursery)
                 task_status.started()
         finally:
+            self._client.background = None
             self._running = False
 
     async def _tick(self, nursery: trio.Nursery) -> None:

@@ -267,6 +267,33 @@ async def test_a_late_join_refreshes_the_table_soon(autojump_clock: MockClock) -
         nursery.cancel_scope.cancel()
 
 
+async def test_a_call_that_a_lookup_no_longer_waits_for_goes_on_and_its_answer_counts(
+    autojump_clock: MockClock,
+) -> None:
+    """A peer on a busy machine answers after a second. A call that is cancelled costs its stream."""
+    slow = BOB
+
+    async def answer(whom: Contact, request: bytes) -> bytes:
+        if whom.peer_id == slow.peer_id and not isinstance(decode_request(request), Locate):
+            await trio.sleep(1.0)
+            answered.append(whom)
+        return await honest(whom, request)
+
+    answered: list[Contact] = []
+    asking, _ = node(answer)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(asking.run)  # type: ignore[arg-type]
+        await asking.join([contact(ALICE), contact(slow), contact(CAROL)])
+        began = trio.current_time()
+        await asking.find(KEY)
+        assert trio.current_time() - began < 1.0
+        assert contact(slow) not in asking.contacts
+        await trio.sleep(1.0)
+        assert answered == [contact(slow)]
+        assert contact(slow) in asking.contacts
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_node_runs_once() -> None:
     once, _ = node()
     async with trio.open_nursery() as nursery:

@@ -137,16 +137,23 @@ class Upkeep:
         self._running = True
         try:
             async with trio.open_nursery() as nursery:
-                self._client.background = nursery
                 for _ in range(CHECKERS):
                     nursery.start_soon(self._checks.run)
                     nursery.start_soon(self._tell_newcomers)
                 nursery.start_soon(self._refresh)
                 nursery.start_soon(self._tick, nursery)
+                nursery.start_soon(self._end_calls_in, nursery)
                 task_status.started()
         finally:
-            self._client.background = None
             self._running = False
+
+    async def _end_calls_in(self, nursery: trio.Nursery) -> None:
+        # As a task of the nursery: it is open until this one has ended.
+        self._client.background = nursery
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._client.background = None
 
     async def _tick(self, nursery: trio.Nursery) -> None:
         while True:

@@ -204,6 +204,7 @@ def _note_completed(draft: _Draft, event: Completed) -> None:
     m.complete = Complete(m.begun.attempt, m.begun.members)
     digest = result_digest(event.digests) if event.digests else b""
     m.own = OwnResult(event.digests, digest, event.signature, event.outputs)
+    _renew_own_promise(m)  # a leader that gathers decides from it
 
 
 def _accept(draft: _Draft, event: Completed | None = None) -> None:

@@ -63,6 +63,8 @@ class MemberAnswers:
     dead: Members
     left: Mapping[int, int]
     """Members that gave up the round, with the last ballot that each accepted."""
+    verify: bool = False
+    """True if each member says only after its audits that it holds a result: a dead reducer answers none."""
 
     @property
     def gone(self) -> Members:
@@ -163,6 +165,7 @@ def _complete_without_the_dead(answers: MemberAnswers, view: Members) -> Complet
         and one.members - view <= answers.dead
         and all(answers.promises[position].attempt == one.attempt for position in view)
         and not is_contested(answers, one)
+        and not (answers.verify and any(answers.promises[p].complete != one for p in view & answers.holders))
     ]
     return max(usable, key=lambda one: one.attempt, default=None)
 

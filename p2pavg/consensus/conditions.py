@@ -381,6 +381,7 @@ def _choose(member: MemberState) -> Begin | Stuck:
             promises=dict(member.pending.promises),
             dead=member.dead,
             left=dict(member.left),
+            verify=member.seat.verify,
         )
     )
 

@@ -166,7 +166,8 @@ class ArrivalPace:
         """
         # The first vote may come late, because its stream is opened while both sides already send parts.
         known = self._voted and self._bytes >= self._part_bytes
-        floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
+        # A doubted one has most likely lost its place, and is not waited for on other members' account.
+        floor = FLOOR_SECONDS if known or self._doubted else FIRST_CONTACT_SECONDS
         pace = max(lag * floor, PARTS * self.part_seconds(), self._patience)
         if answers and not self._doubted:
             pace = self._limit

@@ -39,6 +39,8 @@ class Seat:
     """Holders whose vectors are averaged."""
     minimum: int
     """Number of holders below which this member takes part in no attempt."""
+    verify: bool = False
+    """True if members audit a result before they say that they hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +197,13 @@ class MemberState:
 _FIELDS = tuple(MemberState.__slots__)
 
 
-def new_member(me: int, size: int, holders: Members, contributors: Members, minimum: int) -> MemberState:
+def new_member(
+    me: int, size: int, holders: Members, contributors: Members, minimum: int, *, verify: bool = False
+) -> MemberState:
     """Return a member's state at the beginning of a round: it has begun ballot 0, with all members."""
     all_members = frozenset(range(size))
     return MemberState(
-        Seat(me, size, holders, contributors, minimum),
+        Seat(me, size, holders, contributors, minimum, verify),
         Begin(0, 0, all_members, all_members, source=0, lacking=frozenset()),
     )
 

@@ -254,6 +254,7 @@ class Exchange:
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
             # What one member alone holds is no average of a group.
             minimum=max(minimum, 2),
+            verify=context.aggregation.audits is not None and context.aggregation.audits.before,
         )
         self._voting = Voting(
             roster, member, self, Signing(context.signer, roster, context.aggregation.text, accuse)
@@ -337,7 +338,11 @@ class Exchange:
         counts it, and that this member never held. They can have none without its share.
         """
         used = self._voting.is_used()
-        return self._ledger is not None and self._ledger.own_is_averaged if used is None else used
+        if used is not None or self._ledger is None:
+            return bool(used)
+        return (
+            self._ledger.own_is_averaged if self._ledger.tasks else self._voting.member.accepted is not None
+        )
 
     def take_outcome(self) -> ExchangeOutcome:
         """Return the outcome, once: nothing here refers to it afterwards."""
@@ -443,6 +448,7 @@ class Exchange:
     def begin_attempt(self, number: int, members: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         context = self._context
+        self._ledger = None
         try:
             # Each member computes the roster of the attempt by itself, so a leader cannot choose the shares.
             roster = self._roster.among(number, members, context.cut_shares, context.codec.granularity)

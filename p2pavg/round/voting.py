@@ -259,6 +259,11 @@ class Voting:
                 return
             if isinstance(vote, SignedOutput) and vote.reducer not in self.signing.evidence:
                 return  # the reducer has signed one average only
+            if isinstance(vote, Gather | Promise):
+                came = self.came.get(position)
+                # It says so before this vote. If it has said nothing, it has begun another attempt, and kept nothing.
+                if came is not None and came.attempt != vote.attempt:
+                    del self.came[position]
             if position not in self.member.lost:
                 self._take_hint(position, vote)
             self.happen(VoteHeard(position, vote))

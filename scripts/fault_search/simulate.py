@@ -8,7 +8,8 @@ A round uses the real matchmaker, exchange and record node over a network in mem
 * two members of one group that return ``Success`` name the same peers, and hold the same bits;
 * ``averaged`` is the weighted mean of exactly the samples that ``peers`` had accumulated;
 * a sample is either in exactly one committed result, or still in its accumulator;
-* every exchange ends within its time, and soon if its faults were crashes and short stops only.
+* every exchange ends within its time, and soon if its faults were crashes and short stops only;
+* no member is taken for a liar, since none is one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
+from unittest.mock import patch
 
 import torch
 import trio
@@ -30,6 +33,7 @@ import trio
 import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.peer.peer import Peer
+from p2pavg.round.losses import Losses
 from p2pavg.testing import Crash, FaultPlan, MemoryNetwork, Milestone, Stop, run_peers, simulate
 from p2pavg.testing.faults import Happening
 from p2pavg.testing.simulation import simulated_signer
@@ -38,7 +42,7 @@ EXCHANGE_TIMEOUT = 20.0
 MATCH_TIMEOUT = 5.0
 FOUND_OUT_SECONDS = 700.0
 SLACK = 1.0  # ending at a deadline takes a few more moments
-SHORT_STOP = 2.0
+SHORT_STOP = 1.0  # less than the silence that gives up a member
 SOON = 10.0  # the longest of 947 such exchanges took 5.4 s; each silence takes 1.5 to 4.5 s to be noticed
 ROUNDS = 2
 PART_ELEMENTS = 64
@@ -69,6 +73,8 @@ class Record:
     crashed: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
     """Peers that never resumed; they count as crashed, although their tasks run here."""
+    accused: list[str] = field(default_factory=list)
+    """Reasons for which members were taken for liars."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +174,21 @@ async def run(how: Setting) -> Record:
         return result
 
     network.watchers.append(partial(note, record))
-    ended = await run_peers(network, how.peers, work, plan=how.plan)
+    with patch.object(Losses, "note", partialmethod(note_loss, record, Losses.note)):
+        ended = await run_peers(network, how.peers, work, plan=how.plan)
     stops = [fault.what for fault in how.plan.faults if isinstance(fault.what, Stop)]
     record.stopped = {simulated_signer(stop.peer).peer_id for stop in stops if stop.seconds is None}
     record.crashed = {simulated_signer(index).peer_id for index in range(how.peers) if index not in ended}
     return record
+
+
+def note_loss(
+    losses: Losses, record: Record, original: Callable[..., None], position: int, reason: str, **how: bool
+) -> None:
+    """Note a loss, and whether a member was taken for a liar."""
+    if how.get("hostile"):
+        record.accused.append(reason)
+    original(losses, position, reason, **how)
 
 
 def note(record: Record, peer_id: str, milestone: Milestone) -> None:
@@ -219,6 +235,7 @@ def check(how: Setting, record: Record) -> None:
     may_take = EXCHANGE_TIMEOUT + SLACK
     if all(is_short(fault.what) for fault in how.plan.faults):
         may_take = SOON
+    assert not record.accused, f"members were taken for liars: {record.accused}"
     assert record.longest <= may_take, f"an exchange took {record.longest:.1f} s"
 
 

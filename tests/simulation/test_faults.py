@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.base.errors import UnreachableError
 from p2pavg.peer.peer import Peer
+from p2pavg.round.voting import FIND_OUT_SECONDS
 from p2pavg.testing import (
     After,
     At,
@@ -54,6 +58,53 @@ def test_rounds_with_faults() -> None:
 def test_no_contribution_counts_twice(seed: str) -> None:
     done = run_python("-m", "scripts.fault_search.simulate", "--seed", seed)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def play(
+    faults: Sequence[Fault], *, seed: int, elements: int, size: int = 4, **changes: Any
+) -> dict[int, tuple[p2pavg.RoundResult, float]]:
+    """Return each survivor's result of one round, and its weight ten minutes and a bit later."""
+    how = {"group_size": size, "min_group_size": 2, "match_timeout": 5.0, "exchange_timeout": 60.0}
+    config = p2pavg.AveragingConfig(run_id="played", **{**how, **changes})
+
+    async def average(peer: Peer, index: int) -> tuple[p2pavg.RoundResult, float]:
+        async with peer.averager(config) as averager:
+            averager.accumulate([torch.ones(elements) * index])
+            result = await averager.step(wait=None)
+            await trio.sleep(FIND_OUT_SECONDS + 60.0)
+            return result, averager.weight
+
+    network = MemoryNetwork(seed=seed, latency=(0.005, 0.02))
+    return await run_peers(network, size, average, plan=FaultPlan(faults))
+
+
+def test_a_member_that_sat_out_an_attempt_is_no_liar() -> None:
+    """Its reducer has dropped what it had said to have. The leader is lost to it first, and crashes then."""
+    faults = [
+        Fault(Disconnect(3, 0), After(Milestone.AVERAGE_SENT, count=2, of=0)),
+        Fault(Crash(0), After(Milestone.AVERAGE_SENT, count=3, of=0)),
+    ]
+    found = simulate(partial(play, faults, seed=2, elements=1000))
+    assert all(isinstance(result, p2pavg.Success) for result, _ in found.values()), found
+
+
+@pytest.mark.parametrize(("seed", "later"), [(3, 0.025), (7, 0.025)])
+def test_a_reducer_that_dies_unaudited_is_left_out_at_once(seed: int, later: float) -> None:
+    """With audits before the end, a member whose audit it cannot answer any more does not take its averages."""
+    crash = Fault(Crash(2), After(Milestone.AVERAGE_SENT, count=3, of=2, seconds=later))
+    found = simulate(partial(play, [crash], seed=seed, elements=8000, audit="before:0.3"))
+    for result, _ in found.values():
+        assert isinstance(result, p2pavg.Success)
+        assert result.exchange_duration < 5.0
+
+
+@pytest.mark.parametrize("topology", ["star", "butterfly"])
+def test_a_contribution_that_never_left_its_peer_is_kept(topology: str) -> None:
+    cut_off = Fault(Partition((3,), None), After(Milestone.FORMED, of=3))
+    found = simulate(partial(play, [cut_off], seed=1, elements=20_000, size=5, topology=topology))
+    result, weight = found[3]
+    assert isinstance(result, p2pavg.Failed)
+    assert weight == 1.0
 
 
 def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) -> None:

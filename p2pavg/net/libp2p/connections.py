@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from ipaddress import ip_address
 from typing import cast
 
 import trio
@@ -31,6 +33,7 @@ from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
+MAX_FOUND = 1024
 NOTICE_SECONDS = 0.1
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 
@@ -67,6 +70,8 @@ class Connections:
         self._acquaintances = places.acquaintances
         self.entrance = places.entrance
         self.gate = DialGate(places.acquaintances)
+        self._found: OrderedDict[tuple[PeerId, str], None] = OrderedDict()
+        """Peers, and addresses at which dials have reached them."""
         self._arrivals: dict[GuardedYamux, ConnectionArrival] = {}
         self.memory = MemoryBudget(lambda: self._arrivals, self._is_companion)
         swarm.admit = self._admit
@@ -121,7 +126,7 @@ class Connections:
 
         Raises:
             AddressError: the text is not an address of this peer.
-            RefusedError: the operating system at the other end refused, at a host where we have met the peer.
+            RefusedError: the operating system at the other end refused, at an address where the peer was before.
             UnreachableError: any other failure; the message holds the reason of each IP address.
         """
         if is_circuit(text):
@@ -134,10 +139,13 @@ class Connections:
             try:
                 async with self.gate.dialling(peer_id, text, address):
                     await self._swarm.dial_addr(address, ID.from_string(peer_id))
+                self._found[peer_id, str(address)] = None
+                if len(self._found) > MAX_FOUND:
+                    self._found.popitem(last=False)
                 return
             except SwarmException as error:
                 reasons.append(error_text(error))
-                refused &= is_refusal(error) and self._has_met(peer_id, address)
+                refused &= is_refusal(error) and self._proves_end(peer_id, address)
         raise (RefusedError if refused else UnreachableError)("; ".join(reasons))
 
     async def _dial_through_relay(self, peer_id: PeerId, text: str) -> None:
@@ -149,7 +157,10 @@ class Connections:
             raise UnreachableError("this peer is the relay itself, and is not connected to the peer")
         if self.gate.policy.only_here:  # the relay may be here, and the peer behind it anywhere
             raise UnreachableError("a peer that averages only with processes of this machine uses no relay")
-        stream = await self._open_circuit(circuit)
+        try:
+            stream = await self._open_circuit(circuit)
+        except RefusedError as error:  # the relay's process has ended, and the peer's may live
+            raise UnreachableError(str(error)) from None
         try:
             await self.adopt(RelayedStream(stream), peer_id, initiator=True)
         except UnreachableError:
@@ -217,14 +228,12 @@ class Connections:
         finally:
             outcome.known.set()
 
-    def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
-        """Return whether the peer was met at that host.
-
-        A peer behind a home router may announce private addresses that belong to other machines in this network. A
-        refusal there says nothing about the peer.
-        """
+    def _proves_end(self, peer_id: PeerId, address: Multiaddr) -> bool:
         hosts = [str(address.value_for_protocol(name)) for name in ("ip4", "ip6") if name in address]
-        return bool(hosts) and self._acquaintances.has_met(peer_id, hosts[0])
+        dialled = (peer_id, str(address)) in self._found
+        return bool(hosts) and proves_end(
+            hosts[0], dialled=dialled, met=self._acquaintances.has_met(peer_id, hosts[0])
+        )
 
     # -- connections that exist
 
@@ -319,6 +328,20 @@ class _Outcome:
     def __init__(self) -> None:
         self.known = trio.Event()
         self.reason = ""
+
+
+def proves_end(host: str, *, dialled: bool, met: bool) -> bool:
+    """Return whether a refusal at an address of a peer proves that the peer's process has ended.
+
+    It does where a dial has reached the peer before. Where only the peer has connected, a router may refuse in its
+    place, except within one network. A peer behind a home router may announce private addresses that belong to other
+    machines in this network: a refusal there says nothing about the peer.
+
+    Args:
+        dialled: whether a dial has reached the peer at that address.
+        met: whether the peer was connected at that host, whichever side had dialled.
+    """
+    return dialled or (met and not ip_address(host).is_global)
 
 
 async def _until_ending(connection: SwarmConn, then: trio.CancelScope) -> None:

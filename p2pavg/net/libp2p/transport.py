@@ -267,7 +267,7 @@ class Libp2pTransport(Transport):
             logger.debug("connecting to %s once more: %s", peer_id, first)
             self._lifetime.check()
             try:
-                await self._dialler.connect(peer_id, ordered, failed=failed)
+                await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
             # Kept as it is: callers take it as proof that the peer's process has ended.
             except RefusedError:
                 raise

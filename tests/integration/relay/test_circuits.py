@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 
-from p2pavg.base.errors import StreamBrokenError, UnreachableError
+from p2pavg.base.errors import RefusedError, StreamBrokenError, UnreachableError
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.relay.messages import (
     CIRCUIT_PROTOCOL,
@@ -37,6 +37,7 @@ from tests.integration.relay.meeting import (
     service_of,
     two_behind,
 )
+from tests.transport_conformance import ECHO
 
 SECRET = b"a secret that no relay may read. " * 8
 
@@ -325,3 +326,25 @@ async def test_a_relay_counts_what_it_carries_for_others() -> None:
         assert await echoed(stream, b"x" * 100_000) == b"x" * 100_000
         assert relay.relayed_bytes >= before + 200_000, "both directions"
         assert here.relayed_bytes == 0
+
+
+@watched
+async def test_a_relay_whose_process_has_ended_is_no_proof_of_its_peers_end() -> None:
+    end, ended = trio.Event(), trio.Event()
+
+    async def relaying(*, task_status: Any) -> None:
+        async with open_relay() as relay:
+            task_status.started(relay)
+            await end.wait()
+        ended.set()
+
+    async with trio.open_nursery() as nursery:
+        relay = await nursery.start(relaying)
+        async with behind(relay) as here, behind(relay) as there:
+            addresses = list(there.addresses)
+            end.set()
+            await ended.wait()
+            await eventually(lambda: not here.is_connected(relay.peer_id))
+            with pytest.raises(UnreachableError) as raised:
+                await here.open_stream(there.peer_id, ECHO, addresses=addresses, timeout=TIMEOUT)
+            assert not isinstance(raised.value, RefusedError)

@@ -328,6 +328,15 @@ class TestLosses:
         after, actions = advance(after, promised(2, 4))
         assert (after.phase, actions) == (RoundPhase.EXCHANGING, [TakeFrom(0, frozenset({3}))])
 
+    def test_a_result_that_comes_while_its_leader_gathers_counts(self) -> None:
+        leader, _ = advance(member(0), Lost(2))
+        leader, _ = advance(leader, Dead(2))
+        leader, _ = advance(leader, complete(0))
+        leader, actions = advance(
+            leader, VoteHeard(1, Promise(3, 0, None, None, frozenset({2}), frozenset()))
+        )
+        assert actions[-1] == PassOn(frozenset({2}), frozenset({1}))
+
     def test_a_lost_member_that_may_be_alive_is_excluded(self) -> None:
         """It may hold nothing, and keep its contribution."""
         leader, _ = advance(member(0), complete(0))

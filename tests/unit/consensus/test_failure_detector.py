@@ -170,6 +170,12 @@ class TestAMemberWhoseSystemAnswers:
         assert pace.overdue(last + FLOOR_SECONDS, answers=True) == "silent for 1.5 s"
 
 
+def test_a_doubted_member_that_never_gave_a_sign_has_no_more_time_than_others() -> None:
+    pace = a_pace()
+    pace.doubt()
+    assert silence(pace, BEGUN) == about(FLOOR_SECONDS)
+
+
 def test_the_least_timeout_holds_over_a_fast_link() -> None:
     pace = a_pace()
     assert silence(pace, sends(pace, 0.001, 10)) == about(FLOOR_SECONDS)

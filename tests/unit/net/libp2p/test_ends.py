@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.net.libp2p.connections import NOTICE_SECONDS, Connections
+from p2pavg.net.libp2p.connections import NOTICE_SECONDS, Connections, proves_end
 
 
 class Connection:
@@ -62,3 +62,19 @@ async def test_a_connection_that_ends_is_waited_for_until_libp2p_lists_it_no_mor
         nursery.start_soon(end)
         assert await Connections.one_was_ended(cast(Any, None), cast(Any, [connection]))
     assert trio.current_time() >= 20 * NOTICE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("host", "dialled", "met", "proves"),
+    [
+        ("8.8.8.8", True, True, True),
+        ("8.8.8.8", False, True, False),  # a router refuses there, through which the peer has dialled
+        ("192.168.1.7", False, True, True),
+        ("192.168.1.7", False, False, False),  # another machine, in the network of a peer elsewhere
+        ("2001:4860:4860::8888", False, True, False),
+    ],
+)
+def test_a_refusal_proves_an_end_where_the_peer_took_dials(
+    host: str, dialled: bool, met: bool, proves: bool
+) -> None:
+    assert proves_end(host, dialled=dialled, met=met) is proves

@@ -54,9 +54,6 @@ class Sender:
         self.stream_bytes = StreamBytes()
         self._precedence = Precedence()
         self._nursery: trio.Nursery | None = None
-        self._passing: set[tuple[str, str]] = (
-            set()
-        )  # (member, lost reducer) of shares that are being passed on
 
     @property
     def bytes_sent(self) -> int:
@@ -124,9 +121,7 @@ class Sender:
         members = {member.peer_id: member for member in self._plan.roster.members}
         for peer_id in to:
             for reducer in self._plan.ledger.routes.cut_off(peer_id, lost):
-                # Two ballots may ask for the same, and a second lane would end the first one.
-                if self._nursery is not None and (peer_id, reducer) not in self._passing:
-                    self._passing.add((peer_id, reducer))
+                if self._nursery is not None:
                     self._nursery.start_soon(self._send_share, members[peer_id], reducer)
 
     async def _send_share(self, member: Candidate, reducer: str) -> None:
@@ -139,11 +134,8 @@ class Sender:
         async def send(stream: Stream) -> None:
             await self._send(stream, steps, passes_on=True)
 
-        try:
-            if not await self._over_direct_lane(member, send_share):
-                await self.over_stream(member, header, send)
-        finally:
-            self._passing.discard((member.peer_id, reducer))
+        if not await self._over_direct_lane(member, send_share):
+            await self.over_stream(member, header, send)
 
     async def over_stream(
         self, member: Candidate, header: LaneHeader, send: Callable[[Stream], Awaitable[None]]

@@ -88,49 +88,8 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from p2pavg.base.result import FailedCode
+from p2pavg.consensus import conditions as when
 from p2pavg.consensus.choice import Stuck, ballot_leader, next_ballot, share_in_dispute
-from p2pavg.consensus.conditions import (
-    all_hold,
-    answers_me,
-    at_odds,
-    begins_anew,
-    begins_held,
-    begins_lacking,
-    concerns_me,
-    contradicts_own,
-    decide,
-    holds,
-    in_result,
-    is_ahead,
-    is_attempt,
-    is_due,
-    is_false_commit,
-    is_false_held,
-    is_false_promise,
-    is_held,
-    is_impossible,
-    is_lacking,
-    is_near,
-    is_new,
-    is_of_another,
-    is_overtaken,
-    is_unknown,
-    leader_asks,
-    leader_asks_anew,
-    leads_ballot,
-    leads_overtaken,
-    may_go_on,
-    must_lead,
-    newest_of_lost,
-    not_outvoted,
-    odd_members,
-    outpaces,
-    own_fault,
-    own_output,
-    stuck,
-    stuck_for_good,
-    too_few,
-)
 from p2pavg.consensus.member import (
     FINAL,
     LIVE,
@@ -373,7 +332,7 @@ def _promise(draft: _Draft) -> None:
 def _promise_along(draft: _Draft) -> None:
     """Promise a ballot of a leader that this member has lost and another one follows, so that it need not wait."""
     m = draft.m
-    m.promised = newest_of_lost(m)
+    m.promised = when.newest_of_lost(m)
     # The questions in `asked` stay. They come from leaders that this member may still follow.
     m.pending = replace(m.pending, held=(), signatures=(), promises=(), begin=None)
     draft.tell_all(_own_promise(m))
@@ -393,7 +352,7 @@ def _gather(draft: _Draft) -> None:
     m = draft.m
     # The ballot has to be newer than all that this member knows of. Members
     # that have promised one of those would refuse it.
-    newest = max([m.promised, newest_of_lost(m), *(ballot for _, ballot in m.pending.asked)])
+    newest = max([m.promised, when.newest_of_lost(m), *(ballot for _, ballot in m.pending.asked)])
     m.promised = next_ballot(m.me, m.size, newest)
     m.pending = replace(
         m.pending, held=(), signatures=(), promises=((m.me, _own_promise(m)),), begin=None, asked=()
@@ -464,7 +423,7 @@ def _drop_liar(draft: _Draft, event: VoteHeard) -> None:
 def _begin(draft: _Draft) -> None:
     """Begin the ballot that this leader has decided."""
     m = draft.m
-    decision = decide(m)
+    decision = when.decide(m)
     assert isinstance(decision, Begin)
     # A member outside of the view is not told: it hears the end from a commit, or by asking.
     for position in sorted(decision.view):
@@ -489,7 +448,7 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
     if begin.attempt == begin.ballot:
         m.complete, m.own = None, OwnResult()
         draft.actions.append(RunAttempt(begin.attempt, begin.members))
-    elif holds(m, begin):
+    elif when.holds(m, begin):
         _accept(draft)
     gone = begin.members - begin.view
     if begin.source == m.me and begin.lacking:
@@ -569,7 +528,7 @@ def _fail(draft: _Draft, event: GivenUp | None = None) -> None:
 
 
 def _fail_stuck(draft: _Draft) -> None:
-    decision = decide(draft.m)
+    decision = when.decide(draft.m)
     assert isinstance(decision, Stuck)
     draft.m.reason, draft.m.code = decision.reason, FailedCode.PEERS_LOST
     _fail_with_contribution(draft)
@@ -616,7 +575,7 @@ def _settle_dispute(draft: _Draft) -> None:
     """
     m = draft.m
     reducers, named = sorted(m.begun.members), dict(m.pending.held)
-    for peer in sorted(odd_members(m)):
+    for peer in sorted(when.odd_members(m)):
         share = share_in_dispute(m.own.digests, m.own.outputs, named[peer])
         # Votes arrive in order. The member sees the signature before it is asked for a
         # promise, so it can answer with its own first.
@@ -637,7 +596,7 @@ def _convict(draft: _Draft, event: VoteHeard) -> None:
     vote = event.vote
     assert isinstance(vote, SignedOutput)
     m = draft.m
-    own = own_output(m, vote)
+    own = when.own_output(m, vote)
     assert own is not None
     if event.sender == m.leader:
         draft.tell(event.sender, own)  # before this member's promise, which may follow from the loss
@@ -711,87 +670,91 @@ def _row(
     return Row(found, on if isinstance(on, tuple) else (on,), when, do, becomes, text)
 
 
-_E, _H, _G, _P, _A = (
-    RoundPhase.EXCHANGING,
-    RoundPhase.HOLDING,
-    RoundPhase.GATHERING,
-    RoundPhase.PROMISED,
-    RoundPhase.ASTRAY,
-)
+_E, _H, _G, _P, _A, _C, _F = tuple(RoundPhase)  # exchanging, holding, gathering ...: in its order
+_EH = (_E, _H)
 
 TABLE: tuple[Row, ...] = (
     # Events of this member itself.
     # A member that has promised a newer ballot notes a result that it completes, and does not accept
     # it: the older ballot must not commit any more.
-    _row(_E, Completed, not_outvoted, _accept, _H, "has the whole result: tells the leader"),
-    _row(LIVE, Completed, is_attempt, _note_completed, None, "has the whole result"),
+    _row(_E, Completed, when.not_outvoted, _accept, _H, "has the whole result: tells the leader"),
+    _row(LIVE, Completed, when.is_attempt, _note_completed, None, "has the whole result"),
     _row(LIVE, Lost, None, _lose, None, "lost a member: tells the leader"),
     _row(LIVE, Dead, None, _note_dead, None, "a lost member is known to be dead"),
-    _row(LIVE, GivenUp, None, _fail, RoundPhase.FAILED, "out of time, or given up by the caller"),
+    _row(LIVE, GivenUp, None, _fail, _F, "out of time, or given up by the caller"),
     # Votes of other members.
     # For each kind of vote, the row for a lie stands before the row that believes it.
-    _row((_E, _H), ResultHeld, is_false_held, _drop_liar, None, "an impossible result: gives its sender up"),
-    _row((_E, _H), ResultHeld, leads_ballot, _note_held, None, "a member holds the result"),
-    _row(LIVE, SignedOutput, contradicts_own, _convict, None, "a reducer signed two averages: gives it up"),
-    _row(LIVE, ResultCommit, is_false_commit, _drop_liar, None, "an impossible commit: gives its sender up"),
+    _row(_EH, ResultHeld, when.is_false_held, _drop_liar, None, "an impossible result: gives its sender up"),
+    _row(_EH, ResultHeld, when.leads_ballot, _note_held, None, "a member holds the result"),
+    _row(
+        LIVE, SignedOutput, when.contradicts_own, _convict, None, "a reducer signed two averages: gives it up"
+    ),
+    _row(
+        LIVE,
+        ResultCommit,
+        when.is_false_commit,
+        _drop_liar,
+        None,
+        "an impossible commit: gives its sender up",
+    ),
     # A commit may come before this member has the result, or before it has lost a member whose signature is missing.
     # So it is kept in each phase, and the rows without an event find it later.
     _row(LIVE, ResultCommit, None, _note_commit, None, "a commit, which counts once its signatures prove it"),
-    _row(LIVE, Gather, is_ahead, _hear_gather, None, "a member asks"),
-    _row(_G, Promise, is_false_promise, _drop_liar, None, "an impossible answer: gives its sender up"),
-    _row(_G, Promise, answers_me, _note_promise, None, "a member answers"),
+    _row(LIVE, Gather, when.is_ahead, _hear_gather, None, "a member asks"),
+    _row(_G, Promise, when.is_false_promise, _drop_liar, None, "an impossible answer: gives its sender up"),
+    _row(_G, Promise, when.answers_me, _note_promise, None, "a member answers"),
     # Members that have lost different members follow different leaders. Their promises release this member, too.
-    _row(LIVE, Promise, is_near, _hear_promise, None, "a member promises another leader's ballot"),
+    _row(LIVE, Promise, when.is_near, _hear_promise, None, "a member promises another leader's ballot"),
     # A member that follows this leader had promised a newer ballot: to a leader that it
     # has lost since, or along with another member.
     _row(
-        _G, StaleBallot, outpaces, _gather_again, None, "a newer ballot was promised: asks with a newer one"
+        _G,
+        StaleBallot,
+        when.outpaces,
+        _gather_again,
+        None,
+        "a newer ballot was promised: asks with a newer one",
     ),
-    _row(_P, Begin, is_impossible, _drop_liar, None, "an impossible ballot: gives its leader up"),
-    _row(_P, Begin, is_due, _note_begin, None, "a ballot, which counts once the others have promised it"),
+    _row(_P, Begin, when.is_impossible, _drop_liar, None, "an impossible ballot: gives its leader up"),
+    _row(
+        _P, Begin, when.is_due, _note_begin, None, "a ballot, which counts once the others have promised it"
+    ),
     # A member that answered the leader may lose another one while the leader still waits for others.
-    _row(_G, Trouble, is_of_another, _add_trouble, None, "a member has trouble with another"),
-    _row((_E, _H, _P, _A), Trouble, concerns_me, _hear_trouble, None, "a member has trouble with another"),
+    _row(_G, Trouble, when.is_of_another, _add_trouble, None, "a member has trouble with another"),
+    _row(
+        (_E, _H, _P, _A), Trouble, when.concerns_me, _hear_trouble, None, "a member has trouble with another"
+    ),
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
     _row(LIVE, Unknown, None, _hear_unknown, None, "a member has forgotten the round"),
     # Transitions without an event.
     # A proof ends the round, whatever else is going on, so these rows come first.
-    _row(LIVE, None, has_it, _commit, RoundPhase.COMMITTED, "the group has committed, by proof"),
-    _row(
-        LIVE,
-        None,
-        lacks_it,
-        _too_late,
-        RoundPhase.FAILED,
-        "committed with its contribution, but it lacks the result",
-    ),
-    _row(LIVE, None, is_left_out, _left_out, RoundPhase.FAILED, "committed without this member, by proof"),
+    _row(LIVE, None, has_it, _commit, _C, "the group has committed, by proof"),
+    _row(LIVE, None, lacks_it, _too_late, _F, "committed with its contribution, but it lacks the result"),
+    _row(LIVE, None, is_left_out, _left_out, _F, "committed without this member, by proof"),
     _row(LIVE, None, is_bound, _get_ready, None, "a proven commit, which it follows once the others do"),
     # A question that was kept counts as soon as its sender leads here: the members before it are lost.
-    _row(LIVE, None, leader_asks_anew, _promise, _P, "answers its leader"),
-    _row(LIVE, None, leader_asks, _refuse, None, "has promised a newer ballot, and says so"),
+    _row(LIVE, None, when.leader_asks_anew, _promise, _P, "answers its leader"),
+    _row(LIVE, None, when.leader_asks, _refuse, None, "has promised a newer ballot, and says so"),
     # All of the view has answered. A dispute about the bits is settled before anything is committed. A leader whose
     # own share is damaged would otherwise blame all others for it.
-    _row((_E, _H), None, own_fault, _fail_at_odds, RoundPhase.FAILED, "holds another result than the others"),
+    _row(_EH, None, when.own_fault, _fail_at_odds, _F, "holds another result than the others"),
     _row(
-        (_E, _H),
+        _EH,
         None,
-        at_odds,
+        when.at_odds,
         _settle_dispute,
         None,
         "a member names a digest that its reducer did not sign: leaves it out",
     ),
-    _row((_E, _H), None, in_result, _commit, RoundPhase.COMMITTED, "all members hold the result: commits"),
-    _row(
-        (_E, _H), None, all_hold, _left_out, RoundPhase.FAILED, "all members hold a result without this one"
-    ),
-    _row((_E, _H, _P), None, must_lead, _gather, _G, "leads, and the ballot cannot commit: asks"),
+    _row(_EH, None, when.in_result, _commit, _C, "all members hold the result: commits"),
+    _row(_EH, None, when.all_hold, _left_out, _F, "all members hold a result without this one"),
+    _row((_E, _H, _P), None, when.must_lead, _gather, _G, "leads, and the ballot cannot commit: asks"),
     # Another member follows a leader that is lost here, and cannot go on without this member's promise. The
     # question of a newer ballot is such a promise, too.
     _row(
         LIVE,
         None,
-        leads_overtaken,
+        when.leads_overtaken,
         _gather,
         _G,
         "another member follows a lost leader: asks with a newer ballot",
@@ -799,32 +762,30 @@ TABLE: tuple[Row, ...] = (
     _row(
         (_E, _H, _P),
         None,
-        is_overtaken,
+        when.is_overtaken,
         _promise_along,
         _P,
         "another member follows a lost leader: promises too",
     ),
     # The leader has begun, and the others have released this member. A group may be large enough for its leader and
     # too small for a member with a larger `min_group_size`.
-    _row(_P, None, too_few, _fail_too_few, RoundPhase.FAILED, "fewer are left than it needs"),
-    _row(_P, None, is_new, _follow_begin, _E, "a new attempt"),
-    _row(_P, None, is_held, _follow_begin, _H, "an older result, which it holds or need not hold"),
-    _row(_P, None, is_lacking, _follow_begin, _E, "an older result, which it lacks in part"),
+    _row(_P, None, when.too_few, _fail_too_few, _F, "fewer are left than it needs"),
+    _row(_P, None, when.is_new, _follow_begin, _E, "a new attempt"),
+    _row(_P, None, when.is_held, _follow_begin, _H, "an older result, which it holds or need not hold"),
+    _row(_P, None, when.is_lacking, _follow_begin, _E, "an older result, which it lacks in part"),
     # All members that can be reached have promised. The last two rows take what remains: no later
     # message helps, or the others may still go on.
-    _row(_G, None, begins_anew, _begin, _E, "begins a new attempt with those that are left"),
-    _row(_G, None, begins_held, _begin, _H, "goes on with an older result, which it holds"),
-    _row(_G, None, begins_lacking, _begin, _E, "goes on with an older result, which it lacks in part"),
-    _row(_G, None, stuck_for_good, _fail_stuck, RoundPhase.FAILED, "too few contributors are left"),
-    _row(_G, None, stuck, _go_astray, _A, "too few answer"),
-    _row(_A, None, may_go_on, _gather, _G, "others have died, and those that answer may decide"),
+    _row(_G, None, when.begins_anew, _begin, _E, "begins a new attempt with those that are left"),
+    _row(_G, None, when.begins_held, _begin, _H, "goes on with an older result, which it holds"),
+    _row(_G, None, when.begins_lacking, _begin, _E, "goes on with an older result, which it lacks in part"),
+    _row(_G, None, when.stuck_for_good, _fail_stuck, _F, "too few contributors are left"),
+    _row(_G, None, when.stuck, _go_astray, _A, "too few answer"),
+    _row(_A, None, when.may_go_on, _gather, _G, "others have died, and those that answer may decide"),
     # After the end.
     # A member that failed with a result in its hands does not know whether
     # the others committed. Each answer may decide it.
-    _row(RoundPhase.FAILED, ResultCommit, is_unknown, _learn, None, "hears how the others ended"),
-    _row(
-        RoundPhase.FAILED, (Left, Unknown), None, _note_gone, None, "hears that a member does not know either"
-    ),
+    _row(_F, ResultCommit, when.is_unknown, _learn, None, "hears how the others ended"),
+    _row(_F, (Left, Unknown), None, _note_gone, None, "hears that a member does not know either"),
     # A member that still votes has not heard the end: the commit did not reach it.
     _row(FINAL, Gather, None, _tell_the_end, None, "says how it ended"),
     _row(FINAL, Trouble, None, _tell_the_end, None, "says how it ended"),

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from p2pavg.base.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
 from p2pavg.base.limits import LOOK_SECONDS, STOP_SECONDS
 from p2pavg.base.messages import pack
-from p2pavg.base.result import Failed, InProgress, NoPeers, Success
+from p2pavg.base.result import InProgress, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.arguments import check_averager, check_meets_all
 from p2pavg.optim.base.state import Lineage, checked_amount, digest_of
@@ -85,7 +85,7 @@ class _Speaker:
         except AccumulateError as error:  # e.g. an overflow of mixed precision
             self._failed = f"bucket {index}: {error}"
             return
-        result = self._round(averager)
+        result = self.together.average(self._peers, averager, self._state())
         if not isinstance(result, Success):
             self._failed = f"bucket {index}: {result.reason}"
             return
@@ -125,9 +125,6 @@ class _Speaker:
         """Return the state for the next bucket: peers with different results of an earlier bucket must not meet."""
         lineage = self.together.run.lineage
         return hashlib.sha256(pack(_STATE_DOMAIN, lineage.state, tuple(self._groups))).digest()
-
-    def _round(self, averager: Averager) -> Success | InProgress | NoPeers | Failed:
-        return self.together.average(self._peers, averager, self._state())
 
     @staticmethod
     def _still_averages(averager: Averager) -> bool:

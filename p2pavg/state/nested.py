@@ -172,11 +172,6 @@ def _tells(key: Any) -> bool:
     return bool(key) and "/" not in key and key[-1] != "~" and _NUMBER.fullmatch(key) is None
 
 
-def _key_of(part: str) -> int | str:
-    """Return the key that a part of a name stands for."""
-    return int(part) if _NUMBER.fullmatch(part) else part
-
-
 class _Whole:
     """A state dict that is put together from its values and tensors. No tensor is copied."""
 
@@ -249,7 +244,7 @@ def _merge(state: dict[Any, Any], tree: dict[str, Any], left: list[int]) -> None
     if not tree:
         return
     added = {
-        part: _key_of(part) for part in tree
+        part: int(part) if _NUMBER.fullmatch(part) else part for part in tree
     }  # texts are the keys: integers may have been chosen to collide
     left[0] -= scattered(_united([*filter(_is_number, state), *filter(_is_number, added.values())]))
     if left[0] < 0:

@@ -84,7 +84,9 @@ def job() -> Iterator[Job]:
     gate, run_id = os.environ.get(GATE), os.environ.get(RUN_ID)
     if memory := float(os.environ.get(GPU_MEMORY) or 0.0):
         _bound_gpu_memory(memory * 2**30)
-    config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=run_id or _name_of(folder))
+    # On its author's desk, the run has the folder's name.
+    run_id = run_id or re.sub(r"[^A-Za-z0-9._-]", "_", folder.name) or "job"
+    config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=run_id)
     # A run file never runs code: a strategy of the author's own has to be allowed by the program.
     strategy = strategy_of(config) if config.strategy else None
     try:
@@ -121,8 +123,3 @@ def _config_behind(gate: Path) -> AveragingConfig:
     # The key is with the process behind the gate: there is no such file here.
     files = PeerFiles(run_file.parent, run_file, certificate, run_file.parent / "no.key", gate)
     return AveragingConfig.from_run(run_file, certificate=certificate, files=files)
-
-
-def _name_of(folder: Path) -> str:
-    """Return a name for the run of a program on its author's desk."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", folder.name) or "job"

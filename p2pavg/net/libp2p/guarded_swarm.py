@@ -117,7 +117,8 @@ class GuardedSwarm(Swarm):
             SwarmException: the handshake failed, another peer is there, or there is no place.
         """
         carrier.expected = str(peer_id)
-        raw = RawConnection(carrier, initiator, _type_of(carrier))
+        kind = ConnectionType.RELAYED if carrier.relay else ConnectionType.DIRECT
+        raw = RawConnection(carrier, initiator, kind)
         muxed: IMuxedConn | None = None
         try:
             if initiator:
@@ -181,7 +182,3 @@ class GuardedSwarm(Swarm):
         with trio.fail_after(REPLY_SECONDS):
             await self.handshakes.wait_for_turn(source)
         return await self.handshakes.run(source, self.upgrade_inbound_raw_conn(raw, maddr))
-
-
-def _type_of(carrier: Carrier) -> ConnectionType:
-    return ConnectionType.RELAYED if carrier.relay else ConnectionType.DIRECT

@@ -105,7 +105,10 @@ class Checkpoints:
             "buffers": self._own_buffers(),
             "extras": self._settings.extras,
             "scaler": None if scaler is None else scaler.state_dict(),
-            "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng()},
+            "rng": {
+                "cpu": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            },
             "companions": sorted(self._run.companions),
         }
         tensors, values = flatten(saved, OWN)
@@ -170,7 +173,3 @@ def _copy_of(content: Content) -> Content:
         },
         values=content.values,
     )
-
-
-def _cuda_rng() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

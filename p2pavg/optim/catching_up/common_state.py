@@ -289,7 +289,7 @@ def _into(parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[A
         if (
             isinstance(held, torch.Tensor)
             and isinstance(value, torch.Tensor)
-            and _is_like(local_of(held), value)
+            and (local_of(held).shape, local_of(held).dtype) == (value.shape, value.dtype)
         ):
             # No second set of tensors is needed for a peer that has trained already.
             local_of(held).copy_(value)
@@ -300,7 +300,3 @@ def _into(parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[A
         else:
             found[name] = copied(value)
     return found
-
-
-def _is_like(held: torch.Tensor, value: torch.Tensor) -> bool:
-    return held.shape == value.shape and held.dtype == value.dtype

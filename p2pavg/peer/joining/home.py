@@ -162,7 +162,8 @@ class Home:
             return list(wanted)
         port = _free_port(self.port)
         self.keep_port(port)
-        return [_with_port(address, port) if _port(address) == 0 else address for address in wanted]
+        chosen = f"/tcp/{port}"
+        return [each.rpartition("/tcp/")[0] + chosen if _port(each) == 0 else each for each in wanted]
 
     def _lines(self, name: str) -> list[str]:
         file = self.folder / name
@@ -193,10 +194,6 @@ def _is_peer_address(text: str) -> bool:
 
 def _port(address: str) -> int:
     return int(str(parse_listen_address(address).value_for_protocol("tcp")))
-
-
-def _with_port(address: str, port: int) -> str:
-    return f"{address.rpartition('/tcp/')[0]}/tcp/{port}"
 
 
 def _free_port(wanted: int) -> int:

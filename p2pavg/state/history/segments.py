@@ -146,7 +146,8 @@ class Segment:
                 found = self.entry_at(at)
                 _check_order(number, found, previous, last)
             except StateError as error:
-                raise type(error)(f"{self.path.name}: entry {number}{_told(last)}: {error}") from None
+                after = f", after update {last.epoch}," if isinstance(last, Update) else ""
+                raise type(error)(f"{self.path.name}: entry {number}{after}: {error}") from None
             yield found
             at, number, previous, last = found.end, number + 1, found.hash, found.entry
 
@@ -193,10 +194,6 @@ def _check_order(number: int, found: PlacedEntry, previous: bytes, last: Entry |
         raise StateError(f"a {type(entry).__name__.lower()} within a segment")
     if isinstance(last, Seal):
         raise StateError("it stands behind the seal")
-
-
-def _told(last: Entry | None) -> str:
-    return f", after update {last.epoch}," if isinstance(last, Update) else ""
 
 
 def check_payload(entry: Entry, payload: Buffer) -> None:

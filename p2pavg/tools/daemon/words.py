@@ -67,7 +67,7 @@ def as_lines(home: str, status: DaemonStatus) -> list[str]:
             "traffic",
             f"{in_bytes(status.bytes_sent)} sent, {in_bytes(status.bytes_received)} received in rounds",
         ),
-        ("certificate", _certificate(status)),
+        ("certificate", f"valid until {date_of(expires)}" if (expires := status.certificate_expires) else ""),
         ("version", f"p2pavg {status.version}, process {status.pid}"),
         ("folder", home),
     ]
@@ -96,7 +96,3 @@ def _state(status: DaemonStatus) -> str:
 def _run(status: DaemonStatus) -> str:
     roles = f" as {', '.join(status.roles)}" if status.roles else ""
     return f"{status.run_id}{roles}" if status.run_id else "none: it keeps the network's records"
-
-
-def _certificate(status: DaemonStatus) -> str:
-    return f"valid until {date_of(status.certificate_expires)}" if status.certificate_expires else ""

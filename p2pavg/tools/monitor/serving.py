@@ -247,7 +247,9 @@ async def serve_page(source: StatusSource, options: MonitorOptions) -> AsyncIter
         async with watching(source, time.time) as watcher:
             app = make_app(watcher, token=token, names=_names(options), pages=options.pages)
             async with serving(listener, _answer_with(app)):
-                shown = f"http://{_reachable(address)}:{port}/"
+                # An address to open in a browser, also for one that stands for all addresses of this machine.
+                named = socket.gethostname() if address in ("0.0.0.0", "[::]") else address
+                shown = f"http://{named}:{port}/"
                 logger.info("the monitor of run %r is at %s", source.run_id, shown)  # without the token
                 yield shown if token is None else f"{shown}?token={token}"
 
@@ -354,11 +356,6 @@ def serve_monitor(averager: Averager, port: int = 0, **options: Any) -> Iterator
     chosen = MonitorOptions(port=port, **options)
     with averager.beside(partial(monitor_of, options=chosen)) as address:
         yield address
-
-
-def _reachable(host: str) -> str:
-    """Return an address to open in a browser, for one that may stand for all addresses of this machine."""
-    return socket.gethostname() if host in ("0.0.0.0", "[::]") else host
 
 
 def _names(options: MonitorOptions) -> frozenset[str]:

@@ -290,7 +290,8 @@ class ReachWatcher:
             return
         # With peers around, they tell whether a router is there. A peer that is alone has none to ask.
         alone = self._alone_since is not None and trio.current_time() >= self._alone_since + ALONE_SECONDS
-        if not (self._knowledge.behind_router or (alone and not self._has_public_host())):
+        has_public_host = any(not is_private(host) and ":" not in host for host in self._seen_hosts)
+        if not (self._knowledge.behind_router or (alone and not has_public_host)):
             return
         ports = [port for host, port in self._listening() if _is_for_others(host)]
         if ports:
@@ -307,9 +308,6 @@ class ReachWatcher:
     def _mapped(self, mapping: Mapped | None) -> None:
         self._knowledge.mapped(mapping)
         self.wake()
-
-    def _has_public_host(self) -> bool:
-        return any(not is_private(host) and ":" not in host for host in self._seen_hosts)
 
 
 class _DialBack:

@@ -180,11 +180,7 @@ class Averager:
         self._averager.declare(tensors)
 
     def accumulate(
-        self,
-        tensors: Given,
-        *,
-        weight: float = 1.0,
-        metrics: Mapping[str, float] = MappingProxyType({}),
+        self, tensors: Given, *, weight: float = 1.0, metrics: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.accumulate`; runs in the calling thread."""
         self.catch_up()

@@ -276,9 +276,7 @@ def _int8(encode: Compiled, decode: Compiled, accumulate: Compiled, fuse: bool) 
         accumulate(scales, codes.view(np.int8), np.float32(weight), block, accumulator, fuse)
 
     return Kernel(
-        encode,
-        lambda scales, codes, block, out: decode(scales, codes.view(np.int8), block, out),
-        add,
+        encode, lambda scales, codes, block, out: decode(scales, codes.view(np.int8), block, out), add
     )
 
 

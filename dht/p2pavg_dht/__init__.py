@@ -52,10 +52,7 @@ __all__ = [
     "verify",
 ]
 
-_LATER = {
-    "Published": "node",
-    "RecordNode": "node",
-}
+_LATER = {"Published": "node", "RecordNode": "node"}
 
 
 def __getattr__(name: str) -> object:

@@ -138,9 +138,7 @@ def read_evidence(data: bytes) -> tuple[Signed, Signed]:
     said = Contradiction.decode(data)
     first, second = (
         Signed(
-            said.peer_id,
-            Statement(said.group_id, said.attempt, held.members, held.digest),
-            held.signature,
+            said.peer_id, Statement(said.group_id, said.attempt, held.members, held.digest), held.signature
         )
         for held in (said.first, said.second)
     )

@@ -32,14 +32,7 @@ from typing import Any, TypeVar, overload
 
 from torch.utils.data import Dataset, Sampler, Subset
 
-from p2pavg.data.order import (
-    MAX_NUMBER,
-    SCHEME,
-    SampleOrder,
-    check_number,
-    check_peer_id,
-    length_of,
-)
+from p2pavg.data.order import MAX_NUMBER, SCHEME, SampleOrder, check_number, check_peer_id, length_of
 
 _Item = TypeVar("_Item")
 _BLOCK = 1024  # samples that are computed together: few enough to wait for, enough for numpy to be fast

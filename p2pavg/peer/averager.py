@@ -220,11 +220,7 @@ class DecentralizedAverager:
         self._accumulation.declare(tensors)
 
     def accumulate(
-        self,
-        tensors: Given,
-        *,
-        weight: float = 1.0,
-        metrics: Mapping[str, float] = MappingProxyType({}),
+        self, tensors: Given, *, weight: float = 1.0, metrics: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         """Add tensors to this peer's next contribution, which is their weighted mean.
 

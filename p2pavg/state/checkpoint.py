@@ -159,12 +159,7 @@ def write_checkpoint(path: Path, epoch: int, common: Content, own: Content) -> N
     """
     tensors = {f"{COMMON}{name}": tensor for name, tensor in common.tensors.items()}
     tensors |= {f"{OWN}{name}": tensor for name, tensor in own.tensors.items()}
-    values = {
-        "epoch": epoch,
-        "written": time.time(),
-        "common": dict(common.values),
-        "own": dict(own.values),
-    }
+    values = {"epoch": epoch, "written": time.time(), "common": dict(common.values), "own": dict(own.values)}
     metadata = {ROOT_KEY: _NO_ROOT.decode("ascii"), VALUES_KEY: values_text(values)}
     header, layout = write_header(specs_of(tensors), metadata)
     with replacing(path, mode=PUBLIC) as opened:

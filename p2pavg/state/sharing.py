@@ -107,10 +107,7 @@ class StateSharing:
     def deciding(self, news: Mapping[str, StateNews], companions: Collection[str]) -> frozenset[str]:
         """Return the peers whose offers decide; see :func:`~p2pavg.state.choice.voters`."""
         return voters(
-            news,
-            members_only=self._run.members_only,
-            companions=companions,
-            bootstrap=self._run.bootstrap,
+            news, members_only=self._run.members_only, companions=companions, bootstrap=self._run.bootstrap
         )
 
     def addresses_of(
@@ -133,11 +130,7 @@ class StateSharing:
         # After this peer has loaded an earlier state, a later snapshot is of updates that it no longer has.
         offer = None if snapshot is None or snapshot.offer.epoch > epoch else snapshot.offer
         said = StateNews(
-            wants=wants,
-            epoch=epoch,
-            snapshot=offer,
-            log=log,
-            addresses=tuple(usable)[:MAX_ADDRESSES],
+            wants=wants, epoch=epoch, snapshot=offer, log=log, addresses=tuple(usable)[:MAX_ADDRESSES]
         )
         # A publication costs calls to the peers that store it, so an unchanged record is not sent.
         if said != self._said:

@@ -95,9 +95,7 @@ def carrying_out(plan: FaultPlan, processes: Callable[[], Sequence[Signalled]]) 
 
 
 def _send(
-    signals: list[tuple[float, int, str]],
-    processes: Callable[[], Sequence[Signalled]],
-    left: threading.Event,
+    signals: list[tuple[float, int, str]], processes: Callable[[], Sequence[Signalled]], left: threading.Event
 ) -> None:
     began = time.monotonic()
     for at, index, method in signals:

@@ -150,9 +150,7 @@ def measured(peers: int, rounds: int, **options: Any) -> tuple[float, Mixing]:
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(
-        prog="scripts/bench mixing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="scripts/bench mixing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", default=",".join(map(str, PEERS)))
     parser.add_argument("--rounds", type=int, default=12)

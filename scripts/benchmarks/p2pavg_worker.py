@@ -34,10 +34,7 @@ class Member:
         if len(result.peers) != self._averager.config.group_size:
             raise RuntimeError(f"a group of {len(result.peers)}")
         self._averaged = result.averaged[0] if isinstance(result.averaged, list) else None
-        return {
-            "exchange": result.exchange_duration,
-            "group": result.duration - result.exchange_duration,
-        }
+        return {"exchange": result.exchange_duration, "group": result.duration - result.exchange_duration}
 
     def result(self) -> torch.Tensor:
         assert self._averaged is not None

@@ -122,11 +122,7 @@ def records_held(peer: Peer) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     """The options of this benchmark."""
-    parser.add_argument(
-        "--peers",
-        default="6" if small else "10,100",
-        help="one run for each number",
-    )
+    parser.add_argument("--peers", default="6" if small else "10,100", help="one run for each number")
     parser.add_argument("--group-size", type=int, default=3 if small else 8)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--match-timeout", type=float, default=30.0)

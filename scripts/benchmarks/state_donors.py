@@ -52,11 +52,7 @@ class Company:
         self._processes.append(process)
         cores = self._cores[:1] if role == "trains" else self._cores[1:] or self._cores
         process.tell(
-            role=role,
-            index=len(self._processes),
-            bootstrap=self._bootstrap,
-            cores=cores,
-            **self._setup,
+            role=role, index=len(self._processes), bootstrap=self._bootstrap, cores=cores, **self._setup
         )
         address = process.event(time.monotonic() + START_SECONDS)["address"]
         self._bootstrap = [*self._bootstrap, address]

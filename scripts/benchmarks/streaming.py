@@ -141,11 +141,7 @@ def mixing(arguments: argparse.Namespace, report: Report) -> None:
     """Measure what a slow link costs the others in one group of all, and in small groups."""
     peers, together = arguments.peers, 0.0
     small = {"sync_every": arguments.sync_every, "group_size": arguments.group_size}
-    cases = {
-        "diloco": {"sync_every": arguments.sync_every},
-        "noloco": small,
-        "gossip": small,
-    }
+    cases = {"diloco": {"sync_every": arguments.sync_every}, "noloco": small, "gossip": small}
     for name, options in cases.items():
         with places(arguments, [1.0] * (peers - 1) + [1 / SLOWER]) as places_:
             found = windows(places_, arguments, options, recipe=name)

@@ -112,15 +112,7 @@ BITS = (
 RATES = tuple(
     Row("diloco", every=every, lr=lr, momentum=momentum)
     for every in (10, 30, 100)
-    for lr, momentum in (
-        (None, None),
-        (0.1, 0.9),
-        (0.2, 0.9),
-        (0.4, 0.9),
-        (0.7, 0.9),
-        (1.0, 0.9),
-        (1.0, 0.0),
-    )
+    for lr, momentum in ((None, None), (0.1, 0.9), (0.2, 0.9), (0.4, 0.9), (0.7, 0.9), (1.0, 0.9), (1.0, 0.0))
 )
 """Rates by hand beside the default, at three intervals; the last one is plain averaging."""
 

@@ -43,12 +43,7 @@ def demo(
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     output.mkdir(parents=True, exist_ok=True)
     settings = Settings(
-        peers=peers,
-        steps=steps,
-        batch_size=batch_size,
-        compression=compression,
-        seed=seed,
-        calm=calm,
+        peers=peers, steps=steps, batch_size=batch_size, compression=compression, seed=seed, calm=calm
     )
     run = Run.planned(settings)
     try:

@@ -61,14 +61,7 @@ class Launcher:
             processes.kill(peer)
             return
         identity = self._output / f"peer-{action.peer}.key"
-        arguments = [
-            "--settings",
-            self._settings,
-            "--index",
-            str(action.peer),
-            "--identity",
-            str(identity),
-        ]
+        arguments = ["--settings", self._settings, "--index", str(action.peer), "--identity", str(identity)]
         for address in action.bootstrap:
             arguments += ["--bootstrap", address]
         processes.start(peer, "-m", f"{PACKAGE}.peer", *arguments)

@@ -134,11 +134,7 @@ def _process(progress: Progress) -> dict[str, Any]:
 
 
 def _traffic(peer: Progress) -> dict[str, Any]:
-    return {
-        "peer_id": peer.peer_id,
-        "bytes_sent": peer.bytes_sent,
-        "bytes_received": peer.bytes_received,
-    }
+    return {"peer_id": peer.peer_id, "bytes_sent": peer.bytes_sent, "bytes_received": peer.bytes_received}
 
 
 def _round(run: Run, step: int) -> dict[str, Any]:

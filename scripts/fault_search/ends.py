@@ -173,8 +173,7 @@ class _Peer:
         if self.program.has_ended:
             return
         reached = max(
-            (int(line.split()[1]) for _, line in self.program.lines if line.startswith("update ")),
-            default=0,
+            (int(line.split()[1]) for _, line in self.program.lines if line.startswith("update ")), default=0
         )
         for incident in [each for each in self._pending if each.epoch <= reached]:
             due = self._at.setdefault(id(incident), now + incident.after)

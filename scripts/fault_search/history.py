@@ -353,10 +353,7 @@ def _written(directory: Path, seconds: float, file_bytes: int | None = None) -> 
 
     command = [sys.executable, "-m", "scripts.fault_search.history", "--write", str(directory)]
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=limit,
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=limit
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -28,14 +28,7 @@ from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.optim.base.joined import joined
 from p2pavg.optim.base.recipe import Recipe, hyperparameters, numbers_digest
-from p2pavg.optim.base.state import (
-    Lineage,
-    Origin,
-    digest_of,
-    lineage_from,
-    pack_lineage,
-    pack_origin,
-)
+from p2pavg.optim.base.state import Lineage, Origin, digest_of, lineage_from, pack_lineage, pack_origin
 from p2pavg.optim.catching_up.state_check import saved_by
 from p2pavg.optim.large_batch.averaged import clip
 from p2pavg.optim.ranks.shards import total_norm
@@ -123,10 +116,7 @@ class MadeRun:
         self._codec = resolve_codec(codec)
         self._authority = simulated_signer(authority) if has_authority else None
         self.schema = Schema(
-            names=None,
-            shapes=shapes,
-            dtypes=(torch.float32,) * 2,
-            devices=(torch.device("cpu"),) * 2,
+            names=None, shapes=shapes, dtypes=(torch.float32,) * 2, devices=(torch.device("cpu"),) * 2
         )
         self._key = ready_key(RUN_ID, self.schema.hash, "", aggregation.text)
         self._cut = share_cutter(self.schema.elements, self._codec.granularity, aggregation.topology)

@@ -107,10 +107,7 @@ class TestRight:
     def test_a_returned_contribution_counts_in_a_later_round(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).sample(1, 1, 4.0).failed(2, 5.0, used=False)
         b = History(1, 0, B).sample(0, 0, 2.0).begun(3, 2.0)
-        weights, average = (
-            {A: 5.0, B: 2.0},
-            mean((1.0, (0, 0, 0)), (4.0, (0, 0, 1)), (2.0, (1, 0, 0))),
-        )
+        weights, average = ({A: 5.0, B: 2.0}, mean((1.0, (0, 0, 0)), (4.0, (0, 0, 1)), (2.0, (1, 0, 0))))
         a.begun(3, 5.0).success(4, 0, "g", weights, average).left(9, 0)
         b.success(4, 0, "g", weights, average).left(9, 0)
         assert found(a, b).violations == []

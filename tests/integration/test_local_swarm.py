@@ -119,10 +119,7 @@ def test_a_function_of_a_script_is_found(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     run = run_python(script)
-    assert run.stdout.splitlines() == [
-        "{'word': 'found', 'index': 0}",
-        "process 1 ended with 3",
-    ], run.stderr
+    assert run.stdout.splitlines() == ["{'word': 'found', 'index': 0}", "process 1 ended with 3"], run.stderr
 
 
 def test_a_function_of_a_module_is_its_name() -> None:

@@ -99,10 +99,7 @@ def test_page_shows_a_run_of_eight_in_which_one_is_killed_and_one_comes_late(tmp
     """With ``P2PAVG_SCREENSHOTS=DIR``, the screenshots are kept in a folder."""
     folder = Path(os.environ.get("P2PAVG_SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        LocalSwarm(WORK, peers=7, arguments={"peers": 5}) as swarm,
-        browser.opened() as driver,
-    ):
+    with LocalSwarm(WORK, peers=7, arguments={"peers": 5}) as swarm, browser.opened() as driver:
         swarm.start()
         with monitor("monitored", "--bootstrap", swarm.processes[0].address) as address:
             browser.resize(driver, 1280, 900)

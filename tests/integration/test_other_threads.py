@@ -128,10 +128,7 @@ def test_a_cell_that_runs_again_has_one_peer() -> None:
 
 
 def test_started_averagers_of_two_runs_live_side_by_side() -> None:
-    with (
-        start_averager(config(), listen=LOOPBACK),
-        start_averager(config(run_id="other"), listen=LOOPBACK),
-    ):
+    with start_averager(config(), listen=LOOPBACK), start_averager(config(run_id="other"), listen=LOOPBACK):
         assert running_peers() == 2
 
 

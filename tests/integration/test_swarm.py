@@ -104,11 +104,7 @@ def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(com
     """
     lost = {
         None: [("SIGSTOP", "follower", 0.3), ("SIGKILL", "leader", 0.9)],
-        "blockwise8": [
-            ("SIGSTOP", "leader", 0.6),
-            ("SIGKILL", "leader", 0.1),
-            ("SIGKILL", "follower", 0.5),
-        ],
+        "blockwise8": [("SIGSTOP", "leader", 0.6), ("SIGKILL", "leader", 0.1), ("SIGKILL", "follower", 0.5)],
     }
     with trials(compression, 64 * TILE) as tried:
         for signal, role, moment in lost[compression]:

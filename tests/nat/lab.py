@@ -266,11 +266,7 @@ class Lab:
         ip(self._internet, f"address add 5.{index}.0.1/24 dev site{index}")
         if self._delay is not None:
             self._delay.delay(f"site{index}")
-        ip(
-            namespace,
-            f"address add 5.{index}.0.2/24 dev {interface}",
-            f"route add default via 5.{index}.0.1",
-        )
+        ip(namespace, f"address add 5.{index}.0.2/24 dev {interface}", f"route add default via 5.{index}.0.1")
         if self._ipv6:
             ip(self._internet, f"address add 2a00:{index}:1::1/64 dev site{index} nodad")
             ip(

@@ -106,11 +106,7 @@ class PortMappingDaemon:
         command = [*_INSIDE, namespace, *_WITH_PARENT, "miniupnpd", "-d", "-f", str(file), "-P", str(pid)]
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
         self._wait_until_ready()
 

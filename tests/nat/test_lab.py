@@ -123,10 +123,7 @@ def test_hosts_of_one_router_reach_each_other(internet: Lab) -> None:
 
 def test_the_internet_carries_nothing_to_private_addresses(internet: Lab) -> None:
     dialler, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(Kind.CONE)
-    with (
-        listening(home.hosts[0], 4001),
-        pytest.raises(LabError, match="timed out"),
-    ):
+    with listening(home.hosts[0], 4001), pytest.raises(LabError, match="timed out"):
         dial(dialler, home.hosts[0].address, 4001)
 
 

@@ -26,14 +26,7 @@ SETTLE_SECONDS = 20.0
 SETTLED_ROUNDS = 3
 """Rounds at the end of a trial, in which two peers that can meet directly do so."""
 OTHER_HOME = "192.168.178"
-FORTY = {
-    Kind.PUBLIC: 5,
-    Kind.FORWARDED: 7,
-    Kind.UPNP: 4,
-    Kind.CONE: 13,
-    Kind.SYMMETRIC: 6,
-    Kind.CGNAT: 5,
-}
+FORTY = {Kind.PUBLIC: 5, Kind.FORWARDED: 7, Kind.UPNP: 4, Kind.CONE: 13, Kind.SYMMETRIC: 6, Kind.CGNAT: 5}
 """Kinds of forty peers: 28 of them are behind routers through which no port is open at the beginning."""
 STARTED_AT_ONCE = 4
 START_SECONDS = 60.0
@@ -344,12 +337,7 @@ def _busiest(set_up: Stage, team: Team) -> Process:
 def _group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team:
     """Start one group that rests little between its rounds, so that a fault is in the middle of one."""
     team = Team(
-        set_up.crew,
-        set_up.bootstrap,
-        elements=elements,
-        pause=0.3,
-        group_size=len(hosts),
-        match_timeout=10.0,
+        set_up.crew, set_up.bootstrap, elements=elements, pause=0.3, group_size=len(hosts), match_timeout=10.0
     )
     for host in hosts:
         team.add(host)

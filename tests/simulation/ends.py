@@ -151,9 +151,7 @@ class EndingRun:
         self._how = setting
         self._network = MemoryNetwork(seed=setting.seed, latency=(0.01, 0.04))
         self._config = p2pavg.AveragingConfig(
-            run_id="ends",
-            match_timeout=setting.match_timeout,
-            exchange_timeout=2 * setting.match_timeout,
+            run_id="ends", match_timeout=setting.match_timeout, exchange_timeout=2 * setting.match_timeout
         )
         self._clock = trio.lowlevel.current_clock()
         self._token = trio.lowlevel.current_trio_token()

@@ -89,10 +89,7 @@ async def test_a_slow_link_is_measured_with_few_blocks(autojump_clock: MockClock
 async def test_a_peer_that_measures_again_and_again_hears_busy(autojump_clock: MockClock) -> None:
     network = MemoryNetwork()
     service = BandwidthService()
-    async with (
-        network.transport(simulated_signer(0)) as mine,
-        network.transport(simulated_signer(1)) as its,
-    ):
+    async with network.transport(simulated_signer(0)) as mine, network.transport(simulated_signer(1)) as its:
         its.serve(PROTOCOL, service.serve)
         for _ in range(2):
             await measure(await open_to(mine, its))

@@ -393,10 +393,7 @@ INVENTED = Ed25519Signer(b"i" * 32)
 KIND = "p2pavg-evidence/1"
 LIARS: dict[str, tuple[Named, Callable[[Stream, bytes], Awaitable[None]]]] = {
     "forged": (Named(digest_of(FORGED), len(FORGED), VICTIM, KIND), partial(evidence_of, FORGED)),
-    "other bytes than announced": (
-        Named(bytes(32), len(FORGED), VICTIM, KIND),
-        partial(evidence_of, FORGED),
-    ),
+    "other bytes than announced": (Named(bytes(32), len(FORGED), VICTIM, KIND), partial(evidence_of, FORGED)),
     "against another peer than announced": (
         naming(evidence_against(INVENTED), peer_id=VICTIM),
         partial(evidence_of, evidence_against(INVENTED)),
@@ -455,10 +452,7 @@ async def test_an_accuser_that_gives_no_answer_is_asked_ever_more_rarely(
 
 @pytest.mark.parametrize(
     "named",
-    [
-        Named(bytes(32), MAX_EVIDENCE_BYTES, VICTIM, KIND),
-        Named(bytes(32), 300, VICTIM, "p2pavg-evidence/9"),
-    ],
+    [Named(bytes(32), MAX_EVIDENCE_BYTES, VICTIM, KIND), Named(bytes(32), 300, VICTIM, "p2pavg-evidence/9")],
     ids=["too large for its kind", "of an unknown kind"],
 )
 async def test_evidence_that_cannot_be_verified_is_not_fetched(

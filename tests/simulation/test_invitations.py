@@ -248,10 +248,7 @@ class TestLimits:
     async def test_one_peer_has_one_stream(
         self, autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
     ) -> None:
-        async with (
-            online(network, make_delegate(used_file)) as transport,
-            network.transport(ALICE) as alice,
-        ):
+        async with online(network, make_delegate(used_file)) as transport, network.transport(ALICE) as alice:
             await alice.dial(transport.addresses[0], timeout=5.0)
             first, second = [await open_to_delegate(alice) for _ in range(2)]
             await trio.sleep(1.0)
@@ -264,10 +261,7 @@ class TestLimits:
     async def test_a_malformed_request_loses_its_stream(
         self, autojump_clock: MockClock, network: MemoryNetwork, used_file: Path, request_bytes: bytes
     ) -> None:
-        async with (
-            online(network, make_delegate(used_file)) as transport,
-            network.transport(ALICE) as alice,
-        ):
+        async with online(network, make_delegate(used_file)) as transport, network.transport(ALICE) as alice:
             await alice.dial(transport.addresses[0], timeout=5.0)
             stream = await open_to_delegate(alice)
             await send_message(stream, request_bytes)

@@ -422,14 +422,8 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
         message(pack("commit", "0", (), b"", ())),
         "it broke the protocol: no message: Expected `int`, got `str`",
     ),
-    "a member out of range": (
-        message(pack("trouble", SIZE, False, "")),
-        OUTSIDE,
-    ),
-    "members out of range": (
-        message(pack("commit", 0, (0, 1, 99), b"", ())),
-        OUTSIDE,
-    ),
+    "a member out of range": (message(pack("trouble", SIZE, False, "")), OUTSIDE),
+    "members out of range": (message(pack("commit", 0, (0, 1, 99), b"", ())), OUTSIDE),
     "a negative ballot": (message(pack("gather", -2, -3)), "Expected `int` >= 0"),
     "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot without members"),
     "digests of another length": (

@@ -118,10 +118,7 @@ class TestObservers:
         error = float((tensors_of(results[0])[0].double() - exact).norm() / exact.norm())
         assert error < (1e-6 if compression is None else 0.015)
         for result in results:
-            assert result.weights == {
-                simulated_signer(0).peer_id: 1.0,
-                simulated_signer(1).peer_id: 2.0,
-            }
+            assert result.weights == {simulated_signer(0).peer_id: 1.0, simulated_signer(1).peer_id: 2.0}
             assert set(result.observers) == ids(2)
 
     @pytest.mark.parametrize("elements", [0, 1, 2, 65])

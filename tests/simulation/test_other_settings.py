@@ -82,11 +82,7 @@ class Odd:
 )
 @pytest.mark.parametrize("late", [0.0, 15.0])
 async def test_what_no_state_can_mend_is_an_error_with_the_true_reason(
-    autojump_clock: MockClock,
-    caplog: pytest.LogCaptureFixture,
-    odd: dict[str, Any],
-    reason: str,
-    late: float,
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, odd: dict[str, Any], reason: str, late: float
 ) -> None:
     company = Odd(**odd)
 

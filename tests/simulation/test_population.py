@@ -356,6 +356,22 @@ async def test_a_copy_of_the_best_that_fails_leaves_what_was_copied_before(autoj
     assert steps_after == steps
 
 
+HALVES = replace(SETTINGS, quantile=0.5)
+
+
+def trained_well(loop: SimulatedLoop) -> Outcome:
+    return train(loop, generations=2, members=2, settings=HALVES, start={"lr": 0.1, "weight_decay": 1e-6})
+
+
+def far_off(loop: SimulatedLoop) -> tuple[Task, Population]:
+    """Return a model that is far from the best one and does not learn, and its member of a population of two."""
+    model = Task()
+    with torch.no_grad():
+        model.at.fill_(50.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    return model, Population(loop.averager, model, optimizer, HALVES, wait=20.0, members=2)
+
+
 async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,15 +389,9 @@ async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
 
     def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
         if loop.index:
-            return train(
-                loop, generations=2, members=2, settings=settings, start={"lr": 0.1, "weight_decay": 1e-6}
-            )
-        model = Task()
-        with torch.no_grad():
-            model.at.fill_(50.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        population = Population(loop.averager, model, optimizer, settings, wait=20.0, members=2)
-        for _ in range(settings.interval - 1):
+            return trained_well(loop)
+        model, population = far_off(loop)
+        for _ in range(HALVES.interval - 1):
             loop.sleep(1.0)
             population.step(lambda: float(model().detach()))
         monkeypatch.setattr(Weights, "prepare", interrupted)
@@ -390,7 +400,6 @@ async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
         assert len(population.lineage) == 1, "the generation of its own weights"
         return model.at.detach().clone()
 
-    settings = replace(SETTINGS, quantile=0.5)
     found = await run_loops(MemoryNetwork(latency=LAN), 2, play, config=CONFIG)
     assert torch.equal(found[0], torch.full((64,), 50.0))  # type: ignore[arg-type]
 
@@ -400,14 +409,8 @@ async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clo
 
     def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
         if loop.index:
-            return train(
-                loop, generations=2, members=2, settings=settings, start={"lr": 0.1, "weight_decay": 1e-6}
-            )
-        model = Task()
-        with torch.no_grad():
-            model.at.fill_(50.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        population = Population(loop.averager, model, optimizer, settings, wait=20.0, members=2)
+            return trained_well(loop)
+        model, population = far_off(loop)
         calls = []
 
         def score() -> float:
@@ -416,7 +419,7 @@ async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clo
                 raise RuntimeError("no data")
             return float(model().detach())
 
-        for _ in range(settings.interval - 1):
+        for _ in range(HALVES.interval - 1):
             loop.sleep(1.0)
             population.step(score)
         with pytest.raises(RuntimeError, match="no data"):
@@ -427,6 +430,5 @@ async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clo
         assert population.take_best(score) is not None, "its own word is what it compares with"
         return own
 
-    settings = replace(SETTINGS, quantile=0.5)
     found = await run_loops(MemoryNetwork(latency=LAN), 2, play, config=CONFIG)
     assert torch.equal(found[0], torch.full((64,), 50.0))  # type: ignore[arg-type]

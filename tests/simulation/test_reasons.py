@@ -135,11 +135,7 @@ async def test_other_parameters_and_other_architecture(autojump_clock: MockClock
             partial(step, peers[0], config(), state=b"seed 1"),
             partial(step, peers[1], config(), state=b"seed 2"),
             partial(step, peers[2], config(), tensors=ONES * 2),
-            codes=[
-                NoPeersCode.OTHER_PARAMETERS,
-                NoPeersCode.OTHER_PARAMETERS,
-                NoPeersCode.OTHER_SETTINGS,
-            ],
+            codes=[NoPeersCode.OTHER_PARAMETERS, NoPeersCode.OTHER_PARAMETERS, NoPeersCode.OTHER_SETTINGS],
         )
     for reason in (first, second):
         assert "1 peer of this run averages with other parameters (state)" in reason

@@ -56,10 +56,7 @@ async def flood(attacker: MemoryTransport, question: bytes) -> int:
 
 async def test_flood_is_limited_and_an_honest_peer_is_answered(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(seed=1)
-    async with (
-        simulated_peer(network, SERVER) as server,
-        network.transport(ATTACKER) as attacker,
-    ):
+    async with simulated_peer(network, SERVER) as server, network.transport(ATTACKER) as attacker:
         for publisher in PUBLISHERS:
             record = sign_record(
                 publisher, key=KEY, sequence=1, expiration_time=simulated_clock() + 600.0, value=bytes(3200)

@@ -505,10 +505,7 @@ async def test_relayed_members_alone_elect_one_of_them(autojump_clock: MockClock
             averager.accumulate([values(index, ELEMENTS)])
             results.append(await averager.step(wait=None))
 
-    async with (
-        simulated_peers(net, 4, kinds=kinds_of("drrr")) as (_, *peers),
-        trio.open_nursery() as nursery,
-    ):
+    async with simulated_peers(net, 4, kinds=kinds_of("drrr")) as (_, *peers), trio.open_nursery() as nursery:
         for index, peer in enumerate(peers, start=1):
             nursery.start_soon(average, peer, index)
     check_one_result(results, ELEMENTS)

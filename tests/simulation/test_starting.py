@@ -53,9 +53,7 @@ def trains(
 @both
 @pytest.mark.parametrize("seed", range(10))
 def test_peers_that_start_at_once_or_a_little_late_are_in_one_lineage(
-    stages: Callable[..., Stage],
-    make: Make,
-    seed: int,
+    stages: Callable[..., Stage], make: Make, seed: int
 ) -> None:
     """This is with the default ``peers_to_start`` of 2."""
     stage = stages(seed)
@@ -71,9 +69,7 @@ def test_peers_that_start_at_once_or_a_little_late_are_in_one_lineage(
 @both
 @pytest.mark.parametrize("order", list(itertools.permutations([0.0, 0.4, 3.0])))
 def test_the_order_in_which_peers_start_does_not_matter(
-    stages: Callable[..., Stage],
-    make: Make,
-    order: tuple[float, float, float],
+    stages: Callable[..., Stage], make: Make, order: tuple[float, float, float]
 ) -> None:
     stage = stages(1)
     for name, at in zip("abc", order, strict=True):
@@ -103,9 +99,7 @@ def test_a_peer_whose_first_batch_takes_long_is_waited_for(stages: Callable[...,
     assert {len(group) for group in stage.groups} == {3}
 
 
-def test_group_is_formed_again_with_a_peer_that_comes_in_time(
-    stages: Callable[..., Stage],
-) -> None:
+def test_group_is_formed_again_with_a_peer_that_comes_in_time(stages: Callable[..., Stage]) -> None:
     """One peer learns of the third only while it looks for a group of two; the second knows it and waits."""
     stage = stages()
     stage.delays |= {("c", "a"): 3.0, ("c", "b"): 0.1, ("a", "b"): 0.1, ("b", "a"): 0.1}
@@ -119,9 +113,7 @@ def test_group_is_formed_again_with_a_peer_that_comes_in_time(
 @both
 @pytest.mark.parametrize("seed", range(5))
 def test_a_peer_that_is_too_late_gets_the_reason_at_once_and_its_loop_ends(
-    stages: Callable[..., Stage],
-    make: Make,
-    seed: int,
+    stages: Callable[..., Stage], make: Make, seed: int
 ) -> None:
     stage = stages(seed)
     for name in "ab":

@@ -63,8 +63,7 @@ async def a_dial_where_no_peer_listens_fails_at_once(around: Surroundings) -> No
 async def a_dial_ends_with_its_timeout(around: Surroundings) -> None:
     async with peers_of(around, 1) as (here,), around.transport(listening=False) as silent:
         await assert_raises(
-            UnreachableError,
-            here.open_stream(silent.peer_id, ECHO, timeout=0.05, wait_inbound=True),
+            UnreachableError, here.open_stream(silent.peer_id, ECHO, timeout=0.05, wait_inbound=True)
         )
 
 
@@ -74,8 +73,7 @@ async def another_peer_at_the_address_is_refused(around: Surroundings) -> None:
         address = there.addresses[0].rpartition("/")[0] + "/" + claimed.peer_id
         await assert_raises(UnreachableError, here.dial(address, timeout=TIMEOUT))
         await assert_raises(
-            UnreachableError,
-            here.open_stream(claimed.peer_id, ECHO, addresses=[address], timeout=TIMEOUT),
+            UnreachableError, here.open_stream(claimed.peer_id, ECHO, addresses=[address], timeout=TIMEOUT)
         )
         assert not here.is_connected(claimed.peer_id)
         await assert_serves(here, there)

@@ -169,12 +169,7 @@ class Connections:
             raise
 
     async def adopt(
-        self,
-        carrier: Carrier,
-        peer_id: PeerId,
-        *,
-        initiator: bool,
-        started: Callable[[], None] | None = None,
+        self, carrier: Carrier, peer_id: PeerId, *, initiator: bool, started: Callable[[], None] | None = None
     ) -> None:
         """Make a connection over a circuit or a punched socket; see :meth:`GuardedSwarm.adopt`.
 

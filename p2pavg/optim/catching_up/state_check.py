@@ -599,10 +599,7 @@ def _check_shapes(made: Mapping[int, Mapping[str, Any]], states: Mapping[int, Ma
 
 
 def _try_schedule(
-    scheduler: LRScheduler,
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    saved: dict[str, Any],
+    scheduler: LRScheduler, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]
 ) -> None:
     def step(its_groups: Sequence[Mapping[str, Any]], schedule: dict[str, Any] | None) -> None:
         hollow = _hollow(optimizer, its_groups)

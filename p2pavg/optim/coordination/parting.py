@@ -17,14 +17,7 @@ from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.states import States
-from p2pavg.optim.coordination.ending import (
-    Goes,
-    GroupMember,
-    Handover,
-    LastWord,
-    RunEnd,
-    run_end,
-)
+from p2pavg.optim.coordination.ending import Goes, GroupMember, Handover, LastWord, RunEnd, run_end
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.runs.records.board import Topic
 

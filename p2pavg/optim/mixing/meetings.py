@@ -59,12 +59,7 @@ class Meetings(RoundCoordinator):
     run: MixingView
 
     def __init__(
-        self,
-        averager: Averager,
-        parameters: Sequence[torch.Tensor],
-        *,
-        mixing: MixingOptions,
-        **options: Any,
+        self, averager: Averager, parameters: Sequence[torch.Tensor], *, mixing: MixingOptions, **options: Any
     ) -> None:
         super().__init__(averager, parameters, **options)
         self._mixing = mixing

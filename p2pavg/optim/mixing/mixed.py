@@ -96,12 +96,7 @@ class MixedSteps(OuterSteps):
     """The outer steps of one optimizer that mixes."""
 
     def __init__(
-        self,
-        anchor: Anchor,
-        parts: ModelParts,
-        options: LocalOptions,
-        ranks: Ranks,
-        change: Change,
+        self, anchor: Anchor, parts: ModelParts, options: LocalOptions, ranks: Ranks, change: Change
     ) -> None:
         super().__init__(anchor, parts, None, options, ranks, change)
         self._origin: torch.Tensor | None = None

@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 Groups = list[dict[str, Any]]
 """Parameter groups whose parameters are given by their positions in the network."""
 
-_RAISED: tuple[type[Exception], ...] = (
-    AccumulateError,
-    ClosedError,
-    RunEndedError,
-    ValueError,
-    TypeError,
-)
+_RAISED: tuple[type[Exception], ...] = (AccumulateError, ClosedError, RunEndedError, ValueError, TypeError)
 """Errors that all ranks raise as they are; the other ranks raise any other one as a RuntimeError."""
 
 

@@ -160,10 +160,7 @@ async def fetch_job(
 
     membership = Membership(access, host.id)
     async with open_sessions(
-        host.context,
-        host.lobby,
-        key=stored_key(run.run_id, membership),
-        certificate=access.certificate,
+        host.context, host.lobby, key=stored_key(run.run_id, membership), certificate=access.certificate
     ) as sessions:
         download = BlobDownload(
             sessions,

@@ -71,10 +71,7 @@ class Departures:
         async with self._checking:
             try:
                 stream = await self._transport.open_stream(
-                    companion.peer_id,
-                    PROTOCOL,
-                    addresses=companion.addresses,
-                    timeout=QUICK_REPLY_SECONDS,
+                    companion.peer_id, PROTOCOL, addresses=companion.addresses, timeout=QUICK_REPLY_SECONDS
                 )
             except RefusedError as error:
                 logger.debug("%s has ended: %s", companion.peer_id, error)

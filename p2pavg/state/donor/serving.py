@@ -159,9 +159,7 @@ class DonorSession:
     # ------------------------------------------------------------------ requests
 
     async def _read(
-        self,
-        ask_manifest: trio.MemorySendChannel[AskManifest],
-        ask_pieces: trio.MemorySendChannel[AskPieces],
+        self, ask_manifest: trio.MemorySendChannel[AskManifest], ask_pieces: trio.MemorySendChannel[AskPieces]
     ) -> None:
         # When the joiner closes its half, the senders answer what is left in the queues, and end.
         with ask_manifest, ask_pieces:

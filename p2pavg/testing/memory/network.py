@@ -89,11 +89,7 @@ class MemoryNetwork:
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
                 machine = Machine(
-                    peer_id,
-                    nursery,
-                    bandwidth or self._bandwidth,
-                    download or self._download,
-                    self._relaying,
+                    peer_id, nursery, bandwidth or self._bandwidth, download or self._download, self._relaying
                 )
                 transport = MemoryTransport(
                     machine, self.links, self._locations, self._listener_at, kind=kind, relays=relays

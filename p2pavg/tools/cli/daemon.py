@@ -228,8 +228,7 @@ class DaemonOptions:
     def part(self) -> DaemonPart:
         """This peer's part in a run."""
         return DaemonPart(
-            run_id=(self.run_id or "") if self.member is None else self.member.run.run_id,
-            access=self.access,
+            run_id=(self.run_id or "") if self.member is None else self.member.run.run_id, access=self.access
         )
 
     @property

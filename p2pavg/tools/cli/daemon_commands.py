@@ -137,8 +137,7 @@ def join(
         ),
     ] = [],  # noqa: B006
     no_fence: Annotated[
-        bool,
-        typer.Option("--no-fence", help="With --yes: run the job also if this machine cannot fence it."),
+        bool, typer.Option("--no-fence", help="With --yes: run the job also if this machine cannot fence it.")
     ] = False,
     files: Annotated[
         Path | None,
@@ -280,9 +279,7 @@ MACHINE_FILES = {
 }
 
 
-def files(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made when missing.")],
-) -> None:
+def files(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made when missing.")]) -> None:
     """Write a unit for systemd, a container file and a dashboard for Grafana into a folder."""
     packaged = resources("p2pavg.tools.cli") / "machine_files"
     # All are looked at before one is written: what a person has changed stays, and none is left half done.

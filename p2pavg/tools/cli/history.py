@@ -37,8 +37,7 @@ def archive(
     ],
     home: HomeOption = None,
     keep: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Keep the last N updates. Default: all of them."),
+        int | None, typer.Option(metavar="N", help="Keep the last N updates. Default: all of them.")
     ] = None,
     log_format: FormatOption = LogFormat.TEXT,
     log_level: LevelOption = LogLevel.INFO,
@@ -113,8 +112,7 @@ def list_credits(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this file.")
     ] = None,
     same: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="A statement of `p2pavg history same`. Repeatable."),
+        list[Path], typer.Option(metavar="FILE", help="A statement of `p2pavg history same`. Repeatable.")
     ] = [],  # noqa: B006 - typer only reads it
     against: Annotated[
         Path | None,

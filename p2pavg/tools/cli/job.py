@@ -64,8 +64,7 @@ def show(file: FileArgument) -> None:
 
 @app.command()
 def unpack(
-    file: FileArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")],
+    file: FileArgument, folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")]
 ) -> None:
     """Write the files of a job into a new folder, to look at them. Nothing of it runs."""
     from p2pavg.tools.jobs.archive import unpack_job

@@ -222,8 +222,7 @@ def monitor(
         typer.Option(metavar="HOST", help="Further name under which browsers ask for the page. Repeatable."),
     ] = [],  # noqa: B006
     history: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Show the credits of this history at /credits, too."),
+        Path | None, typer.Option(metavar="DIR", help="Show the credits of this history at /credits, too.")
     ] = None,
     terminal: Annotated[bool, typer.Option("--terminal", help="Show the run here instead.")] = False,
     certificate: Annotated[
@@ -277,8 +276,7 @@ def identity(
 def doctor(
     context: typer.Context,
     listen: Annotated[
-        list[str],
-        typer.Option(metavar="ADDR", help="Address on which the peer would listen. Repeatable."),
+        list[str], typer.Option(metavar="ADDR", help="Address on which the peer would listen. Repeatable.")
     ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
     bootstrap: BootstrapOption = [],  # noqa: B006
     identity: Annotated[Path | None, typer.Option(metavar="FILE", help="The peer's key file.")] = None,

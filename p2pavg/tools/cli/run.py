@@ -19,8 +19,7 @@ app = typer.Typer(
 RunArgument = Annotated[Path, typer.Argument(metavar="NAME.run", help="The run file.")]
 PeerArgument = Annotated[str, typer.Argument(metavar="PEER_ID", help="Id that `p2pavg identity` prints.")]
 RoleOption = Annotated[
-    list[str],
-    typer.Option("--role", help="contributor, observer, auxiliary or source. Repeatable."),
+    list[str], typer.Option("--role", help="contributor, observer, auxiliary or source. Repeatable.")
 ]
 # Without a default, like the days: the authority decides for each peer how far it is trusted.
 WeightOption = Annotated[

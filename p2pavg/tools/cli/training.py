@@ -21,15 +21,7 @@ from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.strategies import job as program
 from p2pavg.tools.daemon.life import DaemonProcess
-from p2pavg.tools.jobs.fence import (
-    HANDED,
-    JOB,
-    SCRATCH,
-    FencedPlaces,
-    fenced,
-    limited,
-    own_roots,
-)
+from p2pavg.tools.jobs.fence import HANDED, JOB, SCRATCH, FencedPlaces, fenced, limited, own_roots
 from p2pavg.tools.jobs.limits import GIB, JobEnd
 from p2pavg.tools.jobs.running import JobProgram
 from p2pavg.tools.jobs.versions import JobVersions, ReadyJob, TrainingOptions, print_line
@@ -46,12 +38,7 @@ FAILURES = 2
 
 
 async def train(
-    peer: Peer,
-    home: Home,
-    run: RunFile,
-    access: RunAccess,
-    options: TrainingOptions,
-    life: DaemonProcess,
+    peer: Peer, home: Home, run: RunFile, access: RunAccess, options: TrainingOptions, life: DaemonProcess
 ) -> JobEnd:
     """Fetch the job, ask the user, and train until the program has ended or this process is told to leave.
 

@@ -86,17 +86,11 @@ def _rows(
     rows = [("this machine gives", Text(gives))]
     if status.failed_rounds:
         rows.append(("", Text(f"{count(status.failed_rounds, 'round')} failed", style="yellow")))
-    rows += [
-        ("with", _partners(status, statuses)),
-        ("the run", Text(in_words(progress))),
-    ]
+    rows += [("with", _partners(status, statuses)), ("the run", Text(in_words(progress)))]
     if len(progress.history) > 1:
         line = bars(progress.history, BARS)
         rows.append((f"{progress.metric} over the run", Text(line, style="green")))
-    rows += [
-        ("others reach it", Text(status.reachability)),
-        ("network", _network(status)),
-    ]
+    rows += [("others reach it", Text(status.reachability)), ("network", _network(status))]
     if status.refusal:
         rows.append(("refused", Text(status.refusal, style="bold red")))
     return rows

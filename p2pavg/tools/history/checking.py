@@ -21,18 +21,9 @@ from p2pavg.optim.base.recipe import Settings, numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
 from p2pavg.runs.membership.certificate import refusal
 from p2pavg.state.average import decode, read_numbers
-from p2pavg.state.history.entries import (
-    Update,
-    credits_of,
-    credits_root,
-)
+from p2pavg.state.history.entries import Update, credits_of, credits_root
 from p2pavg.state.history.rules import Contributions
-from p2pavg.state.history.segments import (
-    PlacedEntry,
-    check_payload,
-    parts_of,
-    proven_average,
-)
+from p2pavg.state.history.segments import PlacedEntry, check_payload, parts_of, proven_average
 from p2pavg.state.snapshot import Content, read
 from p2pavg.tools.history.reading import HistoryReader, HistoryReport, Place, ReadSegment, SealedCredits
 from p2pavg.tools.history.replica import Replica

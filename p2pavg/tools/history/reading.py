@@ -30,13 +30,7 @@ from p2pavg.state.history.entries import (
 )
 from p2pavg.state.history.receipts import is_signed
 from p2pavg.state.history.rules import Contributions, SegmentRules, rules_of
-from p2pavg.state.history.segments import (
-    PlacedEntry,
-    Segment,
-    TornSegmentError,
-    check_payload,
-    segment_files,
-)
+from p2pavg.state.history.segments import PlacedEntry, Segment, TornSegmentError, check_payload, segment_files
 from p2pavg.tools.history.replica import Replica
 from p2pavg.verification.evidence.accusation import read_accusation
 

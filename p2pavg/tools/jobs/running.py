@@ -14,12 +14,7 @@ import trio
 from p2pavg.base.formats import count
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS, TAIL_SECONDS
 from p2pavg.net.limits.rate import TokenBucket
-from p2pavg.tools.jobs.limits import (
-    JobEnd,
-    Restart,
-    after_exit,
-    beyond,
-)
+from p2pavg.tools.jobs.limits import JobEnd, Restart, after_exit, beyond
 from p2pavg.tools.jobs.manifest import Needs
 from p2pavg.tools.jobs.measuring import measure
 

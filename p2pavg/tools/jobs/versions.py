@@ -25,12 +25,7 @@ from p2pavg.peer.joining.home import Home
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.certificate import read_certificate
-from p2pavg.runs.membership.job_release import (
-    JobRelease,
-    SeenProgress,
-    decode_release,
-    release_to_start,
-)
+from p2pavg.runs.membership.job_release import JobRelease, SeenProgress, decode_release, release_to_start
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.revocation import NewestNotice
 from p2pavg.runs.membership.run_file import RunFile
@@ -40,11 +35,7 @@ from p2pavg.state.joiner.fetching import DownloadProgress
 from p2pavg.tools.daemon.life import TOTALS_SECONDS
 from p2pavg.tools.jobs.archive import unpack_job
 from p2pavg.tools.jobs.environment import cache_folder, make_environment
-from p2pavg.tools.jobs.fence import (
-    FencedPlaces,
-    missing_fence,
-    python_places,
-)
+from p2pavg.tools.jobs.fence import FencedPlaces, missing_fence, python_places
 from p2pavg.tools.jobs.folder import write_folder
 from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest

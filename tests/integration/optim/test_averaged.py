@@ -133,12 +133,7 @@ def test_without_a_limit_the_faster_peer_does_more() -> None:
             weights.append(report.result.weights[averager.peer_id])
 
         optimizer = averaged(
-            model,
-            averager,
-            target_batch_size=40,
-            max_samples_per_peer=None,
-            peers_to_start=2,
-            on_update=note,
+            model, averager, target_batch_size=40, max_samples_per_peer=None, peers_to_start=2, on_update=note
         )
         for _ in until(optimizer, 5):
             one_batch(model, batches, optimizer)

@@ -102,13 +102,7 @@ class Counted:
 
 
 def run(
-    *,
-    peers: int,
-    length: int,
-    epochs: int,
-    every: float,
-    least: float,
-    batch_seconds: float = 0.05,
+    *, peers: int, length: int, epochs: int, every: float, least: float, batch_seconds: float = 0.05
 ) -> list[str]:
     """Train for some epochs, with a kill and a join every few seconds; return a line for each epoch.
 

@@ -13,6 +13,18 @@ from tests.integration.optim.test_ddp import how, results, start
 STREAMED = {"sync_every": 4, "fragments": 2, "delay": 1, "offload": True}
 
 
+def late(folder: Path, plans: list[dict[str, Any]], ranks: list[int]) -> list[dict[str, Any]]:
+    """Return what the ranks of three peers have at the end, of which the last one came late: one state."""
+    found = results(folder, start(folder, plans, ranks, work=replica_work.late))
+    assert len(found) == sum(ranks)
+    firsts = [rank for rank in found if rank["lineage"]]
+    assert len(firsts) == 3
+    assert len({rank["lineage"] for rank in firsts}) == 1
+    assert all(rank["common"] == firsts[0]["common"] for rank in firsts)
+    assert len({rank["epoch"] for rank in found}) == 1
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("local", "options"),
@@ -25,14 +37,7 @@ def test_a_late_peer_of_two_ranks_fetches_the_state_of_peers_with_other_numbers_
     """A peer of one rank and one of two train; the late one has two, which begin with other parameters."""
     ranks = [1, 2, 2]
     plans = [how(3, total=sum(ranks), local=local, options=options, late=peer == 2) for peer in range(3)]
-    processes = start(tmp_path / "peers", plans, ranks, work=replica_work.late)
-    found = results(tmp_path / "peers", processes)
-    assert len(found) == sum(ranks)
-    firsts = [rank for rank in found if rank["lineage"]]
-    assert len(firsts) == 3
-    assert len({rank["lineage"] for rank in firsts}) == 1
-    assert all(rank["common"] == firsts[0]["common"] for rank in firsts)
-    assert len({rank["epoch"] for rank in found}) == 1
+    found = late(tmp_path / "peers", plans, ranks)
     assert found[1]["rank"] == found[2]["rank"], "ranks of one peer have the same parameters"
     assert found[3]["rank"] == found[4]["rank"]
 
@@ -64,14 +69,7 @@ def test_peers_of_one_rank_and_of_shards_fetch_each_others_states(
 ) -> None:
     """Two peers train, and the last one comes late, with other parameters. All end with the same bits."""
     plans = [how(3, total=sum(ranks), local=local, late=peer == 2, shards=True) for peer in range(3)]
-    processes = start(tmp_path / "peers", plans, ranks, work=replica_work.late)
-    found = results(tmp_path / "peers", processes)
-    assert len(found) == sum(ranks)
-    firsts = [rank for rank in found if rank["lineage"]]
-    assert len(firsts) == 3
-    assert len({rank["lineage"] for rank in firsts}) == 1
-    assert all(rank["common"] == firsts[0]["common"] for rank in firsts)
-    assert len({rank["epoch"] for rank in found}) == 1
+    found = late(tmp_path / "peers", plans, ranks)
     if not local:  # between two outer updates, each peer has parameters of its own
         assert all(rank["rank"] == found[0]["rank"] for rank in found)
 

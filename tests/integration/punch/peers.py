@@ -66,11 +66,7 @@ class Side:
     def __post_init__(self) -> None:
         self.puncher = Puncher(self.gate, lambda: self.own, lambda port: self.predict(port))
         self.service = PunchService(
-            self.transport,
-            self.puncher,
-            adopt=self.adopt,
-            dial=self.dial,
-            talks_to=lambda _: self.friends,
+            self.transport, self.puncher, adopt=self.adopt, dial=self.dial, talks_to=lambda _: self.friends
         )
 
     @property

@@ -171,10 +171,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "key": (["--key"], False, None),
         "bootstrap": (["--bootstrap"], True, []),
     },
-    "run rotate": {
-        "run_file": (["run_file"], False, None),
-        "output": (["--output", "-o"], False, None),
-    },
+    "run rotate": {"run_file": (["run_file"], False, None), "output": (["--output", "-o"], False, None)},
     "run show": {"file": (["file"], False, None), "secret": (["--secret"], False, False)},
     "run link": {
         "run_file": (["run_file"], False, None),

@@ -133,10 +133,7 @@ done.wait()
 }
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(script, id=name) for name, script in SCRIPTS.items()],
-)
+@pytest.mark.parametrize("script", [pytest.param(script, id=name) for name, script in SCRIPTS.items()])
 def test_a_process_that_used_a_codec_ends_without_output(script: str) -> None:
     begin = """
 import threading, time, torch

@@ -37,9 +37,7 @@ def promise(
 def holds(accepted: Accepted) -> Promise:
     """Return the promise of a member that has the whole result and has accepted it in a ballot."""
     return promise(
-        attempt=accepted.attempt,
-        accepted=accepted,
-        complete=Complete(accepted.attempt, accepted.members),
+        attempt=accepted.attempt, accepted=accepted, complete=Complete(accepted.attempt, accepted.members)
     )
 
 

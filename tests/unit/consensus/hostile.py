@@ -111,11 +111,7 @@ class HostileGroup(Group):
                     blamed = self._happen(world, member.me, Lost(other, reachable=True))
                     yield f"{self.liar} makes {member.me} blame {other}", blamed, 1
             if member.phase not in FINAL and self.liar not in member.lost:
-                yield (
-                    f"{self.liar} leaves {member.me}",
-                    self._happen(world, member.me, Lost(self.liar)),
-                    1,
-                )
+                yield (f"{self.liar} leaves {member.me}", self._happen(world, member.me, Lost(self.liar)), 1)
 
     def _honest(self, world: World) -> list[MemberState]:
         return [self.names.member(world.numbers[me]) for me in sorted(self.honest)]

@@ -137,9 +137,7 @@ class TestStillGood:
 
     def test_not_when_only_an_auxiliary_has_completed_it(self) -> None:
         group = answers(
-            {0: promise(), 1: promise(), 2: promise(complete=RESULT)},
-            holders=some(0, 1, 3),
-            dead=some(3),
+            {0: promise(), 1: promise(), 2: promise(complete=RESULT)}, holders=some(0, 1, 3), dead=some(3)
         )
         assert self.complete(group) is None
 
@@ -243,8 +241,7 @@ class TestChoice:
 
     def test_an_auxiliary_passes_nothing_on(self) -> None:
         group = answers(
-            {1: holds(FIRST), 2: promise(attempt=0, accepted=FIRST), 3: holds(FIRST)},
-            holders=some(0, 2, 3),
+            {1: holds(FIRST), 2: promise(attempt=0, accepted=FIRST), 3: holds(FIRST)}, holders=some(0, 2, 3)
         )
         assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 3, some(2), must=True)
 

@@ -11,11 +11,7 @@ from p2pavg_dht.wire import packed
 SIGNER = Ed25519Signer(bytes(range(32)))
 OTHER = Ed25519Signer(bytes(range(1, 33)))
 GOLDEN = sign_record(
-    SIGNER,
-    key=b"k" * 32,
-    sequence=1_700_000_000_000_000,
-    expiration_time=1_700_000_060.5,
-    value=b"ready",
+    SIGNER, key=b"k" * 32, sequence=1_700_000_000_000_000, expiration_time=1_700_000_060.5, value=b"ready"
 )
 
 

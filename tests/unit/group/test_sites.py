@@ -140,10 +140,7 @@ def test_other_names_are_refused(site: object) -> None:
         ({"audit": Audits(1.0, before=True)}, "audit must be 'off'"),
         ({"audit": "off", "robust": "median"}, "robust must be None with topology 'hierarchical'"),
         ({"audit": "off", "max_norm": 2.0}, "max_norm must be None with topology 'hierarchical'"),
-        (
-            {"audit": "off", "compression": TopK()},
-            "compression cannot be .* with topology 'hierarchical'",
-        ),
+        ({"audit": "off", "compression": TopK()}, "compression cannot be .* with topology 'hierarchical'"),
     ],
 )
 def test_settings_that_need_the_contributions_of_other_sites_are_refused(

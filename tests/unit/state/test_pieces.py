@@ -19,13 +19,7 @@ from p2pavg.state.joiner.donors import (
     Meter,
     Range,
 )
-from p2pavg.state.joiner.pieces import (
-    MAX_RANGES,
-    FetchManifest,
-    FetchRange,
-    Pieces,
-    WaitUntil,
-)
+from p2pavg.state.joiner.pieces import MAX_RANGES, FetchManifest, FetchRange, Pieces, WaitUntil
 from p2pavg.state.messages import MAX_RANGE
 
 MIB = 1 << 20

@@ -59,11 +59,7 @@ class TestCanonical:
     def test_the_order_in_which_a_content_was_made_does_not_count(self) -> None:
         backwards = Content(
             {name: SMALL.tensors[name] for name in sorted(SMALL.tensors, reverse=True)},
-            {
-                "schedule": {0: [True], "last": (1, 2.5, None)},
-                "epoch": 12,
-                "lineage": b"\x01\x02",
-            },
+            {"schedule": {0: [True], "last": (1, 2.5, None)}, "epoch": 12, "lineage": b"\x01\x02"},
         )
         assert copy_of(backwards) == copy_of(SMALL)
 

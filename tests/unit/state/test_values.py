@@ -157,13 +157,7 @@ def test_a_strangers_values_take_little_memory(item: bytes) -> None:
 def test_values_at_the_limit_are_read_back() -> None:
     room = MAX_VALUES_BYTES - len(pack_values({"x": bytes(2**16)})) + 2**16
     assert len(pack_values({"x": bytes(room)})) == MAX_VALUES_BYTES
-    assert unpack_values(
-        pack_values(
-            {
-                "x": bytes(room),
-            }
-        )
-    ) == {"x": bytes(room)}
+    assert unpack_values(pack_values({"x": bytes(room)})) == {"x": bytes(room)}
     assert math.isnan(unpack_values(pack_values({"x": math.nan}))["x"])
 
 

@@ -107,11 +107,7 @@ def test_rounds_without_an_optimizer_have_metrics_too() -> None:
 
 @pytest.mark.parametrize(
     ("waiting", "follows", "activity"),
-    [
-        (False, False, Activity.COMPUTING),
-        (True, False, Activity.WAITING),
-        (True, True, Activity.FOLLOWING),
-    ],
+    [(False, False, Activity.COMPUTING), (True, False, Activity.WAITING), (True, True, Activity.FOLLOWING)],
 )
 def test_progress_sets_the_activity(waiting: bool, follows: bool, activity: Activity) -> None:
     progressed = Progressed(

@@ -46,11 +46,7 @@ class BehindARelay(InMemory):
     ],
 )
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_conformance(
-    check: Check,
-    network: dict[str, Any],
-    autojump_clock: MockClock,
-) -> None:
+async def test_conformance(check: Check, network: dict[str, Any], autojump_clock: MockClock) -> None:
     await check(InMemory(MemoryNetwork(**network)))
 
 

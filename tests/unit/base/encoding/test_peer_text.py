@@ -70,10 +70,7 @@ DECODERS: dict[str, tuple[Callable[[str], bytes], Callable[[bytes], object]]] = 
         lambda text: punches.PunchVerdict(text).encode(),
         attribute("reason", punches.PunchVerdict.decode),
     ),
-    "a relay refuses": (
-        lambda text: relays.RelayRefusal(text).encode(),
-        attribute("reason", relays.decode),
-    ),
+    "a relay refuses": (lambda text: relays.RelayRefusal(text).encode(), attribute("reason", relays.decode)),
     "a dial-back failed": (dialled_back, attribute("reason", read_outcome)),
     "a daemon refuses": (
         lambda text: encode_command_answer(RefusedCommand(text)),

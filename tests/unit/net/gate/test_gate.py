@@ -284,10 +284,7 @@ async def test_a_late_signature_is_not_taken_for_the_next_one(
 async def test_a_connection_from_before_the_program_is_known_to_end(folder: Path) -> None:
     network = MemoryNetwork()
     signer = Ed25519Signer(b"\x07" * 32)
-    async with (
-        network.transport(signer) as mine,
-        network.transport(Ed25519Signer(b"\x08" * 32)) as there,
-    ):
+    async with network.transport(signer) as mine, network.transport(Ed25519Signer(b"\x08" * 32)) as there:
         there.serve(ECHO, echo)
         await mine.dial(there.addresses[0], timeout=5.0)
         async with (

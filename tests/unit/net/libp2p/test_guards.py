@@ -85,10 +85,7 @@ async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clo
 
 
 @pytest.mark.parametrize("end", ["closed", "send_closed"])
-async def test_a_writer_without_a_window_notices_the_end(
-    end: str,
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_writer_without_a_window_notices_the_end(end: str, autojump_clock: MockClock) -> None:
     stream = stream_on(Wire())
     async with trio.open_nursery() as nursery:
 

@@ -188,11 +188,7 @@ async def test_a_silent_server_times_out(
 
 FAILURES = pytest.mark.parametrize(
     "error",
-    [
-        ConnectionClosedError("gone"),
-        ValueError("shut"),
-        AssertionError(),
-    ],
+    [ConnectionClosedError("gone"), ValueError("shut"), AssertionError()],
     ids=["gone", "a value", "an assertion"],
 )
 
@@ -231,10 +227,7 @@ async def asked(said: bytes, kind: type[Pipe] = Pipe) -> Pipe:
 
 @pytest.mark.parametrize(
     "client",
-    [
-        pytest.param(EagerMultiselectClient(), id="ours"),
-        pytest.param(MultiselectClient(), id="libp2p's"),
-    ],
+    [pytest.param(EagerMultiselectClient(), id="ours"), pytest.param(MultiselectClient(), id="libp2p's")],
 )
 async def test_the_answer_agrees_and_later_bytes_stay_unread(
     client: MultiselectClient, autojump_clock: MockClock

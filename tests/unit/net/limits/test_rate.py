@@ -41,25 +41,24 @@ def most_in_a_window(gone: Gone, rate: float) -> float:
 pauses = st.floats(0.0, 0.3) | st.just(0.0)
 
 
-@given(st.lists(st.tuples(pauses, st.integers(0, BURST)), min_size=1, max_size=60))
-def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, int]]) -> None:
-    """Callers take at any moment, also while others still wait."""
-    bucket = TokenBucket(RATE, BURST)
-    now, gone = BEGUN, []
+def taken(asked: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return when each count of tokens may go, taken after these pauses."""
+    bucket, now, gone = TokenBucket(RATE, BURST), BEGUN, []
     for pause, count in asked:
         now += pause
         gone.append((now + bucket.take(now, count), count))
-    assert most_in_a_window(gone, RATE) <= BURST + 1e-3
+    return gone
+
+
+@given(st.lists(st.tuples(pauses, st.integers(0, BURST)), min_size=1, max_size=60))
+def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, int]]) -> None:
+    """Callers take at any moment, also while others still wait."""
+    assert most_in_a_window(taken(asked), RATE) <= BURST + 1e-3
 
 
 @given(st.lists(st.tuples(pauses, st.integers(0, 10 * BURST)), min_size=1, max_size=60))
 def test_a_take_larger_than_the_burst_waits_until_it_is_earned(asked: list[tuple[float, int]]) -> None:
-    bucket = TokenBucket(RATE, BURST)
-    now, gone = BEGUN, []
-    for pause, count in asked:
-        now += pause
-        gone.append((now + bucket.take(now, count), count))
-    assert most_in_a_window(gone, RATE) <= max(BURST, *(count for _, count in asked)) + 1e-3
+    assert most_in_a_window(taken(asked), RATE) <= max(BURST, *(count for _, count in asked)) + 1e-3
 
 
 @given(

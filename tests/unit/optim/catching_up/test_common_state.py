@@ -238,9 +238,7 @@ REFUSED: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
         {0: {"more": {"p2pavg/tensor": "optimizer/state/0/less"}}}
     ),
     "two references to one tensor": lambda told, _: told["optimizer"]["state"].update(
-        {
-            0: {name: {"p2pavg/tensor": "optimizer/state/0/exp_avg"} for name in ("exp_avg", "more")},
-        }
+        {0: {name: {"p2pavg/tensor": "optimizer/state/0/exp_avg"} for name in ("exp_avg", "more")}}
     ),
     "the state of another optimizer": lambda _, tensors: tensors.update(
         {"optimizer/state/0/m": tensors.pop("optimizer/state/0/exp_avg")}

@@ -6,14 +6,7 @@ import pytest
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
-from p2pavg.optim.coordination.ending import (
-    Goes,
-    GroupMember,
-    Handover,
-    LastWord,
-    Stays,
-    run_end,
-)
+from p2pavg.optim.coordination.ending import Goes, GroupMember, Handover, LastWord, Stays, run_end
 from p2pavg.optim.coordination.progress import MAX_EPOCH, PeerProgress
 
 LATER, OTHER, MINE = (bytes([number]) * 32 for number in (20, 21, 17))

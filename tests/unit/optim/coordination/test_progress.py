@@ -219,13 +219,7 @@ FEW = {"peers": 2}
 
 # mine.samples, mine.waiting, survey, target -> decision and reason, with peers_to_start=3.
 DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
-    (
-        1.0,
-        False,
-        AHEAD,
-        100.0,
-        LeftBehind(5, "4 peers are at epoch 5; 3 with this one at epoch 3"),
-    ),
+    (1.0, False, AHEAD, 100.0, LeftBehind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
     (
         1.0,
         False,

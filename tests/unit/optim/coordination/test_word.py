@@ -11,13 +11,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
 from p2pavg.optim.base.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate
 from p2pavg.optim.coordination.progress import MAX_EPOCH
-from p2pavg.optim.coordination.word import (
-    MAX_RATES,
-    MAX_WORD_BYTES,
-    RecipeRecord,
-    differences,
-    encode_word,
-)
+from p2pavg.optim.coordination.word import MAX_RATES, MAX_WORD_BYTES, RecipeRecord, differences, encode_word
 
 WORD = RecipeRecord(
     recipe=b"r" * 32,

@@ -145,11 +145,7 @@ class TestState:
         assert torch.equal(residual_of(feedback), before)
 
     @pytest.mark.parametrize(
-        "shapes",
-        [
-            pytest.param([[2.0]], id="no state"),
-            pytest.param([[ELEMENTS]], id="of other tensors"),
-        ],
+        "shapes", [pytest.param([[2.0]], id="no state"), pytest.param([[ELEMENTS]], id="of other tensors")]
     )
     def test_refused_state_keeps_the_pending_contribution(self, shapes: Any) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")

@@ -188,11 +188,7 @@ class TestRounds:
         averager, weight = Partner(), parameter(1.0)
         optimizer = optimizer_of(averager, weight, max_lag=8)
         averager.progress_board.other = PeerProgress(
-            epoch=9,
-            state=optimizer.lineage.state,
-            samples=1.0,
-            samples_per_second=1.0,
-            waiting=False,
+            epoch=9, state=optimizer.lineage.state, samples=1.0, samples_per_second=1.0, waiting=False
         ).encode()
         report = one_step(optimizer, weight, [1.0])
         assert report.result is None

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import DAY_SECONDS
 from p2pavg.runs.membership.certificate import MAX_TIME, Role
-from p2pavg.runs.membership.tokens import (
-    MAX_USED,
-    MAX_USED_BYTES,
-    Token,
-    Use,
-    UsedTokens,
-    parse_used_tokens,
-)
+from p2pavg.runs.membership.tokens import MAX_USED, MAX_USED_BYTES, Token, Use, UsedTokens, parse_used_tokens
 from tests.unit.runs.membership.runs import NOW, signer
 
 ALICE, BOB = signer(1).peer_id, signer(2).peer_id

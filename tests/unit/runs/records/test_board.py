@@ -197,12 +197,7 @@ class TestWhatIsHeard:
             records.store(record(value=b"again", sequence=7))
             assert heard(board) == {ALICE.peer_id: b"again", BOB.peer_id: b"b"}
 
-    @given(
-        st.lists(
-            st.tuples(st.sampled_from([ALICE, BOB]), st.integers(1, 6), st.booleans()),
-            max_size=12,
-        )
-    )
+    @given(st.lists(st.tuples(st.sampled_from([ALICE, BOB]), st.integers(1, 6), st.booleans()), max_size=12))
     def test_newest_entry_counts_in_any_order_of_records(
         self, brought: list[tuple[Ed25519Signer, int, bool]]
     ) -> None:

@@ -65,12 +65,7 @@ def test_rule_survives_encoding(rule: str) -> None:
 
 
 def test_malformed_entry_hides_no_other() -> None:
-    records = [
-        signed(0, MINE.encode()),
-        signed(1, b"nonsense"),
-        signed(2, b""),
-        signed(3, MINE.encode()),
-    ]
+    records = [signed(0, MINE.encode()), signed(1, b"nonsense"), signed(2, b""), signed(3, MINE.encode())]
     assert read_entries(records) == {SIGNERS[0].peer_id: MINE, SIGNERS[3].peer_id: MINE}
 
 
@@ -94,10 +89,7 @@ def test_malformed_entry_hides_no_other() -> None:
             "2 peers of this run average tensors of other names, shapes or dtypes than yours",
         ),
         ([entry(codec="fp32")], "1 peer of this run averages with the codec fp32, you with blockwise8:64"),
-        (
-            [entry(rule="fraction")],
-            "1 peer of this run averages with another participation rule than yours",
-        ),
+        ([entry(rule="fraction")], "1 peer of this run averages with another participation rule than yours"),
         (
             [entry(codec="fp32", rule="fraction")],
             "1 peer of this run averages with another participation rule than yours",

@@ -135,10 +135,7 @@ class TestPeers:
             (word(1, fields=()), "recipe: lr none, most peers 0.1"),
             (word(1), "recipe: settings that are not published"),
             (word(0, 1), "recipe: other first parameters (another seed?)"),
-            (
-                word(1, tensors=3, elements=50),
-                "recipe: 3 tensors of 50 elements, most peers 2 of 100",
-            ),
+            (word(1, tensors=3, elements=50), "recipe: 3 tensors of 50 elements, most peers 2 of 100"),
         ],
     )
     def test_recipes(self, odd: RecipeRecord, cause: str) -> None:

@@ -86,13 +86,7 @@ def test_token_is_needed_where_other_machines_can_ask(host: str, loopback: bool)
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"port": -1},
-        {"port": 65536},
-        {"port": True},
-        {"token": "short"},
-        {"token": "with a space in it"},
-    ],
+    [{"port": -1}, {"port": 65536}, {"port": True}, {"token": "short"}, {"token": "with a space in it"}],
     ids=str,
 )
 def test_options_out_of_range_are_refused(wrong: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -170,16 +171,20 @@ def test_a_reducer_that_shows_values_of_no_round_is_proved_to_lie(codec: Codec, 
     assert read_false_average(lie.evidence).why() == lie.reason
 
 
-def test_a_reducer_cannot_explain_an_average_by_a_contribution_longer_than_it_signed() -> None:
-    """It chooses its own contribution when it is audited. The norm that it has signed bounds it."""
-    played = Played(Fp32(), Aggregation(max_norm=1e6))
+def shown_by(played: Played) -> tuple[Any, Any]:
+    """Return what the second member shows the first one in an audit: the contributions to a part, and their values."""
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
     assert kept.admit(IDS[0], 0, task.request) == ""
     _, inputs = kept.answer(task.request)
-    values = task.share.values(inputs[0])
-    assert isinstance(values[1], torch.Tensor)
+    return inputs[0], task.share.values(inputs[0])
+
+
+def test_a_reducer_cannot_explain_an_average_by_a_contribution_longer_than_it_signed() -> None:
+    """It chooses its own contribution when it is audited. The norm that it has signed bounds it."""
+    played = Played(Fp32(), Aggregation(max_norm=1e6))
+    inputs, values = shown_by(played)
     for scale, wrong in ((1.0, False), (100.0, True)):
-        values[1] = scale * torch.frombuffer(bytearray(inputs[0][-1]), dtype=torch.float32)
+        values[1] = scale * torch.frombuffer(bytearray(inputs[-1]), dtype=torch.float32)
         average = _exact(played, values).numpy().tobytes()
         why = what_is_wrong(Fp32(), played.members, played.aggregation, values, 64, average)
         assert ("counts in no round" in why) is wrong
@@ -192,11 +197,7 @@ def test_a_reducer_cannot_explain_an_average_by_values_that_the_rule_does_not_ke
 ) -> None:
     """An audit allows no more for rounding because of values that the reducer shows and the rule cuts off."""
     played = Played(codec, Aggregation(rule))
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    _, inputs = kept.answer(task.request)
-    values = task.share.values(inputs[0])
-    assert isinstance(values[1], torch.Tensor)
+    _, values = shown_by(played)
     values[1] = torch.full((64,), 1e30)
     exact = _exact(played, values)
     for lie in (0.0, 0.5):

@@ -60,12 +60,7 @@ def test_another_kind_is_one_more_entry(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"digest": bytes(32)},
-        {"size": len(DATA) + 1},
-        {"peer_id": signer(1).peer_id},
-        {"kind": "another"},
-    ],
+    [{"digest": bytes(32)}, {"size": len(DATA) + 1}, {"peer_id": signer(1).peer_id}, {"kind": "another"}],
 )
 def test_evidence_must_be_what_was_announced(changed: dict[str, object]) -> None:
     true = read_accusation(DATA).named

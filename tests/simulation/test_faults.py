@@ -50,9 +50,7 @@ def test_rounds_with_faults() -> None:
     "seed",
     [
         pytest.param("501981", id="a follower is stopped when the commit arrives of a leader that dies"),
-        pytest.param(
-            "7001118", id="the leader is cut off with its share averaged, and never hears of the others"
-        ),
+        pytest.param("7001118", id="a leader with its share averaged is cut off", marks=pytest.mark.long),
     ],
 )
 def test_no_contribution_counts_twice(seed: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,12 @@ def run(tmp_path: Path) -> tuple[Path, str, list[str]]:
     return tmp_path, *make_run(tmp_path)
 
 
+def on_page(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/run.json") as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
 @needs_fence
 def test_two_volunteers_join_by_links_and_one_comes_back(run: tuple[Path, str, list[str]]) -> None:
     folder, root, links = run
@@ -53,8 +60,8 @@ def test_two_volunteers_join_by_links_and_one_comes_back(run: tuple[Path, str, l
             # The process outside of the fence hears of the update a little later than this test.
             gave = "training +update [0-9]+, loss .* this machine gave [0-9]+ samples in"
             eventually(lambda: re.search(gave, call(folder, "status", "--home", "first")))
-            with urllib.request.urlopen(f"http://127.0.0.1:{page[1]}/api/run.json") as answer:
-                assert "this machine gave" in json.load(answer)["gives"]
+            # The page hears of it through a status that is published now and then.
+            eventually(lambda: "this machine gave" in on_page(int(page[1]))["gives"])
             # Ctrl-C: the program hears of it through the gate, and ends in order.
             first.process.send_signal(signal.SIGINT)
             assert first.end() == 0

@@ -70,11 +70,15 @@ class SlowMembers:
             if before is not None and self._attempt() is not before:
                 return  # a contributor was left behind a moment ago
             self._leave_the_slowest()
-        elif self._voting.leads(RoundPhase.HOLDING):
-            if self._voting.reduces_all and 2 * len(self._lacking()) > self._voting.member.size - 1:
-                self._give_up()
-                return
-            await self._leave_those_that_lack_the_result(began)
+        elif (
+            self._voting.leads(RoundPhase.HOLDING)
+            and self._voting.reduces_all
+            and 2 * len(self._lacking()) > self._voting.member.size - 1
+        ):
+            self._give_up()
+            return
+        # Also one that gathers now, or follows: it may lead and hold a result then.
+        await self._leave_those_that_lack_the_result(began)
 
     def _leave_a_contributor(self) -> None:
         attempt = self._attempt()

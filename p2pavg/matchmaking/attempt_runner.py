@@ -288,7 +288,7 @@ class AttemptRunner:
 
     def _do(self, actions: Actions) -> None:
         self._changed.set()
-        for action in actions:
+        for number, action in enumerate(actions, start=1):
             logger.debug("%s: %s", self._me.peer_id, action)
             match action:
                 case Send(peer_id, message):
@@ -299,6 +299,8 @@ class AttemptRunner:
                     self._start(self._ask, candidate, ask)
                 case Open(candidate, Nudge() as nudge):
                     self._start(self._nudge, candidate, nudge)
+                case Expect(None) if any(isinstance(each, Expect) for each in actions[number:]):
+                    pass  # the group that comes next takes the place of this one
                 case Expect(group_id):
                     # It comes before the answer to a proposal: other members may open streams of the group at once.
                     self._on_expect(group_id)

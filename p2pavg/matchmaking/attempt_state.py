@@ -287,7 +287,8 @@ class AttemptState:
             known = self.peers[leader.peer_id]
             is_over = known.banned is not None or leader.deadline <= known.ended
             if (known.deadline or 0.0) <= leader.deadline and not is_over:
-                known.candidate, known.seen, known.avoided = leader, now, None
+                known.seen = now
+                known.take(leader)
 
     def observers_among(self, members: Sequence[Candidate]) -> frozenset[str]:
         """Return the ids of the members that would only observe in a group of these."""

@@ -142,9 +142,10 @@ class FollowedLeader:
         else:
             asked.fruitless += 1
             asked.declined, taken = answer.reason, answer.taken
+        # First: what it names is not asked at once again if it is the asked peer itself.
+        self._state.learn_leader(answer.leader, now)
         for peer_id in {asked.peer_id, *taken}:
             self._state.peers.avoid(peer_id, now + ASK_AGAIN_SECONDS)
-        self._state.learn_leader(answer.leader, now)
 
     # ------------------------------------------------------------------ the proposal
 

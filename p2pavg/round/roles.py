@@ -193,16 +193,17 @@ class Contributor(RoundRole[RoundResult]):
             if self._reports is not None:
                 self._reports.failed(failed, outcome, timing)
             return failed
+        if contribution is not None:
+            # Used up, also if this call is cancelled. `give_back`, which is called at the end of each round, finds
+            # nothing any more.
+            self._accumulation.release(contribution)
+            self._contribution = None
         # If a member was lost before it signed, a peer that was not there may find too few signatures.
         others_can_check = outcome.signers >= MIN_TRUSTED_SIGNERS
         # The log comes first. From the return of the result on, the caller may change its tensors.
         if self._on_average is not None and outcome.encoded is not None and others_can_check:
             self._on_average(await self._logged(outcome, outcome.encoded))
         averaged = await self._unflatten(outcome.averaged)
-        if contribution is not None:
-            # Used up. `give_back`, which is called at the end of each round, finds nothing any more.
-            self._accumulation.release(contribution)
-            self._contribution = None
         clipped = norm_factors(outcome.roster, self._config.max_norm)
         success = _success(averaged, outcome, self._context, timing, tuple(clipped))
         if self._reports is not None:
@@ -239,6 +240,10 @@ class Contributor(RoundRole[RoundResult]):
         if self._withheld:
             self._withheld = False
             self._accumulation.found_out(contribution, used=used)
+        # The round was cancelled, and the others may have ended it.
+        elif used and self._contribution is contribution:
+            self._accumulation.release(contribution)
+            self._contribution = None
 
     async def _unflatten(self, averaged: torch.Tensor) -> Tensors:
         """Return the tensors of the flat vector: views of it, or copies that a thread makes."""

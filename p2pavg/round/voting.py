@@ -352,17 +352,21 @@ class Voting:
 
     def is_used(self) -> bool | None:
         """Return whether this member's contribution is in the result; ``None`` when others may know."""
-        member = self.member
+        member = self._at_the_end()
         if member.outcome is not None:
             return member.me in member.outcome.members
         return None if member.undecided else member.presumed_used
 
+    def _at_the_end(self) -> MemberState:
+        """Return this member's state; if the round was cancelled, as if it had given up."""
+        if self.member.phase in FINAL:
+            return self.member
+        # What it would do is left undone, since its round is over.
+        return advance(self.member, GivenUp("it was stopped"))[0]
+
     def last_word(self) -> ResultCommit | Left:
         """Return what this member answers to members that ask later how the round ended."""
-        member = self.member
-        if member.phase not in FINAL:  # cancelled
-            # Only what this member would say counts here. What it would do is left undone, since its round is over.
-            member, _ = advance(member, GivenUp("it was stopped"))
+        member = self._at_the_end()
         if member.committed is not None:
             return member.committed
         return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)

@@ -120,11 +120,16 @@ class ProvenAverage:
         return self.roster.holders[0].state
 
 
+class FewSignersError(StateError):
+    """Too few of the members that this peer trusts today have signed: another donor may have more signatures."""
+
+
 def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
     """Check a manifest.
 
     Raises:
         RemoteProtocolError: it is malformed, not genuine, or the manifest of another average than the expected one.
+        FewSignersError: this peer trusts too few of those that have signed. A certificate may have ended since.
         StateError: it is that of the expected group, whose tensors or rules are not this peer's. Its sender has done no
             wrong: it was asked for this group.
     """
@@ -139,7 +144,7 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
     signers = [whole.members[position] for position, _ in commit.signatures]
     trusted = sum(expected.trusts(member) for member in signers)
     if trusted < MIN_TRUSTED_SIGNERS:
-        raise RemoteProtocolError(
+        raise FewSignersError(
             f"an average that {trusted} members of the run have signed, {MIN_TRUSTED_SIGNERS} are needed"
         )
     if sum(whole.shares) != expected.elements:

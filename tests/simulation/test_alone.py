@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import p2pavg
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
+from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops, simulate
 from tests.simulation.stage import Player, Stage
 
 BATCH_SECONDS = 2.0
@@ -110,3 +112,35 @@ def test_a_peer_that_comes_after_this_wait_is_met(stages: Callable[..., Stage], 
         stage.enter(name, at, trains(make, batches=60, sync_timeout=50.0))
     (first, _, _, _), (second, _, _, _) = stage.play()
     assert first == second > 0
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_peer_whose_others_have_left_goes_on_alone_within_seconds(others: int) -> None:
+    """They leave while it looks for a group with them."""
+    waited: list[float] = []
+
+    def train(loop: SimulatedLoop) -> None:
+        weights = torch.nn.Parameter(torch.zeros(50))
+        inner = torch.optim.SGD([weights], lr=0.1)
+        count = 1 + others
+        optimizer = AveragedOptimizer(
+            inner, loop.averager, target_batch_size=2, min_peers=1, peers_to_start=count
+        )
+        for step in range(6 if loop.index == 0 else 3):
+            loop.sleep(1.0 if loop.index == 0 else 8.0)
+            weights.grad = torch.ones(50)
+            report = optimizer.step(samples=2.0 if loop.index == 0 else 1.0)
+            if loop.index == 0 and step >= 3:
+                waited.append(report.waited_seconds)
+                assert report.updated
+        if loop.index:
+            loop.sleep(3.0)
+            optimizer.leave()
+            loop.sleep(100.0)
+
+    async def main() -> None:
+        config = p2pavg.AveragingConfig(run_id="left")
+        await run_loops(MemoryNetwork(latency=(0.01, 0.02)), 1 + others, train, config=config)
+
+    simulate(main)
+    assert max(waited) < 8.0, waited

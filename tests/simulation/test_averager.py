@@ -15,6 +15,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.base.result import EXCHANGES
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.testing import MemoryNetwork, simulate, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
@@ -265,3 +266,36 @@ async def test_peers_with_different_codecs_are_told_so(autojump_clock: MockClock
             nursery.start_soon(average, peer, compression)
     assert isinstance(results["int8"], p2pavg.NoPeers)
     assert "1 peer of this run averages with the codec blockwise8:64" in results["int8"].reason
+
+
+@pytest.mark.parametrize("ms", [7.0, 7.5, 8.0, 8.5, 9.0])
+def test_a_peer_that_closes_in_an_exchange_keeps_nothing_that_the_others_have_used(ms: float) -> None:
+    """It had handed everything over, and was about to hear of the commit."""
+    how = config(group_size=3, min_group_size=2)
+    counted: list[float] = []
+
+    async def other(peer: Peer, first: str) -> None:
+        async with peer.averager(how) as averager:
+            averager.accumulate(ONES)
+            result = await averager.step(wait=None)
+            if isinstance(result, p2pavg.Success):
+                counted.append(result.weights.get(first, 0.0))
+            await trio.sleep(4.0)
+
+    async def main() -> float:
+        async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+            for peer in peers[1:]:
+                nursery.start_soon(other, peer, peers[0].id)
+            async with peers[0].averager(how) as averager:
+                averager.accumulate(ONES, weight=3.0)
+                result = await averager.step(wait=0)
+                while not (isinstance(result, p2pavg.InProgress) and result.reason == EXCHANGES):
+                    await trio.sleep(0.0002)
+                    result = await averager.step(wait=0)
+                await trio.sleep(ms / 1000)
+                await averager.aclose()
+                await trio.sleep(8.0)
+                return averager.weight
+
+    left = simulate(main)
+    assert not (left and any(counted)), f"{left} is kept, and {counted} were used"

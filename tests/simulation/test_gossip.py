@@ -16,7 +16,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.result import RoundResult
-from p2pavg.group.places.gossip import MAX_LAG, ROUND, Rotation
+from p2pavg.group.places.gossip import MAX_LAG, ROUND, Rotation, SearchPlace, SearchStage
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import (
     After,
@@ -272,3 +272,30 @@ async def test_groups_have_the_size_of_the_topology(autojump_clock: MockClock) -
             averager.accumulate([values(0)], metrics={ROUND: 1.0})
         with pytest.raises(p2pavg.AccumulateError, match="at most 15 metrics"):
             averager.accumulate([values(0)], metrics={f"metric {index}": 1.0 for index in range(16)})
+
+
+async def test_a_member_that_refuses_a_stages_group_costs_the_others_no_later_stage(
+    autojump_clock: MockClock,
+) -> None:
+    """The stage waits as long as its group may, so the second proposal comes after its end."""
+    how = config(group_size=4, min_group_size=2, match_timeout=10.0)
+    place = SearchPlace(place=b"p", patience=3.0)
+    stages = [SearchStage(place, 3.0), SearchStage(SearchPlace(patience=10.0))]
+
+    async def average(peer: Peer, index: int) -> RoundResult:
+        async with peer.averager(how) as averager:
+            await trio.sleep(0.3 * index)
+            averager.accumulate([values(index, ELEMENTS)])
+            await averager.step(wait=2.0, meeting=stages)
+            if index == 1:
+                assert averager._rounds is not None
+                averager._rounds.matchmaker.ban(name(2), "a test", 600.0)
+            result = await averager.step(wait=None, meeting=stages)
+            took[index] = trio.current_time()
+            return result
+
+    took: dict[int, float] = {}
+    began = trio.current_time()
+    found = await run_peers(MemoryNetwork(latency=LAN), 3, average)
+    assert isinstance(found[0], p2pavg.Success), found
+    assert took[0] - began < 8.0

@@ -19,10 +19,11 @@ from p2pavg.base.errors import StateError
 from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
 from p2pavg.net.transport import Buffer, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
+from p2pavg.state.average import MAX_MANIFEST_BYTES, read_manifest
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, spared_bytes
 from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, STALLED_SECONDS
-from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
+from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
 from p2pavg.state.joiner.pieces import MAX_RANGES
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
@@ -39,7 +40,8 @@ from p2pavg.state.messages import (
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN
-from tests.unit.state.blobs import Blob, Held
+from tests.unit.state.blobs import KIND, Blob, Held
+from tests.unit.state.test_average import expected, logged, roster_of, trusts
 
 RUN = "sim"
 FAST_ETHERNET = 100e6 / 8
@@ -569,3 +571,24 @@ async def test_a_download_goes_on_where_an_earlier_one_ended(
         assert bytes(sink.take()) == blob.data
         sink.close()
         assert sent(held) <= len(blob.pieces) + 2 * 2 * MAX_RANGES
+
+
+async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place(
+    autojump_clock: MockClock,
+) -> None:
+    """A signer's certificate was revoked since. The donors have done no wrong, and give a snapshot next."""
+    roster, average, snapshot = roster_of(3), Blob(1, 1, 1), Blob(0, 5, 1000)
+    average.id, average.manifest = roster.group_id, logged(roster, signers=(0, 2)).manifest()
+
+    def read(data: bytes) -> BlobManifest:
+        found = read_manifest(data, expected(roster, trusts=trusts(0, 1)))
+        return BlobManifest(sizes=found.sizes, digests=found.digests)
+
+    async with company(3, snapshot, average) as (_, peers, _, sessions):
+        wanted = Wanted(KIND, roster.group_id, MAX_MANIFEST_BYTES, read)
+        fetch = BlobDownload(sessions, wanted, lambda found: MemorySink(found.sizes))
+        fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
+        with pytest.raises(StateError, match="1 members of the run have signed"):
+            await fetch.run()
+        assert not sessions.excluded
+        await check_fetch(fetch_of(sessions, snapshot, peers[1:]), snapshot)

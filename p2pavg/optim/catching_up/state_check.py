@@ -428,6 +428,10 @@ def _check_same(own: Any, value: Any, place: str) -> None:
         for mine, its in zip(own, value, strict=True):
             _check_same(mine, its, place)
         return
+    if isinstance(own, dict) and isinstance(value, dict) and own.keys() == value.keys():
+        for name in own:  # one by one: a tensor in a stranger's value has no truth of its own
+            _check_same(own[name], value[name], f"{place} {name!r}")
+        return
     if isinstance(own, torch.Tensor) or isinstance(value, torch.Tensor):
         own, value = (each.tolist() if isinstance(each, torch.Tensor) else each for each in (own, value))
     # True equals 1 in Python, and an argument may treat the two differently.

@@ -173,6 +173,11 @@ class PeerTrust:
         """Ids of the known peers."""
         return frozenset(self._known)
 
+    @property
+    def logged(self) -> frozenset[str]:
+        """Ids of the peers that took the last update which this peer has taken from the log, since it began."""
+        return self._logged
+
     # ------------------------------------------------------------------ words of other peers
 
     def receive(

@@ -323,6 +323,8 @@ class RoundCoordinator:
                 if not isinstance(decision, Average):
                     return result
                 peers = decision.peers
+                if is_mine and self.goes_alone(peers):
+                    return self.alone()
         finally:
             self.waits_no_more()
 
@@ -362,7 +364,8 @@ class RoundCoordinator:
         # The search goes on for a group of the size that it was given.
         # For a peer that has gone, it would last until its deadline.
         size, before = self._group_size(seen.peers), self._group_size(peers)
-        went = size < before or size - self._observers_in(seen) < before - self._observers
+        ended = seen.peers < max(self._least, 2) <= peers  # those that are left are no group
+        went = ended or size < before or size - self._observers_in(seen) < before - self._observers
         if is_mine and (came or went):
             self._regroups = self._stopped = averager.cancel_matchmaking(
                 "more peers have come to start" if came else "a peer is no longer waited for"

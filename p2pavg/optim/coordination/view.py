@@ -295,8 +295,9 @@ class RunView:
 
     @property
     def companions(self) -> frozenset[str]:
-        """Ids of the peers that took one of the last updates with this one; after a start, the remembered ones."""
-        return self._attendance.known or self._remembered
+        """Ids of the peers that took one of the last updates with this one; before that, those of the last one that it
+        has taken from the log; after a start, the remembered ones."""
+        return self._attendance.known or self._attendance.logged or self._remembered
 
     @property
     def last_group(self) -> frozenset[str]:

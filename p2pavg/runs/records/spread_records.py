@@ -97,6 +97,8 @@ class SpreadRecords:
         topic.value, topic.ttl = value, ttl
         published = await self._publish_in(topic, topic.keys[-1])
         for other in topic.keys[:-1]:
+            if not topic.value:  # withdrawn meanwhile
+                break
             await self._publish_in(topic, other)
         return await self._step(key, topic) or published
 

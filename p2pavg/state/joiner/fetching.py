@@ -21,6 +21,7 @@ from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.base.threads.workers import ToLoop
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import PeerId
+from p2pavg.state.average import FewSignersError
 from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, WrongPieceError
 from p2pavg.state.joiner.donors import Meter, Range
 from p2pavg.state.joiner.pieces import FetchManifest, FetchRange, Pieces, WaitUntil
@@ -383,6 +384,9 @@ class BlobDownload:
                 manifest = await in_thread(self._wanted.read_manifest, data)
             except RemoteProtocolError as error:
                 self._exclude(use, f"sent a manifest that is not the one of {self._name}: {error}")
+                return
+            except FewSignersError as error:
+                self._give_up(use, str(error))
                 return
             except StateError as error:  # no fault of the donor: this peer asked for what it cannot use
                 self._end(error)

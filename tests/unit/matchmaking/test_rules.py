@@ -262,6 +262,14 @@ class TestAsking:
         actions = rules.told_by_leader(other.peer_id, Declined("follows another leader", before), EPOCH)
         assert opened(actions) == []
 
+    def test_a_peer_that_declines_and_names_itself_is_not_asked_again_at_once(self) -> None:
+        early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        rules = Matchmaking(me, settings(), EPOCH)
+        rules.discovered([early, late], EPOCH)
+        answer = opened(rules.told_by_leader(early.peer_id, Declined("follows another leader", early), EPOCH))
+        assert (JoinRequest, early) not in answer
+        assert (Nudge, late) in answer
+
     @pytest.mark.parametrize("seconds", [-8000.0, 8000.0])
     def test_a_candidate_with_an_implausible_deadline_is_not_followed(self, seconds: float) -> None:
         other = dataclasses.replace(candidate(0, EPOCH), deadline=EPOCH + seconds)

@@ -744,3 +744,21 @@ def test_the_largest_snapshot_has_room_for_an_optimizer_and_not_for_more() -> No
     large = {f"optimizer/more/{index}": torch.zeros(2**20) for index in range(20)}
     with pytest.raises(StateError, match="bytes besides"):
         peer.common.prepare(replace(sent, tensors={**sent.tensors, **tensors, **large}))
+
+
+def test_a_tensor_in_a_schedules_numbers_is_a_reason_and_no_other_error() -> None:
+    """Its comparison with this peer's own number has no truth value."""
+    donor, joiner = Peer("Adam", "MultiStepLR", steps=2), Peer("Adam", "MultiStepLR")
+    content, lineage = donor.common.content(), donor.optimizer.lineage
+    schedule = unflatten(content.tensors, content.values["scheduler"], "scheduler")
+    schedule["milestones"] = {**schedule["milestones"], 3: torch.tensor([1.0, 2.0])}
+    tensors, values = flatten(schedule, "scheduler")
+    data = copy_of(Content({**content.tensors, **tensors}, {**content.values, "scheduler": values}))
+    with pytest.raises(StateError):
+        joiner.common.prepare(read(data), lineage)
+
+
+def test_a_peer_that_follows_the_log_knows_whose_updates_it_takes() -> None:
+    run = Peer("SGD").optimizer._together.run
+    run.was_in({"b", "c"})
+    assert run.companions == {"b", "c"}

@@ -272,6 +272,7 @@ def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
 @pytest.mark.parametrize("is_looking", [True, False])
 def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool) -> None:
     """No other peer will join the search. A round that has a group goes on, and may yet be the update of the others."""
+    company.says("a")
     runs = InProgress(ready_peers=1, target_size=2, reason="it looks for peers" if is_looking else EXCHANGES)
     ends = p2pavg.NoPeers(reason="stopped") if is_looking else success("a")
     company.rounds.results = [runs, runs, ends]

@@ -109,7 +109,7 @@ def run(
     Args:
         least: part of an epoch's samples that may be missed, or repeated.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "length": length,
         "peers": peers,
         "batch": 8,
@@ -118,6 +118,7 @@ def run(
         "epochs": epochs + 2,
     }
     counted, kills = Counted(), 0
+    in_all = length * (epochs + 2) // (2 * peers * arguments["batch"])
     ids: dict[int, str] = {}
     addresses: dict[int, str] = {}
 
@@ -145,6 +146,8 @@ def run(
             # And on a busy machine it has to take updates between two deaths.
             here = [each for each in alive if counted.has_trained(ids.get(each.index, ""))]
             is_due = time.monotonic() >= last + every and counted.updates >= before + UPDATES_BETWEEN
+            # One that joins just before the end may miss the last update, and the others have left then.
+            is_due = is_due and counted.updates + 4 * UPDATES_BETWEEN <= in_all
             if is_due and len(here) >= 3 and all(process.running for process in alive):
                 before = counted.updates
                 last = time.monotonic()

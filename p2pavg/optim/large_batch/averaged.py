@@ -320,10 +320,11 @@ class AveragedOptimizer(PeerOptimizer):
         self._touched.begin_update()
         norm = self._update(result.averaged, result)
         self._training.took(result, numbers, averaged, self._parameters)
+        self._step_scheduler()
+        # Last: an interruption before it leaves the mark, since the schedule belongs to the update.
         self.note_parameters()
         # Batches that were computed while the round ran count for the next update.
         self._together.run.publish(self._averager.weight, waiting=False)
-        self._step_scheduler()
         try:
             report = replace(self._training.report(result, norm, goes_on=False), rechecks=rechecks)
             return self._updated(report, rates)
@@ -348,8 +349,8 @@ class AveragedOptimizer(PeerOptimizer):
         self._touched.begin_update()
         norm = self._update(averaged, success)
         self._training.replayed(success, numbers, digest, self._parameters)
-        self.note_parameters()
         self._step_scheduler()
+        self.note_parameters()
         self._updated(self._training.report(success, norm, goes_on=True), rates)
 
     def _observe(self) -> StepReport:

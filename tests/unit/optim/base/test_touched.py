@@ -103,6 +103,23 @@ def test_an_update_that_was_interrupted_is_told_at_the_next_step() -> None:
     assert report.changed == "the last update was interrupted, and may be in some of the parameters only"
 
 
+def test_an_interruption_of_the_schedule_is_one_of_the_update() -> None:
+    model = plain()
+    inner = SGD(model.parameters(), lr=0.1)
+
+    def factor(update: int) -> float:
+        if update == 2:
+            raise KeyboardInterrupt
+        return 1.0
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, factor)
+    optimizer = large_batch(Alone(), inner, model=model, scheduler=scheduler)
+    batch(model, optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        batch(model, optimizer)
+    assert optimizer.step(samples=1.0, metrics={"loss": math.nan}).changed is not None
+
+
 def test_an_interruption_is_told_with_a_batch_that_is_left_out() -> None:
     """A peer that replays the log would clear the mark with its next average, and take the same one twice."""
     _, optimizer = interrupted()

@@ -85,8 +85,8 @@ def job() -> Iterator[Job]:
     if memory := float(os.environ.get(GPU_MEMORY) or 0.0):
         _bound_gpu_memory(memory * 2**30)
     # On its author's desk, the run has the folder's name.
-    run_id = run_id or re.sub(r"[^A-Za-z0-9._-]", "_", folder.name) or "job"
-    config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=run_id)
+    named = run_id or re.sub(r"[^A-Za-z0-9._-]", "_", folder.name) or "job"
+    config = _config_behind(Path(gate)) if gate else AveragingConfig(run_id=named)
     # A run file never runs code: a strategy of the author's own has to be allowed by the program.
     strategy = strategy_of(config) if config.strategy else None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.consensus import agreement, conditions
+from p2pavg.consensus import conditions
 from p2pavg.consensus.member import MemberState
 from p2pavg.consensus.votes import Members
 from tests.unit.consensus.progress import LyingFollower
@@ -33,6 +33,6 @@ def test_the_search_finds_a_rule_that_blames_the_other_side_of_a_dispute(
         return named - {member.me} - real(member) if real(member) else frozenset()
 
     real = conditions.odd_members
-    monkeypatch.setattr(agreement, "odd_members", others)
+    monkeypatch.setattr(conditions, "odd_members", others)
     with pytest.raises(FoundError, match=r"end with success|attempts|wait for ever|circle"):
         LyingFollower(3, liar=2, accuses=False, most_attempts=3).progress()

@@ -77,7 +77,7 @@ def test_the_search_finds_the_split_by_a_false_digest(monkeypatch: pytest.Monkey
         agreement._lose_one(draft, peer, hostile=hostile, reason=reason)
         draft.actions.append(Drop(peer, reason))
 
-    monkeypatch.setattr(agreement, "odd_members", reducers)
+    monkeypatch.setattr(conditions, "odd_members", reducers)
     monkeypatch.setattr(agreement, "_blame", drop)
     with pytest.raises(FoundError, match="committed different results"):
         accuser().search()

@@ -50,7 +50,7 @@ class Client:
         self._own_addresses = addresses
         self._on_live = on_live
         self.background: trio.Nursery | None = None
-        """Where calls end that a lookup no longer waits for. Without it they are cancelled.
+        """Nursery of the node's calls. Without it, a lookup cancels those that it no longer waits for.
 
         A cancelled call costs its stream, and the next one opens another: a peer that is only slow would get slower.
         """

@@ -33,7 +33,7 @@ from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
 
-MAX_FOUND = 1024
+MAX_FOUND = 1024  # addresses, so that invented peers take no memory; at an older one, a refusal proves no end
 NOTICE_SECONDS = 0.1
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 

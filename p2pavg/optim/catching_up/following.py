@@ -383,9 +383,12 @@ class Follower:
                 unusable = False
             except StateError as error:
                 why = str(error)
-            except Exception as error:  # of a stranger's state, which no check has foreseen
+            except Exception as error:
+                if not unusable or isinstance(error, MemoryError | torch.OutOfMemoryError):
+                    raise  # this peer's own disk or memory
+                # Of a stranger's state, which no check has foreseen.
                 logger.exception("a state cannot be used")
-                why, unusable = f"{type(error).__name__} was raised: {error}", True
+                why = f"{type(error).__name__} was raised: {error}"
             # ``take`` does not fail, so once all ranks have checked their parts, all of them change or none does.
             is_taken = self._ranks.all_agree(not why)
             if is_taken:

@@ -473,6 +473,7 @@ WRONG = {
     "another update": snapshot_of(97, 1.0),
     "another lineage": snapshot_of(98, 1.0, lineage={"epoch": 98, "state": "00" * 32}),
     "no value": copy_of(Content({}, {"lineage": {}})),
+    "an error that no check foresaw": copy_of(Content({}, {})),
 }
 
 

@@ -19,7 +19,7 @@ from p2pavg.base.errors import StateError
 from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
 from p2pavg.net.transport import Buffer, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
-from p2pavg.state.average import MAX_MANIFEST_BYTES, read_manifest
+from p2pavg.state.average import MAX_MANIFEST_BYTES, FewSignersError, read_manifest
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, spared_bytes
 from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, STALLED_SECONDS
@@ -592,3 +592,20 @@ async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place
             await fetch.run()
         assert not sessions.excluded
         await check_fetch(fetch_of(sessions, snapshot, peers[1:]), snapshot)
+
+
+async def test_a_donor_that_leaves_signatures_out_keeps_no_one_from_another_donors_average(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob = Blob(0, 5, 1000)
+
+    def read(data: bytes) -> BlobManifest:
+        if data != blob.manifest:
+            raise FewSignersError("1 members of the run have signed")
+        return as_it_is(data)
+
+    as_it_is = blob.read_manifest
+    async with company(2, blob) as (_, peers, held, sessions):
+        monkeypatch.setattr(held[0], "manifest", lambda _kind, _blob_id: b"stripped")
+        monkeypatch.setattr(blob, "read_manifest", read)
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)

@@ -26,7 +26,7 @@ from p2pavg.matchmaking.messages import (
 )
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch
-from p2pavg.matchmaking.timing import PROPOSAL_ANSWER_SECONDS
+from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, PROPOSAL_ANSWER_SECONDS
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import Stream, send_message
 from p2pavg.runs.context import PeerContext
@@ -271,20 +271,25 @@ class AttemptRunner:
         while True:
             self._changed = trio.Event()
             now = self._now()
-            wait = max(self.rules.wake_at() - now, 0.0)
+            # Never asleep for longer than a leader is silent between two words: so a process that stood still for long
+            # enough to miss some finds out by its own timer, whenever its rules are due.
+            wait = min(max(self.rules.wake_at() - now, 0.0), HEARTBEAT_SECONDS)
             with trio.move_on_after(wait) as scope:
                 await self._changed.wait()
             # Otherwise an event has come, which may have moved the time for which this task waits.
-            if scope.cancelled_caught:
-                # This process stood still, and what others said meanwhile has not been read. Without it, they would be
-                # taken for silent.
-                if self._now() > now + wait + ROUND_TRIPS_SECONDS:
-                    await trio.sleep(ROUND_TRIPS_SECONDS)
-                answers = self._context.transport.answers
-                # What was said last was the proposal, or its repetition.
-                seconds = PROPOSAL_ANSWER_SECONDS + ROUND_TRIPS_SECONDS
-                answering = [peer_id for peer_id in self.rules.group.silent if answers(peer_id, seconds)]
-                self._do(self.rules.tick(self._now(), answering))
+            if not scope.cancelled_caught:
+                continue
+            # This process stood still, and what others said meanwhile has not been read. Without it, they would be
+            # taken for silent.
+            if self._now() > now + wait + ROUND_TRIPS_SECONDS:
+                await trio.sleep(ROUND_TRIPS_SECONDS)
+            if self._now() < self.rules.wake_at():
+                continue
+            answers = self._context.transport.answers
+            # What was said last was the proposal, or its repetition.
+            seconds = PROPOSAL_ANSWER_SECONDS + ROUND_TRIPS_SECONDS
+            answering = [peer_id for peer_id in self.rules.group.silent if answers(peer_id, seconds)]
+            self._do(self.rules.tick(self._now(), answering))
 
     def _do(self, actions: Actions) -> None:
         self._changed.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS
 from p2pavg.group.milestones import Milestone
+from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS
 from p2pavg.peer.peer import Peer
 from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import QUIET_BYTES
@@ -112,3 +114,26 @@ async def test_members_do_not_wait_for_one_that_a_newcomer_has_given_up(
     for result in rounds.of_others(3, 1):
         assert len(result.peers) >= PEERS - 1
         assert result.exchange_duration < FIRST_CONTACT_SECONDS + AGREEING_SECONDS
+
+
+async def test_a_follower_that_stood_still_reads_its_leader_before_it_judges(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own timer is a little late only, since it was due near the end of the time in which it stood still."""
+    caplog.set_level(logging.DEBUG, "p2pavg.matchmaking")
+
+    async def live(peer: Peer, index: int) -> None:
+        del index
+        async with peer.averager(config(group_size=3, min_group_size=3, match_timeout=60.0)) as averager:
+            averager.accumulate([values(0, 16)])
+            with trio.move_on_after(30.0):
+                await averager.step(wait=None)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_peers, MemoryNetwork(latency=LAN), 2, live)
+        await trio.sleep(10.0)  # the two have met, and wait for a third one
+        for _ in range(8):
+            await trio.sleep(1.3)  # at another moment between two words of the leader each time
+            autojump_clock.jump(LEADER_SILENCE_SECONDS - 1.0)
+    left = [record.message for record in caplog.records if "silent for" in record.message]
+    assert not left, left

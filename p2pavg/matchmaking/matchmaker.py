@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, field, replace
 
 import trio
 
@@ -40,6 +39,21 @@ MAX_RELAY_ADDRESSES = 3
 MAX_MOVES = 4
 """A group is looked for with so many changes of this peer's reach at most; each may delay its deadline by seconds."""
 MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so more bans would not help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOffer:
+    """What this peer signs of itself for one round; see :class:`~p2pavg.group.candidate.Candidate`.
+
+    A peer whose contribution has the weight 0 observes, or is an auxiliary, which only reduces a share.
+    """
+
+    weight: float = 0.0
+    auxiliary: bool = False
+    state: bytes = b""
+    tags: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    norm: float = 0.0
 
 
 class Matchmaker:
@@ -138,12 +152,7 @@ class Matchmaker:
     async def find_group(
         self,
         *,
-        weight: float,
-        auxiliary: bool = False,
-        state: bytes = b"",
-        tags: Sequence[str] = (),
-        metrics: Mapping[str, float] = MappingProxyType({}),
-        norm: float = 0.0,
+        offer: RoundOffer,
         target: int | None = None,
         contributors: int = 0,
         expected: Collection[str] = (),
@@ -154,9 +163,7 @@ class Matchmaker:
         """Return a committed roster with this peer in it, or the reason for which there is none.
 
         Args:
-            weight: weight of this peer's contribution, in samples. A peer with 0 observes, or is an auxiliary.
-            auxiliary: only reduce a share.
-            state, tags, metrics, norm: see :class:`~p2pavg.group.candidate.Candidate`.
+            offer: this peer's words about itself.
             target: number of members that this group aims at; ``None`` takes that of the settings.
             contributors: number of contributors without which the group is not complete.
             expected: ids of the other peers that the group is to be with, if they are known.
@@ -174,7 +181,7 @@ class Matchmaker:
         last, self._last = self._last, None  # after a round that fails, the next one begins without it
         # A search that avoids peers of the last groups looks for others, and an
         # auxiliary expects no group of its own.
-        again = not (meeting.avoid or auxiliary) and holds_back(
+        again = not (meeting.avoid or offer.auxiliary) and holds_back(
             self._context.signer.peer_id,
             last,
             key=self._place_key,
@@ -201,9 +208,9 @@ class Matchmaker:
                 if deadline is None:
                     # The deadline orders candidates. Those that hold back sign a later one, so the leader of the last
                     # group comes before them even if it announces itself after them.
-                    patience = ATTEMPT_SECONDS if auxiliary else settings.match_timeout
+                    patience = ATTEMPT_SECONDS if offer.auxiliary else settings.match_timeout
                     deadline = self._context.wall_clock() + patience + hold_back
-                me = self._sign(weight, auxiliary, state, tags, metrics, norm, deadline)
+                me = self._sign(offer, deadline)
                 # A peer whose reach changes all the time would put its deadline off without end.
                 moves += outcome.deadline is not None
                 self._attempt = self._begin(
@@ -283,31 +290,17 @@ class Matchmaker:
             refuses=_refusing(usual.refuses, meeting.avoid) if meeting.avoid else usual.refuses,
         )
 
-    def _sign(
-        self,
-        weight: float,
-        auxiliary: bool,
-        state: bytes,
-        tags: Sequence[str],
-        metrics: Mapping[str, float],
-        norm: float,
-        deadline: float,
-    ) -> Candidate:
+    def _sign(self, offer: RoundOffer, deadline: float) -> Candidate:
         return sign_candidate(
             self._context.signer,
             key=self._place_key,
             deadline=deadline,
             expiration_time=self._context.wall_clock() + ATTEMPT_SECONDS + 60.0,
-            weight=weight,
             bandwidth=self._bandwidth(),
             codec=self._codec,
-            auxiliary=auxiliary,
             addresses=_to_announce(self._context.transport.addresses),
-            state=state,
-            tags=tags,
-            metrics=metrics,
             certificate=self._records.certificate,
-            norm=norm,
+            **asdict(offer),
             reach=_reach_of(self._context.transport.reachability),
             site=self._site,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from p2pavg.group.candidate import link_of
 from p2pavg.group.roster import Roster, norm_factors
 from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest
 from p2pavg.group.topology import Star
+from p2pavg.matchmaking.matchmaker import RoundOffer
 from p2pavg.round.exchange import ExchangeOutcome
 from p2pavg.round.reports import RoundReports, Timing
 from p2pavg.runs.config import AveragingConfig
@@ -41,17 +42,6 @@ OnAverage = Callable[[LoggedAverage], None]
 """Is told an average that was committed, in trio's thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOffer:
-    """This peer's signed words about itself, for one round."""
-
-    weight: float = 0.0
-    state: bytes = b""
-    tags: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    norm: float = 0.0
-
-
 class RoundRole(abc.ABC, Generic[ResultT]):
     """This peer's part in one round."""
 
@@ -62,7 +52,7 @@ class RoundRole(abc.ABC, Generic[ResultT]):
     async def offer(self) -> RoundOffer:
         """Return what this peer signs of itself."""
         await trio.lowlevel.checkpoint()
-        return RoundOffer()
+        return RoundOffer(auxiliary=self.auxiliary)
 
     @abc.abstractmethod
     def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:

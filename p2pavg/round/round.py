@@ -18,9 +18,10 @@ from p2pavg.base.result import EXCHANGES, FORMS, InProgress, NoPeersCode
 from p2pavg.group.places.gossip import EVERYWHERE, SearchStage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
+from p2pavg.matchmaking.matchmaker import RoundOffer
 from p2pavg.round.exchange import Exchange
 from p2pavg.round.reports import Timing
-from p2pavg.round.roles import RoundOffer, RoundRole
+from p2pavg.round.roles import RoundRole
 from p2pavg.round.rounds import Rounds
 
 logger = logging.getLogger(__name__)
@@ -178,12 +179,7 @@ class Round(Generic[ResultT]):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_stage, stage.seconds)
                 found = await self._rounds.matchmaker.find_group(
-                    weight=offer.weight,
-                    auxiliary=self.role.auxiliary,
-                    state=offer.state,
-                    tags=offer.tags,
-                    metrics=offer.metrics,
-                    norm=offer.norm,
+                    offer=offer,
                     target=self._target,
                     contributors=self._contributors,
                     expected=self._expected,

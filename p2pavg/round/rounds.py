@@ -26,9 +26,32 @@ from p2pavg.verification.audit.task import Lie
 logger = logging.getLogger(__name__)
 
 MAX_TELLING = 8  # ended rounds whose members are still being told the outcome
-MAX_STALLED = 1024  # peers whose stalls are remembered; the peer whose last stall is oldest is forgotten
+MAX_STRUCK = 1024  # peers whose strikes are remembered
 UNANSWERED_SECONDS = 30.0
 """A peer is not met for four times as long after its second unanswered audit, and then for twice as long each time."""
+
+
+class Strikes:
+    """Counts of what peers did wrong, by peer id. The peer whose last strike is oldest is forgotten."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, peer_id: str) -> int:
+        """Count a strike of a peer, and return how many it has."""
+        count = self._counts[peer_id] = self._counts.pop(peer_id, 0) + 1
+        if len(self._counts) > MAX_STRUCK:
+            del self._counts[next(iter(self._counts))]
+        return count
+
+    def forgive(self, peer_id: str) -> None:
+        """Forget the strikes of a peer."""
+        self._counts.pop(peer_id, None)
+
+
+def pause(seconds: float, strikes: int) -> float:
+    """Return for how long a peer with so many strikes is not met: twice as long with each of them."""
+    return min(seconds * 2.0 ** min(strikes, 10), BAN_SECONDS)
 
 
 class Alone(NamedTuple):
@@ -100,9 +123,9 @@ class Rounds:
         """Silences of other members in the rounds so far."""
         self._tails = tails
         self._telling: deque[Exchange] = deque()
-        self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall
-        self._unanswered: dict[str, int] = {}  # audits in a row that each peer has not answered
-        self._cheated: dict[str, int] = {}  # contributions of each peer that its samples do not give
+        self._stalls = Strikes()  # since a peer was in a round that it did not stall
+        self._unanswered = Strikes()  # audits in a row that a peer has not answered
+        self._cheated = Strikes()  # contributions of a peer that its samples do not give
 
     async def hold(self, exchange: Exchange) -> ExchangeOutcome:
         """Run an exchange, and learn from its outcome. It goes on telling the others after this has returned."""
@@ -123,7 +146,7 @@ class Rounds:
         An audit may go unanswered because that peer has just left, so the first one does not count.
         """
         if finding is None:
-            self._unanswered.pop(peer_id, None)
+            self._unanswered.forgive(peer_id)
         elif isinstance(finding, Lie):
             logger.warning("%s sent a false average: %s", peer_id, finding.reason)
             if len(finding.evidence) <= MAX_EVIDENCE_BYTES:
@@ -133,13 +156,9 @@ class Rounds:
             self.matchmaker.ban(peer_id, finding.reason, BAN_SECONDS)
         else:
             logger.info("%s: %s", peer_id, finding)
-            strikes = self._unanswered.pop(peer_id, 0) + 1
-            self._unanswered[peer_id] = strikes
-            if len(self._unanswered) > MAX_STALLED:
-                del self._unanswered[next(iter(self._unanswered))]
-            if strikes > 1:
-                seconds = min(UNANSWERED_SECONDS * 2.0 ** min(strikes, 10), BAN_SECONDS)
-                self.matchmaker.ban(peer_id, f"{strikes} audits without an answer: {finding}", seconds)
+            if (strikes := self._unanswered.add(peer_id)) > 1:
+                reason = f"{strikes} audits without an answer: {finding}"
+                self.matchmaker.ban(peer_id, reason, pause(UNANSWERED_SECONDS, strikes))
 
     def rechecked(self, peer_id: str, why: str) -> None:
         """Learn that a peer's contribution is not what its samples give.
@@ -147,23 +166,17 @@ class Rounds:
         No other member can be shown it, and the first time may have a reason. So it counts as silence in audits does,
         and is not forgotten: a peer that cheats now and then has good rechecks, too.
         """
-        strikes = self._cheated.pop(peer_id, 0) + 1
-        self._cheated[peer_id] = strikes
-        if len(self._cheated) > MAX_STALLED:
-            del self._cheated[next(iter(self._cheated))]
         logger.warning("%s: %s", peer_id, why)
-        if strikes > 1:
-            seconds = min(UNANSWERED_SECONDS * 2.0 ** min(strikes, 10), BAN_SECONDS)
-            self.matchmaker.ban(
-                peer_id, f"{strikes} contributions that its samples do not give: {why}", seconds
-            )
+        if (strikes := self._cheated.add(peer_id)) > 1:
+            reason = f"{strikes} contributions that its samples do not give: {why}"
+            self.matchmaker.ban(peer_id, reason, pause(UNANSWERED_SECONDS, strikes))
 
     def _prefer(self, roster: Roster, lost: Iterable[RoundFault]) -> None:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""
         gone = {verdict.peer_id for verdict in lost}
         finished = [member for member in roster.members if member.peer_id not in gone]
         for member in finished:
-            self._stalls.pop(member.peer_id, None)
+            self._stalls.forgive(member.peer_id)
         self.matchmaker.finished_with(finished)
 
     def _avoid(self, verdict: RoundFault) -> None:
@@ -174,10 +187,6 @@ class Rounds:
             self.matchmaker.ban(verdict.peer_id, verdict.reason, BAN_SECONDS)
         elif verdict.seconds:
             # One silence is a hiccup, such as a laptop that was closed for a moment. A whole round's time is not.
-            strikes = self._stalls.pop(verdict.peer_id, 0) + 1
-            self._stalls[verdict.peer_id] = strikes
-            if len(self._stalls) > MAX_STALLED:
-                del self._stalls[next(iter(self._stalls))]
+            strikes = self._stalls.add(verdict.peer_id)
             if strikes > 1 or verdict.seconds >= self.settings.exchange_timeout:
-                seconds = min(verdict.seconds * 2.0 ** min(strikes, 10), BAN_SECONDS)
-                self.matchmaker.ban(verdict.peer_id, verdict.reason, seconds)
+                self.matchmaker.ban(verdict.peer_id, verdict.reason, pause(verdict.seconds, strikes))

@@ -12,7 +12,8 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.round.roles import Contributor, RoundOffer
+from p2pavg.matchmaking.matchmaker import RoundOffer
+from p2pavg.round.roles import Contributor
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import check_costs_itself, name, play
 from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.base.limits import ROUND_TRIPS_SECONDS
-from p2pavg.matchmaking.actions import Actions
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.matchmaking.messages import Nudge
 from p2pavg.net.transport import Buffer
@@ -44,24 +42,3 @@ async def test_a_nudge_that_is_not_read_is_let_go_with_its_attempt() -> None:
         assert [stream.closed for stream in transport.opened] == [False]
         nursery.cancel_scope.cancel()
     assert [stream.closed for stream in transport.opened] == [True]
-
-
-async def test_after_it_stood_still_it_reads_what_came_before_it_judges(mock_clock: MockClock) -> None:
-    ticks: list[float] = []
-
-    def tick(now: float, _answering: object) -> Actions:
-        ticks.append(now)
-        return []
-
-    group = SimpleNamespace(silent=frozenset())
-    rules = SimpleNamespace(wake_at=lambda: 10.0 * (1 + len(ticks)), tick=tick, group=group)
-    context = SimpleNamespace(transport=Reaches(candidate(0).peer_id))
-    runner = SimpleNamespace(rules=rules, _now=trio.current_time, _do=len, _context=context)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(AttemptRunner._keep_time, cast(Any, runner))
-        await wait_all_tasks_blocked()
-        for jump, seen in (10.0, [10.0]), (17.0, [10.0]), (ROUND_TRIPS_SECONDS, [10.0, 28.0]):
-            mock_clock.jump(jump)
-            await wait_all_tasks_blocked()
-            assert ticks == seen
-        nursery.cancel_scope.cancel()

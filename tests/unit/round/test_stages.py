@@ -14,7 +14,8 @@ from trio.testing import MockClock
 from p2pavg.base.result import NoPeersCode
 from p2pavg.group.places.gossip import SearchPlace, SearchStage
 from p2pavg.matchmaking.actions import GaveUp, Report
-from p2pavg.round.roles import RoundOffer, RoundRole
+from p2pavg.matchmaking.matchmaker import RoundOffer
+from p2pavg.round.roles import RoundRole
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds
 

@@ -23,7 +23,7 @@ from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.ddp import _FAILED, _OK, _Speaker, peer_gradients
 from tests.integration.optim import ddp_work
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
-from tests.integration.optim.test_recipes import Auto, load
+from tests.simulation.test_recipes import Auto, load
 from tests.unit.optim.fakes import Alone
 
 STEPS = 6

@@ -12,7 +12,7 @@ from p2pavg.strategies import DataParallel, Federated, ModelParallel, Strategy
 from tests.integration.optim import divided_work as work
 from tests.integration.optim.company import Batches, loss_of, vector_of
 from tests.integration.optim.test_ddp import results, start
-from tests.integration.optim.test_recipes import Nesterov, load
+from tests.simulation.test_recipes import Nesterov, load
 
 STEPS = 5
 CLIP = 0.2

@@ -1,4 +1,4 @@
-"""All peers of a run are killed and started again: the run goes on from the newest checkpoint."""
+"""Checkpoints of real processes: a run that was killed goes on from the newest one, and each is written whole."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from p2pavg.blocking import open_averager
+from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import SwarmProcess
 from tests.integration.optim import state_work
+from tests.integration.optim.company import LISTEN, config
 
 PEERS = 4
 EVERY = 5
@@ -103,3 +107,14 @@ def test_a_run_that_was_killed_goes_on_from_the_newest_checkpoint(tmp_path: Path
         assert not [line for line in logged if "has waited" not in line], (
             "a slow machine's peers wait for each other"
         )
+
+
+def test_a_checkpoint_that_is_being_written_when_the_averager_closes_is_written() -> None:
+    written: list[int] = []
+    with open_averager(config(2), listen=LISTEN) as averager:
+        averager.declare([torch.zeros(3)])
+        sharing = averager.share_states(ShareSettings(log_bytes=2**20))
+        sharing._token.run_sync_soon(time.sleep, 0.5)  # what follows is heard of at once
+        sharing.in_background(lambda: written.append(1))
+        sharing._token.run_sync_soon(sharing._nursery.cancel_scope.cancel)  # as the averager's end does
+    assert written == [1]

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 from torch import nn
+from torch.optim import SGD
 
 from p2pavg.optim import RunState
 from p2pavg.optim.catching_up.checkpoints import Checkpoints
 from p2pavg.optim.catching_up.run_state import model_of, run_state_of
+from tests.unit.optim.fakes import Alone, local
 from tests.unit.optim.loops import small
 
 
@@ -41,18 +43,19 @@ def test_the_model_must_be_a_module() -> None:
 
 
 def test_one_object_serves_one_optimizer() -> None:
-    state = RunState(small())
-    state.claim()
+    model = small()
+    inner, state = SGD(model.parameters(), lr=0.1), RunState(model)
+    with pytest.raises(ValueError, match="the model of the RunState"):
+        local(Alone(), inner, state=state, model=small())
+    local(Alone(), inner, state=state)
     with pytest.raises(ValueError, match="belongs to another optimizer"):
-        state.claim()
+        local(Alone(), inner, state=state)
 
 
 def test_the_model_of_an_optimizer_is_that_of_its_state() -> None:
     model = small()
     state = RunState(model)
     assert model_of(None, state) is model_of(model, state) is model_of(model, None) is model
-    with pytest.raises(ValueError, match="the model of the RunState"):
-        model_of(small(), state)
 
 
 def test_a_model_stands_for_its_run_state() -> None:

@@ -380,6 +380,8 @@ class TestOffload:
         ({"sync_every": "soon"}, "sync_every"),
         ({"grace": 0}, "grace"),
         ({"grace": "5s"}, "grace"),
+        ({"proximal": -1.0}, "proximal"),
+        ({"sync_timeout": "5"}, "sync_timeout"),
     ],
 )
 def test_arguments_that_are_out_of_range_are_named(changes: dict[str, Any], named: str) -> None:

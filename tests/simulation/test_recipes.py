@@ -1,24 +1,26 @@
-"""Each algorithm compared with a plain implementation in one process."""
+"""Each algorithm of local updates compared with a plain implementation in one process; on virtual time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD, AdamW, Optimizer
 
-from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates, diloco, fedadagrad, fedadam, fedavg, fedprox, fedyogi
-from tests.integration.optim.company import Batches, loss_of, small_model, train_together, until, vector_of
+from p2pavg.testing import SimulatedLoop
+from tests.integration.optim.company import Batches, loss_of, small_model, until, vector_of
+from tests.simulation.training import one_step, train_together
 
 PEERS = 3
-OUTER_STEPS = 10
+OUTER_STEPS = 6
 SYNC_EVERY = 4
 SIZES = (2, 4, 6)  # of the peers' batches; they differ, and so do the peers' weights
 MU = 0.3
 
-Recipe = Callable[[Optimizer, Averager], LocalUpdates]
+Recipe = Callable[..., LocalUpdates]
 OuterStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function from the anchor and the averaged pseudo-gradient to the next anchor."""
 
@@ -58,17 +60,18 @@ def reference(
     return anchor
 
 
-def together(inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe) -> list[torch.Tensor]:
-    """Run the algorithm with real peers; return the final parameters of all."""
+def together(
+    inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Run the algorithm with peers on a simulated network; return the final parameters of all."""
 
-    def work(peer: int, averager: Averager) -> torch.Tensor:
-        model, batches = small_model(), Batches(peer, SIZES[peer])
-        optimizer = recipe(inner(model), averager)
+    def work(loop: SimulatedLoop) -> torch.Tensor:
+        model, batches = small_model(), Batches(loop.index, SIZES[loop.index])
+        optimizer = recipe(
+            inner(model), loop.averager, sync_every=SYNC_EVERY, peers_to_start=PEERS, **options
+        )
         for _ in until(optimizer, OUTER_STEPS):
-            optimizer.zero_grad()
-            torch.autograd.backward(loss_of(model, batches.next()))
-            report = optimizer.step(samples=batches.size)
-            assert report.behind is None
+            assert one_step(loop, model, batches, optimizer).behind is None
         return vector_of(model)
 
     return train_together(work, PEERS)
@@ -130,67 +133,28 @@ class Adaptive:
         return anchor + self._lr * self._m / (torch.as_tensor(self._v).sqrt() + self._tau)
 
 
-CASES: list[tuple[str, Callable[[torch.nn.Module], Optimizer], Recipe, OuterStep, float]] = [
-    (
-        "fedavg",
-        sgd,
-        lambda inner, a: fedavg(inner, a, sync_every=SYNC_EVERY, peers_to_start=PEERS),
-        lambda a, p: a - p,
-        0.0,
-    ),
-    (
-        "fedprox",
-        sgd,
-        lambda inner, a: fedprox(inner, a, sync_every=SYNC_EVERY, mu=MU, peers_to_start=PEERS),
-        lambda a, p: a - p,
-        MU,
-    ),
-    (
-        "diloco",
-        adamw,
-        lambda inner, a: diloco(inner, a, sync_every=SYNC_EVERY, peers_to_start=PEERS),
-        Auto(0.7, 0.9),
-        0.0,
-    ),
-    (
-        "diloco with a fixed rate",
-        adamw,
-        lambda inner, a: diloco(inner, a, sync_every=SYNC_EVERY, lr=0.7, peers_to_start=PEERS),
-        Nesterov(0.7, 0.9),
-        0.0,
-    ),
-    (
-        "fedadagrad",
-        sgd,
-        lambda inner, a: fedadagrad(inner, a, sync_every=SYNC_EVERY, peers_to_start=PEERS),
-        Adaptive("adagrad"),
-        0.0,
-    ),
-    (
-        "fedadam",
-        sgd,
-        lambda inner, a: fedadam(inner, a, sync_every=SYNC_EVERY, peers_to_start=PEERS),
-        Adaptive("adam"),
-        0.0,
-    ),
-    (
-        "fedyogi",
-        sgd,
-        lambda inner, a: fedyogi(inner, a, sync_every=SYNC_EVERY, peers_to_start=PEERS),
-        Adaptive("yogi"),
-        0.0,
-    ),
-]
+def move(anchor: torch.Tensor, pseudo: torch.Tensor) -> torch.Tensor:
+    """Take the outer step of federated averaging."""
+    return anchor - pseudo
 
 
-@pytest.mark.parametrize(
-    ("inner", "recipe", "outer", "mu"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
-)
+CASES: dict[str, tuple[Callable[[torch.nn.Module], Optimizer], Recipe, dict[str, Any], OuterStep]] = {
+    "fedavg": (sgd, fedavg, {}, move),
+    "fedprox": (sgd, fedprox, {"mu": MU}, move),
+    "diloco": (adamw, diloco, {}, Auto(0.7, 0.9)),
+    "diloco with a fixed rate": (adamw, diloco, {"lr": 0.7}, Nesterov(0.7, 0.9)),
+    "fedadagrad": (sgd, fedadagrad, {}, Adaptive("adagrad")),
+    "fedadam": (sgd, fedadam, {}, Adaptive("adam")),
+    "fedyogi": (sgd, fedyogi, {}, Adaptive("yogi")),
+}
+
+
+@pytest.mark.parametrize(("inner", "recipe", "options", "outer"), CASES.values(), ids=CASES)
 def test_recipe_matches_one_process(
-    inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe, outer: OuterStep, mu: float
+    inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe, options: dict[str, Any], outer: OuterStep
 ) -> None:
-    expected = reference(inner, outer, mu)
-    found = together(inner, recipe)
+    expected = reference(inner, outer, options.get("mu", 0.0))
+    found = together(inner, recipe, options)
     assert all(torch.equal(one, found[0]) for one in found), "peers with different parameters"
     assert (found[0].double() - expected).abs().max() < 1e-5
     assert (expected - vector_of(small_model()).double()).abs().max() > 1e-2, "nothing was learned"

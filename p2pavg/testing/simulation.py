@@ -140,7 +140,7 @@ async def run_peers(
         first = trio.Event()
         nursery.start_soon(live, 0, (), first)
         await first.wait()
-        addresses = with_peer_id([network._location(signers[0].peer_id)], signers[0].peer_id)
+        addresses = with_peer_id([network.location_of(signers[0].peer_id)], signers[0].peer_id)
         others = [trio.Event() for _ in range(1, count)]
         for index, done in enumerate(others, 1):
             nursery.start_soon(live, index, addresses, done)

@@ -208,7 +208,7 @@ class Churn:
         bootstrap = [
             address
             for peer_id in self._dice.sample(others, min(len(others), 2))
-            for address in with_peer_id([self._network._location(peer_id)], peer_id)
+            for address in with_peer_id([self._network.location_of(peer_id)], peer_id)
         ]
         await nursery.start(self._live, index, bootstrap)
 

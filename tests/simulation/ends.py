@@ -172,7 +172,7 @@ class EndingRun:
         bootstrap = (
             []
             if self._first is None
-            else list(with_peer_id([self._network._location(self._first)], self._first))
+            else list(with_peer_id([self._network.location_of(self._first)], self._first))
         )
         if self._first is None:
             self._first = simulated_signer(index).peer_id

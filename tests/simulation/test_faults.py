@@ -166,7 +166,7 @@ class Watch:
     async def ask(self, peer: Peer, index: int, other: int) -> None:
         """Note the moments of the answers."""
         signer = simulated_signer(other)
-        location = self.network._location(signer.peer_id)
+        location = self.network.location_of(signer.peer_id)
         while True:
             try:
                 await peer.context.transport.dial(f"{location}/p2p/{signer.peer_id}", timeout=0.4)
@@ -235,13 +235,13 @@ async def test_lost_connection_can_be_replaced(autojump_clock: MockClock) -> Non
         other = simulated_signer(1 - index).peer_id
         await trio.sleep(1.0)
         if index == 1:
-            await transport.dial(f"{network._location(other)}/p2p/{other}", timeout=1.0)
+            await transport.dial(f"{network.location_of(other)}/p2p/{other}", timeout=1.0)
         await trio.sleep(1.0)
         assert transport.is_connected(other)
         with trio.fail_after(10.0):
             while transport.is_connected(other):  # soon after, the records connect the two again
                 await trio.sleep(0.01)
-        await transport.dial(f"{network._location(other)}/p2p/{other}", timeout=1.0)
+        await transport.dial(f"{network.location_of(other)}/p2p/{other}", timeout=1.0)
         replaced.append(transport.is_connected(other))
 
     await run_peers(network, 2, work, plan=FaultPlan([Fault(Disconnect(0, 1), At(5.0))]))

@@ -863,7 +863,7 @@ async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
 ) -> None:
     """Its record has another member's address, and it dials no other member once the group stands."""
     network, liar, victim = MemoryNetwork(latency=LAN), 2, 1
-    location = network._location(name(victim))
+    location = network.location_of(name(victim))
     transports: list[MemoryTransport] = []
 
     class Elsewhere(MemoryTransport):

@@ -6,10 +6,8 @@ pair's traffic does not change another pair's latencies. Tasks that are ready at
 which is not seeded. Give ``latency`` a range, so that instants differ.
 """
 
-from p2pavg.testing.memory.connection import MAX_INBOUND_STREAMS
-from p2pavg.testing.memory.network import MemoryNetwork
-from p2pavg.testing.memory.stream import WINDOW_BYTES, MemoryStream
-from p2pavg.testing.memory.transport import DIRECT_KINDS, Inbound, MemoryTransport
+from p2pavg.testing.memory.connection import MAX_INBOUND_STREAMS, WINDOW_BYTES, MemoryStream
+from p2pavg.testing.memory.network import DIRECT_KINDS, Inbound, MemoryNetwork, MemoryTransport
 
 __all__ = [
     "DIRECT_KINDS",

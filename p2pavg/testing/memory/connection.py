@@ -1,131 +1,26 @@
-"""A simulated connection: a wire for each direction, and an end for each of the two peers."""
+"""A simulated connection: a wire for each direction, an end for each of the two peers, and streams like yamux's."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import trio
 
-from p2pavg.base.errors import P2PAvgError
-from p2pavg.net.transport import PeerId, StreamHandler
-from p2pavg.testing.memory.machine import Machine
-from p2pavg.testing.memory.stream import MemoryStream
-
-# The links between the peers of a simulated network: their latencies, cuts and stops.
-
-
-class Links:
-    """Every link of one network.
-
-    Args:
-        seed: determines the latencies.
-        latency: seconds that a frame takes one way, drawn evenly from this range.
-    """
-
-    def __init__(self, seed: int, latency: tuple[float, float]) -> None:
-        low, high = latency
-        if not 0.0 <= low <= high:
-            raise ValueError(f"latency is a range of seconds, not {latency}")
-        self._seed = seed
-        self._latency = latency
-        self._latencies: dict[tuple[PeerId, PeerId], random.Random] = {}
-        self._delays: dict[PeerId, tuple[float, float]] = {}
-        self._cut: set[frozenset[PeerId]] = set()
-        self._stopped: set[PeerId] = set()
-        self._changed = trio.Event()
-
-    def cut(self, a: PeerId, b: PeerId) -> None:
-        """Deliver nothing between two peers, until :meth:`heal`."""
-        self._cut.add(frozenset((a, b)))
-
-    def heal(self, a: PeerId, b: PeerId) -> None:
-        """End a :meth:`cut`."""
-        self._cut.discard(frozenset((a, b)))
-        self.notify()
-
-    def stop(self, peer_id: PeerId) -> None:
-        """Deliver nothing from or to a peer, until :meth:`resume`."""
-        self._stopped.add(peer_id)
-
-    def resume(self, peer_id: PeerId) -> None:
-        """End a :meth:`stop`."""
-        self._stopped.discard(peer_id)
-        self.notify()
-
-    def delay(self, peer_id: PeerId, latency: tuple[float, float] | None) -> None:
-        """Set the latency of a peer's frames; ``None`` restores the network's."""
-        if latency is None:
-            self._delays.pop(peer_id, None)
-        else:
-            self._delays[peer_id] = latency
-
-    def notify(self) -> None:
-        """Wake the frames that wait for a link, so that they look at it again."""
-        self._changed.set()
-        self._changed = trio.Event()
-
-    def is_silent(self, a: PeerId, b: PeerId) -> bool:
-        """Return whether frames between two peers are held back now."""
-        return frozenset((a, b)) in self._cut or a in self._stopped or b in self._stopped
-
-    async def until_heard(self, a: PeerId, b: PeerId) -> None:
-        """Wait until frames between two peers are delivered again."""
-        while self.is_silent(a, b):
-            await self._changed.wait()
-
-    def draw_latency(self, sender: PeerId, receiver: PeerId) -> float:
-        """Return the seconds that the next frame takes."""
-        pair = (sender, receiver)
-        if pair not in self._latencies:
-            self._latencies[pair] = random.Random(f"{self._seed}/{sender}/{receiver}")
-        drawn = self._latencies[pair].uniform(*self._latency)
-        for end in pair:
-            if end in self._delays:
-                drawn = max(drawn, self._latencies[pair].uniform(*self._delays[end]))
-        return drawn
-
-    async def round_trip(self, a: PeerId, b: PeerId) -> None:
-        """Wait for as long as one frame from ``a`` to ``b`` and its answer take."""
-        for one, other in ((a, b), (b, a)):
-            await trio.sleep(self.draw_latency(one, other))
-            await self.until_heard(one, other)
-
-
-# The addresses of the peers of a simulated network.
-
-
-class Locations:
-    """Gives each peer one address, at the first question about it, and keeps it."""
-
-    def __init__(self) -> None:
-        self._known: dict[PeerId, str] = {}
-        self._peers: dict[str, PeerId] = {}
-
-    def of(self, peer_id: PeerId) -> str:
-        """Return the address of a peer, without its id."""
-        if peer_id not in self._known:
-            number = len(self._known) + 1
-            location = f"/ip4/10.{number >> 16}.{number >> 8 & 255}.{number & 255}/tcp/4001"
-            self._known[peer_id], self._peers[location] = location, peer_id
-        return self._known[peer_id]
-
-    def peer_at(self, location: str) -> PeerId | None:
-        """Return the peer to which an address was given; ``None`` if no peer has it."""
-        return self._peers.get(location)
-
-    def host_of(self, peer_id: PeerId) -> str:
-        """Return the IP address from which a peer's connections come."""
-        return self.of(peer_id).split("/")[2]
-
+from p2pavg.base.errors import ClosedError, P2PAvgError, StreamBrokenError, UnreachableError
+from p2pavg.base.limits import STALL_SECONDS
+from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler
+from p2pavg.testing.memory.machine import Links, Machine
 
 logger = logging.getLogger(__name__)
 
-# The header of yamux, and the limit of inbound streams that p2pavg.net.libp2p sets.
+# The values of libp2p's yamux, with what p2pavg.net.libp2p sets.
+WINDOW_BYTES = 256 * 1024
+FRAME_BYTES = 32 * 1024
 HEADER_BYTES = 12
 MAX_INBOUND_STREAMS = 128
 
@@ -193,10 +88,10 @@ class End:
     Args:
         machine: the peer's machine.
         remote: id of the other peer.
+        remote_host: the IP address of the other peer, or of the relay.
+        relayed: true if the connection leads through a relay.
         first_stream_id: id of the first stream that this end opens; each further one has an id higher by 2.
-        locations: the addresses of the network.
         on_close: called once, when this end closes.
-        relay: the peer through which the connection leads; ``None`` if it is direct.
     """
 
     outgoing: Wire
@@ -207,30 +102,20 @@ class End:
         self,
         machine: Machine,
         remote: PeerId,
+        remote_host: str,
+        relayed: bool,
         first_stream_id: int,
-        locations: Locations,
         on_close: Callable[[End], None],
-        relay: Machine | None = None,
     ) -> None:
         self.machine = machine
         self.remote = remote
-        self._locations = locations
+        self.remote_host = remote_host
+        self.relayed = relayed
         self._on_close = on_close
-        self._relay = relay
         self.streams: dict[int, MemoryStream] = {}
         self.inbound_streams = 0
         self.closed = False
         self._next_stream_id = first_stream_id
-
-    @property
-    def remote_host(self) -> str:
-        """The IP address of the other peer, or of the relay."""
-        return self._locations.host_of(self.remote if self._relay is None else self._relay.peer_id)
-
-    @property
-    def relayed(self) -> bool:
-        """True if the connection leads through a relay."""
-        return self._relay is not None
 
     def close(self, why: str) -> None:
         """Break every stream of this end. Only a frame can tell the other end."""
@@ -292,3 +177,159 @@ class End:
         finally:
             self.inbound_streams -= 1
             await stream.reset()
+
+
+class MemoryStream(Stream):
+    """One stream of a connection. A receiver that reads nothing blocks the sender after ``WINDOW_BYTES``."""
+
+    def __init__(self, end: End, stream_id: int) -> None:
+        self.remote = end.remote
+        self.remote_host = end.remote_host
+        self.relayed = end.relayed
+        self._end = end
+        self._id = stream_id
+        self._unread = bytearray()
+        self._ended = False
+        self._window = WINDOW_BYTES
+        self._taken = 0
+        self._closed = False
+        self._broken: str | None = None
+        self._unreadable: str | None = None
+        self._unwritable: str | None = None
+        self._busy: set[str] = set()
+        self._changed = trio.Event()
+        self.opened = False
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _check(self, unusable: str | None) -> None:
+        if self._closed or self._end.machine.has_left:
+            raise ClosedError(f"the stream to {self.remote} was closed by this process")
+        if (broken := self._broken or unusable) is not None:
+            raise StreamBrokenError(f"the stream to {self.remote} broke: {broken}")
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        if doing in self._busy:
+            raise trio.BusyResourceError(f"another task is {doing} on this stream")
+        self._busy.add(doing)
+        try:
+            yield
+        finally:
+            self._busy.discard(doing)
+
+    async def until_opened(self) -> None:
+        """Wait until the other side has accepted the stream. Raises UnreachableError if it refuses."""
+        while not self.opened:
+            if self._broken is not None:
+                raise UnreachableError(f"{self.remote} opened no stream: {self._broken}")
+            await self._changed.wait()
+
+    async def send_all(self, data: Buffer) -> None:
+        self._check(self._unwritable)
+        view = memoryview(data)
+        with self._alone("sending"):
+            try:
+                while len(view) > 0:
+                    view = view[await self._send_some(view) :]
+            except trio.Cancelled:
+                self._unwritable = "a write was cancelled half-way"
+                raise
+
+    async def _send_some(self, view: memoryview) -> int:
+        await trio.lowlevel.checkpoint()
+        self._check(None)
+        while self._window == 0:
+            await self._changed.wait()
+            self._check(None)
+        async with self._end.machine.room_to_send(min(len(view), self._window, FRAME_BYTES)):
+            self._check(None)
+            count = min(len(view), self._window, FRAME_BYTES)
+            self._window -= count
+            frame = bytes(view[:count])
+            self._end.tell(self._id, count, lambda stream: stream.hear_data(frame))
+            return count
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        self._check(self._unreadable)
+        with self._alone("receiving"):
+            try:
+                # A turn of the event loop for data that is there would be most of the simulation's work.
+                await trio.lowlevel.checkpoint_if_cancelled()
+                while not self._unread and not self._ended and self._broken is None and not self._closed:
+                    await self._changed.wait()
+            except trio.Cancelled:
+                self._unreadable = "a read was cancelled half-way"
+                raise
+        self._check(None)
+        taken = bytes(self._unread[:max_bytes])
+        del self._unread[: len(taken)]
+        self._take(len(taken))
+        return taken
+
+    def _take(self, count: int) -> None:
+        """Reopen the sender's window, half a window at a time: an update for every read would double the traffic."""
+        self._taken += count
+        if self._taken >= WINDOW_BYTES // 2:
+            granted, self._taken = self._taken, 0
+            self._end.tell(self._id, 0, lambda stream: stream.hear_window(granted))
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        if self._unwritable is not None or self._broken is not None:
+            await self.reset()
+            return
+        self._closed = True
+        self._end.tell(self._id, 0, MemoryStream.hear_end)
+        self._take(len(self._unread))
+        self._unread.clear()
+        self._change()
+        self._end.machine.start_soon(self._linger)
+
+    async def _linger(self) -> None:
+        """Keep the stream until the other side closes its half; reset it after a timeout."""
+        with trio.move_on_after(STALL_SECONDS):
+            while not self._ended and self._broken is None:
+                await self._changed.wait()
+            self._end.forget(self._id)
+            return
+        self._reset()
+
+    async def reset(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._reset()
+
+    def _reset(self) -> None:
+        if self._broken is None:
+            self._end.tell(self._id, 0, lambda stream: stream.break_off("the other side reset it"))
+            self.break_off("this process reset it")
+
+    def break_off(self, why: str) -> None:
+        """End the stream in both directions. Unread bytes are lost."""
+        self._broken = why
+        self._unread.clear()
+        self._end.forget(self._id)
+        self._change()
+
+    def hear_opened(self) -> None:
+        self.opened = True
+        self._change()
+
+    def hear_data(self, frame: bytes) -> None:
+        if self._closed:
+            self._take(len(frame))
+        else:
+            self._unread += frame
+            self._change()
+
+    def hear_window(self, granted: int) -> None:
+        self._window += granted
+        self._change()
+
+    def hear_end(self) -> None:
+        self._ended = True
+        self._change()

@@ -47,7 +47,7 @@ async def test_only_pairs_that_cannot_connect_directly_use_the_relay(
         assert await receive_message(stream) == bytes(1000)
         assert stream.relayed is relayed
         assert (network.bytes_relayed(relay.peer_id) > 2000) is relayed
-        host = (relay if relayed else there)._locations.host_of((relay if relayed else there).peer_id)
+        host = network.host_of((relay if relayed else there).peer_id)
         assert stream.remote_host == host
 
 
@@ -56,7 +56,7 @@ async def test_a_dial_to_the_own_address_of_a_peer_behind_a_router_is_never_answ
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, "drr") as (relay, here, there):
-        own = f"{network._location(there.peer_id)}/p2p/{there.peer_id}"
+        own = f"{network.location_of(there.peer_id)}/p2p/{there.peer_id}"
         for dialling in (relay, here):
             with pytest.raises(UnreachableError, match="within"):
                 await dialling.dial(own, timeout=5.0)

@@ -388,7 +388,7 @@ async def test_stream_with_unread_answers_is_closed(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unread answer blocks no task for ever."""
-    monkeypatch.setattr("p2pavg.testing.memory.stream.WINDOW_BYTES", 4096)  # an answer has 7 bytes
+    monkeypatch.setattr("p2pavg.testing.memory.connection.WINDOW_BYTES", 4096)  # an answer has 7 bytes
     async with calling() as (stream, _, _):
 
         async def call_on_and_on() -> None:

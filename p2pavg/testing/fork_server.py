@@ -82,17 +82,13 @@ def _carry_out(
     if not pid:
         _become(request, control, selector, files)
         return request
-    _note_forked(control, pid, files)
-    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
-    return None
-
-
-def _note_forked(control: socket.socket, pid: int, files: list[int]) -> None:
     with suppress(ProcessLookupError, PermissionError):  # the process has done it itself, and may have ended
         os.setpgid(pid, pid)  # the test, which learns the id now, may signal the group at once
     for file in files:
         os.close(file)
     _send(control, {"pid": pid})
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
+    return None
 
 
 def _say_ended(control: socket.socket, pid: int) -> None:

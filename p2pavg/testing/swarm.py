@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from p2pavg import blocking
 from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
@@ -31,17 +31,9 @@ from p2pavg.runs.config import AveragingConfig
 from p2pavg.testing.faults import At, Crash, Fault, FaultPlan, Stop
 from p2pavg.testing.forking import Process, can_fork, fork_process
 
-# Faults of a p2pavg.testing.FaultPlan on real processes: signals at moments.
+logger = logging.getLogger(__name__)
 
-
-class Signalled(Protocol):
-    """The part of a :class:`~p2pavg.testing.SwarmProcess` that faults use."""
-
-    @property
-    def running(self) -> bool: ...
-    def kill(self) -> None: ...
-    def stop(self) -> None: ...
-    def resume(self) -> None: ...
+_LOOK_SECONDS = 0.05
 
 
 def signals_of(plan: FaultPlan) -> list[tuple[float, int, str]]:
@@ -52,63 +44,23 @@ def signals_of(plan: FaultPlan) -> list[tuple[float, int, str]]:
     """
     found: list[tuple[float, int, str]] = []
     for fault in plan.faults:
-        found += _signals_of(fault)
+        match fault:
+            case Fault(Crash(peer), At(at)):
+                found.append((at, peer, "kill"))
+            case Fault(Stop(peer, seconds), At(at)):
+                found.append((at, peer, "stop"))
+                if seconds is not None:
+                    found.append((at + seconds, peer, "resume"))
+            case Fault(_, At()):
+                raise ValueError(
+                    f"{fault}: processes of one machine share its network; use Crash or Stop, or simulated peers"
+                )
+            case _:
+                raise ValueError(
+                    f"{fault}: the milestones of real processes are not seen from outside; use At(seconds), or"
+                    " simulated peers"
+                )
     return sorted(found)
-
-
-def _signals_of(fault: Fault) -> list[tuple[float, int, str]]:
-    match fault:
-        case Fault(Crash(peer), At(at)):
-            return [(at, peer, "kill")]
-        case Fault(Stop(peer, seconds), At(at)):
-            return [(at, peer, "stop"), *([] if seconds is None else [(at + seconds, peer, "resume")])]
-        case Fault(_, At()):
-            why = "processes of one machine share its network; use Crash or Stop"
-        case _:
-            why = "the milestones of real processes are not seen from outside; use At(seconds)"
-    raise ValueError(f"{fault}: {why}, or simulated peers")
-
-
-@contextmanager
-def carrying_out(plan: FaultPlan, processes: Callable[[], Sequence[Signalled]]) -> Iterator[None]:
-    """Send the signals of a plan for as long as the block runs; its beginning is that of the plan.
-
-    Args:
-        processes: returns the processes by index, at the moment of a fault. One that has ended gets no signal.
-
-    Raises:
-        ValueError: see :func:`signals_of`; or an index is that of no process when the block begins.
-    """
-    signals = signals_of(plan)
-    count = len(processes())
-    for _, index, _ in signals:
-        if not 0 <= index < count:
-            raise ValueError(f"the plan names process {index}, and the swarm has {count}")
-    left = threading.Event()
-    thread = threading.Thread(target=_send, args=(signals, processes, left), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        left.set()
-        thread.join()
-
-
-def _send(
-    signals: list[tuple[float, int, str]], processes: Callable[[], Sequence[Signalled]], left: threading.Event
-) -> None:
-    began = time.monotonic()
-    for at, index, method in signals:
-        if left.wait(max(began + at - time.monotonic(), 0.0)):
-            return
-        process = processes()[index]
-        if process.running:
-            getattr(process, method)()
-
-
-logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.05
 
 
 class Member:
@@ -352,11 +304,33 @@ class LocalSwarm:
     def carrying_out(self, plan: FaultPlan) -> Iterator[None]:
         """Cause the faults of a plan for as long as the block runs: crashes and stops, at moments from its beginning.
 
+        A process that has ended by then gets no signal.
+
         Raises:
             ValueError: real processes cannot have one of the faults, or there is no process of that index.
         """
-        with carrying_out(plan, lambda: self.processes):
+        signals = signals_of(plan)
+        for _, index, _ in signals:
+            if not 0 <= index < len(self.processes):
+                raise ValueError(f"the plan names process {index}, and the swarm has {len(self.processes)}")
+        left = threading.Event()
+        thread = threading.Thread(target=self._send, args=(signals, left), daemon=True)
+        thread.start()
+        try:
             yield
+        finally:
+            left.set()
+            thread.join()
+
+    def _send(self, signals: list[tuple[float, int, str]], left: threading.Event) -> None:
+        """Send the signals of a plan, until its block is left."""
+        began = time.monotonic()
+        for at, index, method in signals:
+            if left.wait(max(began + at - time.monotonic(), 0.0)):
+                return
+            process = self.processes[index]
+            if process.running:
+                getattr(process, method)()
 
     def wait_ended(self, timeout: float) -> None:
         """Wait until every process has ended by itself.

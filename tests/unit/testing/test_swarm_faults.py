@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2pavg.testing import After, At, Crash, Cut, Fault, FaultPlan, Milestone, Stop, Throttle
-from p2pavg.testing.swarm import carrying_out, signals_of
+from p2pavg.testing import After, At, Crash, Cut, Fault, FaultPlan, LocalSwarm, Milestone, Stop, Throttle
+from p2pavg.testing.swarm import signals_of
 
 
 class FakeProcess:
@@ -31,20 +31,28 @@ class FakeProcess:
         self.signals.append("resume")
 
 
+def swarm_of(*processes: FakeProcess) -> LocalSwarm:
+    swarm = LocalSwarm("a_module:work", peers=0)
+    swarm.processes = list(processes)  # type: ignore[arg-type]
+    return swarm
+
+
 def test_crashes_and_stops_are_signals_at_their_moments() -> None:
     plan = FaultPlan([Fault(Stop(1, 4.0), At(2.0)), Fault(Crash(0), At(1.0)), Fault(Stop(2), At(3.0))])
     assert signals_of(plan) == [(1.0, 0, "kill"), (2.0, 1, "stop"), (3.0, 2, "stop"), (6.0, 1, "resume")]
 
 
-@pytest.mark.parametrize("what", [Cut(0, 1), Throttle(0, 1e4)])
-def test_faults_of_the_network_are_refused(what: Cut | Throttle) -> None:
-    with pytest.raises(ValueError, match="share its network"):
-        signals_of(FaultPlan([Fault(what, At(1.0))]))
-
-
-def test_milestones_are_refused() -> None:
-    with pytest.raises(ValueError, match="milestones of real processes"):
-        signals_of(FaultPlan([Fault(Crash(0), After(Milestone.FORMED))]))
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault(Cut(0, 1), At(1.0)), "share its network"),
+        (Fault(Throttle(0, 1e4), At(1.0)), "share its network"),
+        (Fault(Crash(0), After(Milestone.FORMED)), "milestones of real processes"),
+    ],
+)
+def test_faults_that_processes_cannot_have_are_refused(fault: Fault, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        signals_of(FaultPlan([fault]))
 
 
 def test_a_plan_is_carried_out_in_its_order_on_those_that_still_run() -> None:
@@ -55,7 +63,7 @@ def test_a_plan_is_carried_out_in_its_order_on_those_that_still_run() -> None:
         Fault(Stop(1, 0.001), At(0.002)),
         Fault(Crash(1), At(0.004)),
     ]
-    with carrying_out(FaultPlan(faults), lambda: processes):
+    with swarm_of(*processes).carrying_out(FaultPlan(faults)):
         assert processes[1].signalled.wait(20.0)
     assert processes[0].signals == ["kill"]
     assert processes[1].signals == ["stop", "resume", "kill"]
@@ -63,7 +71,7 @@ def test_a_plan_is_carried_out_in_its_order_on_those_that_still_run() -> None:
 
 def test_what_comes_after_the_block_does_not_happen() -> None:
     process = FakeProcess()
-    with carrying_out(FaultPlan([Fault(Crash(0), At(3600.0))]), lambda: [process]):
+    with swarm_of(process).carrying_out(FaultPlan([Fault(Crash(0), At(3600.0))])):
         pass
     assert process.running
 
@@ -72,6 +80,6 @@ def test_a_plan_that_names_no_process_is_refused() -> None:
     plan = FaultPlan([Fault(Crash(2), At(1.0))])
     with (
         pytest.raises(ValueError, match="names process 2, and the swarm has 1"),
-        carrying_out(plan, lambda: [FakeProcess()]),
+        swarm_of(FakeProcess()).carrying_out(plan),
     ):
         pass

@@ -29,6 +29,7 @@ from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.averager import DecentralizedAverager, waiting_round
 from p2pavg.peer.joining.member import open_peer_of
+from p2pavg.peer.peer import PeerOptions
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.peer.statuses import Statuses
 from p2pavg.peer.step_plan import checked_plan, checked_wait
@@ -384,19 +385,16 @@ def open_averager(
     if not isinstance(config, AveragingConfig):
         raise TypeError(f"config must be an AveragingConfig, got {type(config).__name__}")
 
+    options = PeerOptions(
+        bootstrap=bootstrap,
+        identity=identity,
+        announce=announce,
+        port_mapping=port_mapping,
+        relay_mbps=relay_mbps,
+    )
+
     async def live(give: Callable[[DecentralizedAverager], None], stop: trio.Event) -> None:
-        async with (
-            open_peer_of(
-                config,
-                listen=listen,
-                bootstrap=bootstrap,
-                identity=identity,
-                announce=announce,
-                port_mapping=port_mapping,
-                relay_mbps=relay_mbps,
-            ) as peer,
-            peer.averager(config) as averager,
-        ):
+        async with open_peer_of(config, listen, options) as peer, peer.averager(config) as averager:
             give(averager)
             await stop.wait()
 

@@ -44,46 +44,9 @@ if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
     from trio_typing import TaskStatus
 
-# The average of a peer that no other peer averages with: its own contribution, without a round.
-
-_DOMAIN = "p2pavg/alone/1"
-
-
-def apply_locally(accumulation: Accumulation, peer_id: str, state: bytes) -> Success | None:
-    """Take what is accumulated, as the result of a peer alone; ``None`` if nothing is.
-
-    Its ``group_id`` follows from the peer and the state. No group has it, so two peers that go on alone from the same
-    state are in different states afterwards.
-
-    Args:
-        accumulation: this peer's; none of it may be in a round.
-        peer_id: this peer's id.
-        state: state of the tensors before the update.
-    """
-    taken = accumulation.take()
-    if taken is None:
-        return None
-    averaged = taken.schema.unflatten(taken.mean.clone())
-    accumulation.release(taken)
-    return Success(
-        averaged=averaged,
-        peers=(peer_id,),
-        weights={peer_id: taken.weight},
-        total_weight=taken.weight,
-        compression_ratio=1.0,
-        bytes_sent=0,
-        bytes_received=0,
-        duration=0.0,
-        exchange_duration=0.0,
-        group_id=hashlib.sha256(pack(_DOMAIN, peer_id, state)).hexdigest(),
-        share=(0, taken.schema.elements),
-        metrics=taken.metrics.means,
-    )
-
-
 logger = logging.getLogger(__name__)
 
-
+_ALONE = "p2pavg/alone/1"
 OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
 
 
@@ -267,13 +230,33 @@ class DecentralizedAverager:
     def apply_locally(self, state: bytes) -> Success | None:
         """Take what is accumulated as the average of this peer alone, without a round; ``None`` if nothing is.
 
-        For an optimizer that takes updates while no other peer is there. No round of this averager may run.
+        For an optimizer that takes updates while no other peer is there. No round of this averager may run. The
+        result's ``group_id`` follows from the peer and the state. No group has it, so two peers that go on alone from
+        the same state are in different states afterwards.
 
         Args:
-            state: state of the tensors before the update; the result's ``group_id`` depends on it.
+            state: state of the tensors before the update.
         """
         self._check_open()
-        return apply_locally(self._accumulation, self.peer_id, state)
+        taken = self._accumulation.take()
+        if taken is None:
+            return None
+        averaged = taken.schema.unflatten(taken.mean.clone())
+        self._accumulation.release(taken)
+        return Success(
+            averaged=averaged,
+            peers=(self.peer_id,),
+            weights={self.peer_id: taken.weight},
+            total_weight=taken.weight,
+            compression_ratio=1.0,
+            bytes_sent=0,
+            bytes_received=0,
+            duration=0.0,
+            exchange_duration=0.0,
+            group_id=hashlib.sha256(pack(_ALONE, self.peer_id, state)).hexdigest(),
+            share=(0, taken.schema.elements),
+            metrics=taken.metrics.means,
+        )
 
     @property
     def round_state(self) -> bytes | None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import trio
@@ -343,6 +343,17 @@ async def peer_over(
                 nursery.cancel_scope.cancel()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """The arguments of :func:`open_peer` beside the addresses on which the peer listens."""
+
+    bootstrap: Sequence[str] = ()
+    identity: str | os.PathLike[str] | None = None
+    announce: Sequence[str] = ()
+    port_mapping: bool = True
+    relay_mbps: float = DEFAULT_RELAY_MBPS
+
+
 @asynccontextmanager
 async def open_peer(
     *,
@@ -375,28 +386,20 @@ async def open_peer(
         ConfigError: ``relay_mbps`` or ``port_mapping`` is out of range.
         BootstrapError: no bootstrap peer answered within 15 s.
     """
-    async with open_peer_or_asker(
-        listen=listen,
+    options = PeerOptions(
         bootstrap=bootstrap,
         identity=identity,
         announce=announce,
         port_mapping=port_mapping,
         relay_mbps=relay_mbps,
-        only_asks=False,
-    ) as peer:
+    )
+    async with open_peer_or_asker(listen, options) as peer:
         yield peer
 
 
 @asynccontextmanager
 async def open_peer_or_asker(
-    *,
-    listen: Sequence[str],
-    bootstrap: Sequence[str],
-    identity: str | os.PathLike[str] | None,
-    announce: Sequence[str],
-    port_mapping: bool,
-    relay_mbps: float,
-    only_asks: bool,
+    listen: Sequence[str], how: PeerOptions, *, only_asks: bool = False
 ) -> AsyncIterator[Peer]:
     """Open a peer as :func:`open_peer` does, or one that serves nothing.
 
@@ -412,16 +415,16 @@ async def open_peer_or_asker(
         # began together, and beside busy programs it holds each of them up for seconds.
         gc.collect()
 
-    out = way_out(listen, bootstrap, announce)
-    options = checked_options(announce, port_mapping=port_mapping, relay_mbps=relay_mbps)
+    out = way_out(listen, how.bootstrap, how.announce)
+    options = checked_options(how.announce, port_mapping=how.port_mapping, relay_mbps=how.relay_mbps)
     # Nothing leads out of this machine, so no router is asked, and no other peer is used to learn how it is reached.
     if not out:
         options = replace(options, port_mapping=False, reachable=False, only_here=True)
-    with identity_of_this_process(identity) as seed, bare_exceptions():
+    with identity_of_this_process(how.identity) as seed, bare_exceptions():
         async with (
             open_libp2p_transport(seed=seed, listen=listen, options=options) as transport,
             peer_over(
-                transport, Ed25519Signer(seed), bootstrap=bootstrap, way_out=out, only_asks=only_asks
+                transport, Ed25519Signer(seed), bootstrap=how.bootstrap, way_out=out, only_asks=only_asks
             ) as peer,
         ):
             yield peer

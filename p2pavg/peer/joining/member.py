@@ -12,8 +12,9 @@ from typing import Any
 
 import trio
 
-from p2pavg.base.errors import BusyError, ConfigError
+from p2pavg.base.errors import BootstrapError, BusyError, ConfigError
 from p2pavg.base.files import locked
+from p2pavg.base.formats import count
 from p2pavg.net.addresses import is_circuit, parse_peer_address
 from p2pavg.net.gate.client import GateSigner, GateTransport, open_gate_transport
 from p2pavg.net.gate.messages import MAX_GATE_BYTES, TellNotice, TellUpdate
@@ -23,8 +24,7 @@ from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.finding import join
 from p2pavg.peer.joining.home import Home
-from p2pavg.peer.joining.remembering import join_again, remembering
-from p2pavg.peer.peer import Peer, check_openness, open_peer, peer_over
+from p2pavg.peer.peer import Peer, PeerOptions, check_openness, open_peer_or_asker, peer_over
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.membership import Membership, RunAccess
@@ -39,6 +39,60 @@ from p2pavg.telemetry.events import AnyEvent, UpdateTaken
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
+
+REMEMBER_SECONDS = 300.0
+JOIN_AGAIN_SECONDS = 30.0
+
+
+# The peers that a peer knew when it last ran, and through which it joins the network again.
+
+
+@asynccontextmanager
+async def remembering(peer: Peer, home: Home | None) -> AsyncIterator[None]:
+    """Note the peers that answer, now and then and at the end of the block; do nothing without a folder."""
+    if home is None:
+        yield
+        return
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_remember_now_and_then, peer, home)
+            yield
+            nursery.cancel_scope.cancel()
+    finally:
+        _remember(peer, home)
+
+
+async def _remember_now_and_then(peer: Peer, home: Home) -> None:
+    while True:
+        await trio.sleep(REMEMBER_SECONDS)
+        _remember(peer, home)
+
+
+def _remember(peer: Peer, home: Home) -> None:
+    """Note the peers that answer now: the next start can join through them if all bootstrap addresses are dead."""
+    addresses = [address for contact in peer.records.contacts for address in contact.addresses[:2]]
+    if not addresses:
+        return
+    try:
+        home.remember(addresses)
+    except OSError as error:
+        logger.warning("cannot note the peers of the network in %s: %s", home.folder, error.strerror)
+
+
+async def join_again(peer: Peer, addresses: Sequence[str]) -> None:
+    """Join the network through peers that were known at the last start, as soon as one of them or another is there.
+
+    For a daemon from which others bootstrap: it may be the first one that starts after all were stopped, so it waits
+    for no other peer.
+    """
+    while not peer.records.contacts:
+        try:
+            await peer.join(addresses)
+        except BootstrapError as error:
+            logger.debug("none of the peers of the last start is there: %s", error)
+            await trio.sleep(JOIN_AGAIN_SECONDS)
+        else:
+            logger.info("joined the network again: %s answered", count(len(peer.records.contacts), "peer"))
 
 
 # A delegate that is online: it serves the links by which other peers join its run.
@@ -119,16 +173,9 @@ def join_run(
 
 @asynccontextmanager
 async def open_peer_of(
-    config: AveragingConfig,
-    *,
-    listen: Sequence[str] | None,
-    bootstrap: Sequence[str],
-    identity: str | os.PathLike[str] | None,
-    announce: Sequence[str],
-    port_mapping: bool,
-    relay_mbps: float,
+    config: AveragingConfig, listen: Sequence[str] | None, options: PeerOptions
 ) -> AsyncIterator[Peer]:
-    """Open a peer for an averager with this configuration; the arguments are those of ``open_averager``.
+    """Open a peer for an averager with this configuration; the other arguments are those of ``open_averager``.
 
     Raises:
         ConfigError: an address leads out of this machine, and ``config`` has neither ``access`` nor ``open_run``.
@@ -139,30 +186,14 @@ async def open_peer_of(
             yield peer
         return
     if config.files is not None:
-        async with _open_peer_in(
-            config.files,
-            config,
-            listen=listen,
-            bootstrap=bootstrap,
-            identity=identity,
-            announce=announce,
-            port_mapping=port_mapping,
-            relay_mbps=relay_mbps,
-        ) as peer:
+        async with _open_peer_in(config.files, config, listen, options) as peer:
             yield peer
         return
     if listen is None:
         listen = LOOPBACK if config.access is None and not config.open_run else EVERYWHERE
     # Before the peer opens: not even for a moment does it listen to others, or dial them.
-    check_openness(config, way_out(listen, bootstrap, announce))
-    async with open_peer(
-        listen=listen,
-        bootstrap=bootstrap,
-        identity=identity,
-        announce=announce,
-        port_mapping=port_mapping,
-        relay_mbps=relay_mbps,
-    ) as peer:
+    check_openness(config, way_out(listen, options.bootstrap, options.announce))
+    async with open_peer_or_asker(listen, options) as peer:
         yield peer
 
 
@@ -218,15 +249,7 @@ async def _telling_of_releases(
 
 @asynccontextmanager
 async def _open_peer_in(
-    files: PeerFiles,
-    config: AveragingConfig,
-    *,
-    listen: Sequence[str] | None,
-    bootstrap: Sequence[str],
-    identity: str | os.PathLike[str] | None,
-    announce: Sequence[str],
-    port_mapping: bool,
-    relay_mbps: float,
+    files: PeerFiles, config: AveragingConfig, listen: Sequence[str] | None, options: PeerOptions
 ) -> AsyncIterator[Peer]:
     """Open the peer of a folder, which remembers other peers and admits new ones if its certificate lets it."""
     assert config.access is not None
@@ -236,21 +259,20 @@ async def _open_peer_in(
     delegate = None
     if Role.DELEGATE in config.access.roles:
         delegate = open_delegate(files.run_file, files.certificate, files.identity)
-    named = [*bootstrap, *others]
+    named = [*options.bootstrap, *others]
     remembered = home.remembered
+    options = replace(
+        options,
+        bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
+        identity=files.identity if options.identity is None else options.identity,
+        announce=options.announce or forwarded(own, machine_hosts()),
+    )
     with _one_process(home):
         if listen is None:
             # Links and others' run files have this peer's address: another port would be of no use to them.
             listen = listens_for(own, home.port) if own and home.port else home.listen_again(EVERYWHERE)
         async with (
-            open_peer(
-                listen=listen,
-                bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
-                identity=files.identity if identity is None else identity,
-                announce=announce or forwarded(own, machine_hosts()),
-                port_mapping=port_mapping,
-                relay_mbps=relay_mbps,
-            ) as peer,
+            open_peer_or_asker(listen, options) as peer,
             remembering(peer, home),
             serving_links(peer, delegate),
             carrying_job(peer, home, run, config.access),

@@ -20,9 +20,8 @@ from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.home import Home
-from p2pavg.peer.joining.member import forwarded, listens_for, open_delegate, serving_links
-from p2pavg.peer.joining.remembering import join_again
-from p2pavg.peer.peer import Peer, open_peer_or_asker
+from p2pavg.peer.joining.member import forwarded, join_again, listens_for, open_delegate, serving_links
+from p2pavg.peer.peer import Peer, PeerOptions, open_peer_or_asker
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.membership import Membership, RunAccess
@@ -293,19 +292,18 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
     home, part, named = options.home, options.part, options.named
     training = options.training
     remembered = [] if home is None else home.remembered
+    how = PeerOptions(
+        # Peers of the last start help if those that the user has named are gone. If the user names none, others
+        # bootstrap from this peer, and it must not fail because none is there: it joins below.
+        bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
+        identity=options.identity,
+        announce=options.announce or ([] if home is None else forwarded(home.addresses, machine_hosts())),
+        port_mapping=options.port_mapping,
+        relay_mbps=options.relay_mbps,
+    )
     async with (
-        open_peer_or_asker(
-            listen=_listens(options, home),
-            # Peers of the last start help if those that the user has named are gone. If the user names none,
-            # others bootstrap from this peer, and it must not fail because none is there: it joins below.
-            bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
-            identity=options.identity,
-            announce=options.announce or ([] if home is None else forwarded(home.addresses, machine_hosts())),
-            port_mapping=options.port_mapping,
-            relay_mbps=options.relay_mbps,
-            # The peer is then in the job's process, and this one hands it the network.
-            only_asks=training is not None,
-        ) as peer,
+        # The peer is in the job's process if there is one, and this one hands it the network.
+        open_peer_or_asker(_listens(options, home), how, only_asks=training is not None) as peer,
         # In this order: everything that follows is closed before the peer that it uses.
         life.began(peer),
         serving_metrics(peer, options.metrics, [part.run_id] if part.run_id else []),

@@ -20,7 +20,7 @@ from p2pavg.base.limits import DAY_SECONDS
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.auxiliary import HelpedRounds
 from p2pavg.peer.joining.home import Home
-from p2pavg.peer.joining.remembering import remembering
+from p2pavg.peer.joining.member import remembering
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.certificate import date_of, read_certificate
 from p2pavg.runs.membership.membership import Membership, RunAccess

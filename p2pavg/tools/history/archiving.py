@@ -11,8 +11,8 @@ import trio
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.threads.waits import bare_exceptions
-from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.joining.member import join_run, open_peer_of
+from p2pavg.peer.peer import PeerOptions
 from p2pavg.state.history.recording import HistorySettings
 from p2pavg.tools.history.archivist import archive
 
@@ -46,15 +46,7 @@ def run_archive(run: str, directory: Path, *, home: Path | None, keep: int | Non
                     return
 
     async def live() -> None:
-        async with open_peer_of(
-            config,
-            listen=None,
-            bootstrap=(),
-            identity=None,
-            announce=(),
-            port_mapping=True,
-            relay_mbps=DEFAULT_RELAY_MBPS,
-        ) as peer:
+        async with open_peer_of(config, None, PeerOptions()) as peer:
             print(f"keeping the history of {config.run_id!r} in {directory}", flush=True)
             await archive(peer, config, settings, partial(logger.info, "recorded update %d"))
 

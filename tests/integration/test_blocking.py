@@ -6,9 +6,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -50,19 +49,12 @@ def test_a_round_of_two() -> None:
         assert one.bytes_sent > 0
         assert one.bytes_received > 0
         assert (first.weight, first.accumulated) == (0.0, None)
-
-
-def test_the_compression_ratio_matches_the_reported_bytes() -> None:
-    elements = 200_000
-    with two_averagers(compression="blockwise8") as (first, second):
         for averager in (first, second):
-            averager.accumulate([torch.randn(elements)])
-        for result in step_together(first, second):
-            assert isinstance(result, Success)
-            # Half of the vector goes out and in as contributions, and half of it in and out as averages.
-            moved = result.bytes_sent + result.bytes_received
-            assert result.compression_ratio == pytest.approx(4 * 2 * elements / moved)
-            assert result.compression_ratio > 3.5
+            assert averager.config == config()
+            assert averager.addresses
+            for address in averager.addresses:
+                assert address.startswith("/ip4/127.0.0.1/tcp/")
+                assert address.endswith(f"/p2p/{averager.peer_id}")
 
 
 @pytest.mark.parametrize("compression", ["fp32", "fp16", "blockwise8"])
@@ -77,17 +69,9 @@ def test_all_transferred_bytes_are_counted(compression: str) -> None:
             half = codec.encoded_nbytes(elements // 2)
             assert 2 * half < result.bytes_sent < 2.01 * half
             assert 2 * half < result.bytes_received < 2.01 * half
-
-
-def test_a_mapping_is_returned_as_a_mapping() -> None:
-    with two_averagers() as (first, second):
-        for averager, value in ((first, 1.0), (second, 3.0)):
-            averager.accumulate({"z": torch.full((2, 2), value), "a": torch.tensor(-value)})
-        for result in step_together(first, second):
-            assert isinstance(result, Success)
-            assert isinstance(result.averaged, dict)
-            assert list(result.averaged) == ["z", "a"]
-            assert torch.equal(result.averaged["z"], torch.full((2, 2), 2.0))
+            # Half of the vector goes out and in as contributions, and half of it in and out as averages.
+            moved = result.bytes_sent + result.bytes_received
+            assert result.compression_ratio == pytest.approx(4 * 2 * elements / moved)
 
 
 def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
@@ -244,16 +228,18 @@ def test_the_round_goes_on_after_a_wait_timeout() -> None:
         ), "a result was returned twice"
 
 
-def test_a_step_without_contribution_does_not_wait() -> None:
+def test_a_step_that_cannot_begin_a_round_does_not_wait() -> None:
+    nothing = NoPeers(reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED)
     with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
-        assert alone.step(wait=None) == NoPeers(
-            reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED
-        )
+        assert alone.step(wait=None) == nothing
         alone.accumulate([torch.ones(2)])
         alone.clear()
-        assert alone.step(wait=None) == NoPeers(
-            reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED
-        )
+        assert alone.step(wait=None) == nothing
+        alone.accumulate([torch.ones(2)])
+        for wait in (-1, float("nan"), "5", True):
+            with pytest.raises(ValueError, match="wait must be None or a number of seconds"):
+                alone.step(wait=wait)  # type: ignore[arg-type]
+        assert alone.weight == 1.0
 
 
 def test_no_other_peer_within_the_match_timeout() -> None:
@@ -265,15 +251,6 @@ def test_no_other_peer_within_the_match_timeout() -> None:
         assert isinstance(alone.step(wait=None), NoPeers)
         assert alone.weight == 4.0
         assert torch.equal(alone.accumulated[0], torch.full((2,), 2.0))  # type: ignore[index]
-
-
-@pytest.mark.parametrize("wait", [-1, float("nan"), "5", True])
-def test_an_invalid_wait_is_refused(wait: Any) -> None:
-    with open_averager(config(), listen=LOOPBACK) as alone:
-        alone.accumulate([torch.ones(2)])
-        with pytest.raises(ValueError, match="wait must be None or a number of seconds"):
-            alone.step(wait=wait)
-        assert alone.weight == 1.0
 
 
 def test_many_threads_use_one_averager() -> None:
@@ -334,26 +311,3 @@ def test_torch_keeps_its_threads() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_peer_id_and_addresses() -> None:
-    with two_averagers() as (first, second):
-        assert first.peer_id != second.peer_id
-        for averager in (first, second):
-            assert averager.config == config()
-            assert averager.addresses
-            for address in averager.addresses:
-                assert address.startswith("/ip4/127.0.0.1/tcp/")
-                assert address.endswith(f"/p2p/{averager.peer_id}")
-
-
-def test_peers_that_average_something_else_are_named() -> None:
-    def alone(averager: Averager, shapes: Sequence[int]) -> RoundResult:
-        averager.accumulate([torch.ones(shape) for shape in shapes])
-        return averager.step(wait=None)
-
-    with two_averagers(match_timeout=1.0) as (first, second):
-        assert isinstance(alone(second, [2, 3]), NoPeers)
-        result = alone(first, [2])
-        assert isinstance(result, NoPeers)
-        assert "1 peer of this run averages 2 tensors, you have 1" in result.reason

@@ -19,7 +19,7 @@ from p2pavg.group.participation import RandomFraction
 from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, MixedUpdates
 from p2pavg.optim.local import recipes
-from p2pavg.optim.local.local_options import SyncEvery, checked_options
+from p2pavg.optim.local.local_options import LocalOptions, SyncEvery
 from p2pavg.strategies.base import Given, Strategy
 from p2pavg.strategies.checks import (
     MAX_NUMBER,
@@ -278,7 +278,7 @@ class Federated(Strategy):
         try:
             # The optimizer's own checks, now instead of when it is made: a run file with a mistake is refused
             # by its first reader.
-            checked_options(**self._arguments(checked_options), proximal=0.0)
+            LocalOptions(**self._arguments(LocalOptions), proximal=0.0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if self.grace is not None:

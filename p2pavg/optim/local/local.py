@@ -25,7 +25,7 @@ from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.progress import Average
 from p2pavg.optim.local.anchor import Anchor, Outer
 from p2pavg.optim.local.feedback import ErrorFeedback, feedback_for, warn_of_momentum
-from p2pavg.optim.local.local_options import Boundaries, SyncEvery, checked_options, fragments_of
+from p2pavg.optim.local.local_options import Boundaries, LocalOptions, SyncEvery, fragments_of
 from p2pavg.optim.local.outer_steps import OuterSteps
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import local_of
@@ -73,18 +73,14 @@ def mend(optimizer: Optimizer, *, fills_at_first_step: bool) -> None:
     Args:
         fills_at_first_step: true if the optimizer makes its state at its first step, and not at construction.
     """
-    wrong = [tensor for tensor in _tensors_of(optimizer) if not bool(tensor.isfinite().all())]
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    tensors = [value for value in kept if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    wrong = [tensor for tensor in map(local_of, tensors) if not bool(tensor.isfinite().all())]
     if wrong and fills_at_first_step:
         optimizer.state.clear()  # as before its first step
         return
     for tensor in wrong:  # a state made at construction, e.g. Adagrad's, is not made again if cleared
         tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    tensors = [value for value in kept if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    return [local_of(tensor) for tensor in tensors]
 
 
 # The schedule of a peer's inner steps, for a peer that joins a run.
@@ -226,11 +222,15 @@ class LocalUpdates(PeerOptimizer):
             batches=Batches(batch_size=batch_size, samples_of=samples_of, accumulate=accumulate),
             measure_updates=measure_updates,
         )
-        self._options = checked_options(
+        self._options = LocalOptions(
             sync_every=sync_every, fragments=fragments, delay=delay, alpha=alpha, proximal=proximal
         )
         chosen = feedback_for(averager.config.codec, feedback)
         self._check_company(chosen, process_group)
+        if grace is not None:
+            grace = checked_amount("grace", grace)
+        elif not self._options.overlaps or state is False:  # else that of the delay
+            grace = math.inf
         names, shapes = self._parts.labels[: len(self._parameters)], [tuple(t.shape) for t in self._locals()]
         pieces = fragments_of(names, shapes, fragments)
         self._anchor = Anchor(self._parameters, outer, pieces, offload=bool(offload))
@@ -245,7 +245,7 @@ class LocalUpdates(PeerOptimizer):
             min_peers=min_peers,
             sync_timeout=sync_timeout,
             delay=delay,
-            grace=self._grace_of(grace, state),
+            grace=grace,
         )
         self._boundaries = Boundaries(self._options.interval)
         self._rates = self.learning_rates
@@ -275,12 +275,6 @@ class LocalUpdates(PeerOptimizer):
             # The participants are drawn for every rank separately.
             raise ValueError("a config with participation cannot be used with a process_group")
 
-    def _grace_of(self, given: float | None, state: StateOption) -> float | None:
-        """Return the grace period; ``None`` for that of the delay."""
-        if given is not None:
-            return checked_amount("grace", given)
-        return None if self._options.overlaps and state is not False else math.inf
-
     def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
         common = (self._options, self._ranks, self._change)
         return OuterSteps(self._anchor, self._parts, feedback, *common)
@@ -298,7 +292,7 @@ class LocalUpdates(PeerOptimizer):
     @property
     def _samples(self) -> float:
         """This peer's samples behind the next pseudo-gradient."""
-        return self._outer_steps.work.samples(self._fragment)
+        return self._outer_steps.samples[self._fragment]
 
     @property
     def _fragment(self) -> int:
@@ -310,7 +304,7 @@ class LocalUpdates(PeerOptimizer):
     def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         # All that may raise comes before the inner step, so after an error nothing has changed.
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
-        self._outer_steps.work.check_room(self._training.with_speed(measured))
+        self._outer_steps.metrics.check_room(self._training.with_speed(measured))
         self._ranks.check_batch([], weight)
         self._begin()
         self._check_parameters()
@@ -508,17 +502,18 @@ class LocalUpdates(PeerOptimizer):
     # ------------------------------------------------------------------ states of other peers
 
     def adopted(self) -> None:
-        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         # What this peer has computed belongs to the anchor that was replaced.
         self._averager.clear()
-        self._outer_steps.begin_at_anchor()
+        self._anchor.give()
+        self._outer_steps.forget()
         self._boundaries.passed(time.monotonic())
         # The schedule counts inner steps, so it stands where the other peers' schedules are.
         advance(self.scheduler, self.epoch * self._options.interval.steps)
 
     @torch.no_grad()
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
-        """See :class:`~p2pavg.optim.catching_up.following.Replays`. The inner steps of this peer count in a later
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`. The inner steps of this peer count in a later
         round."""
         digest, numbers = digest_of(averaged), self._anchor.numbers
         self._touched.begin_update()
@@ -532,7 +527,7 @@ class LocalUpdates(PeerOptimizer):
         self._updated(self._training.report(success, norm, goes_on=True), self.learning_rates)
 
     def own_state(self) -> dict[str, Any]:
-        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         saved = self._state_dict()
         names = ("inner", "scheduler", "feedback", "steps", "samples")
         return {name: saved[name] for name in names} | {
@@ -541,7 +536,7 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def load_own(self, saved: Mapping[str, Any]) -> None:
-        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         check_both("scheduler", saved, self.scheduler)
         check_both("feedback", saved, self._has_feedback or None)
         if [tuple(t.shape) for t in saved["parameters"]] != [tuple(p.shape) for p in self._locals()]:

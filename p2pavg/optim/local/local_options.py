@@ -153,8 +153,12 @@ def fragments_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]], count:
         return (tuple(Piece(position, 0, size) for position, size in enumerate(sizes)),)
     if total < count:
         raise ValueError(f"fragments must be at most the number of elements, {total}, got {count}")
-    layers = _layers(names)
-    order = [position for first in range(count) for layer in layers[first::count] for position in layer]
+    # The positions of each layer's parameters, in the order in which the layers first appear.
+    layers: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        layers.setdefault(layer_of(name), []).append(position)
+    line = list(layers.values())
+    order = [position for first in range(count) for layer in line[first::count] for position in layer]
     ends = [total * number // count for number in range(1, count + 1)]
     found: list[list[Piece]] = [[] for _ in range(count)]
     at = number = 0  # in the line of all elements; of the fragment
@@ -181,14 +185,6 @@ def layout_digest(names: Sequence[str], fragments: Sequence[Fragment]) -> str:
     return blake3(pack(_DOMAIN, repr((tuple(names), pieces)))).hexdigest()[:16]
 
 
-def _layers(names: Sequence[str]) -> list[list[int]]:
-    """Return the positions of each layer's parameters, in the order in which the layers first appear."""
-    found: dict[str, list[int]] = {}
-    for position, name in enumerate(names):
-        found.setdefault(layer_of(name), []).append(position)
-    return list(found.values())
-
-
 def layer_of(name: str) -> str:
     """Return the name of a parameter's layer: up to its first number, as in ``blocks.3``; else without its last part.
 
@@ -204,17 +200,31 @@ def layer_of(name: str) -> str:
     return layer or last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """Options of :class:`~p2pavg.optim.LocalUpdates`, which documents them."""
+    """Options of :class:`~p2pavg.optim.LocalUpdates`, which documents them.
 
-    sync_every: SyncEvery
-    interval: Interval
-    """Between two outer steps: that of a fragment, divided by the number of fragments."""
-    fragments: int
-    delay: int
-    alpha: float | None
-    proximal: float
+    Raises:
+        ValueError: one of them is out of range; the message names it.
+    """
+
+    def __init__(
+        self, *, sync_every: SyncEvery, fragments: int, delay: int, alpha: float | None, proximal: float
+    ) -> None:
+        self.sync_every = sync_every
+        self.fragments = checked_count("fragments", fragments)
+        self.interval = checked_interval(sync_every).part(fragments)
+        """Between two outer steps: that of a fragment, divided by the number of fragments."""
+        self.delay = checked_period("delay", delay)
+        if not self.interval.is_time and delay > self.interval.steps:
+            raise ValueError(
+                f"delay must be at most sync_every / fragments, {self.interval.steps} inner steps, got {delay}"
+            )
+        if alpha is not None and not (_is_number(alpha) and 0 <= alpha < 1):
+            raise ValueError(f"alpha must be a number from 0 to below 1, or None, got {alpha!r}")
+        if not (_is_number(proximal) and 0 <= proximal < math.inf):
+            raise ValueError(f"proximal must be a number, 0 or more, got {proximal!r}")
+        self.alpha = None if alpha is None else float(alpha)
+        self.proximal = float(proximal)
 
     @property
     def overlaps(self) -> bool:
@@ -231,30 +241,6 @@ class LocalOptions:
         if self.alpha is not None:
             rules.append(("alpha", self.alpha))
         return tuple(rules)
-
-
-def checked_options(
-    *, sync_every: SyncEvery, fragments: int, delay: int, alpha: float | None, proximal: float
-) -> LocalOptions:
-    """Return the options; raise ValueError, with the argument's name, if one is out of range."""
-    interval = checked_interval(sync_every).part(checked_count("fragments", fragments))
-    delay = checked_period("delay", delay)
-    if not interval.is_time and delay > interval.steps:
-        raise ValueError(
-            f"delay must be at most sync_every / fragments, {interval.steps} inner steps, got {delay}"
-        )
-    if alpha is not None and not (_is_number(alpha) and 0 <= alpha < 1):
-        raise ValueError(f"alpha must be a number from 0 to below 1, or None, got {alpha!r}")
-    if not (_is_number(proximal) and 0 <= proximal < math.inf):
-        raise ValueError(f"proximal must be a number, 0 or more, got {proximal!r}")
-    return LocalOptions(
-        sync_every=sync_every,
-        interval=interval,
-        fragments=fragments,
-        delay=delay,
-        alpha=None if alpha is None else float(alpha),
-        proximal=float(proximal),
-    )
 
 
 def _is_number(value: object) -> bool:

@@ -199,11 +199,6 @@ class _ServerOptimizer(_OuterOptimizer):
 
     @staticmethod
     @abstractmethod
-    def _betas(group: dict[str, Any]) -> tuple[float, float]:
-        """Return beta1 and beta2 of a parameter group."""
-
-    @staticmethod
-    @abstractmethod
     def _accumulate(v: torch.Tensor, squared: torch.Tensor, beta2: float) -> None:
         """Update ``v`` in place with ``squared``, the g^2 of this step; both have the parameter's shape."""
 
@@ -221,20 +216,17 @@ class _ServerOptimizer(_OuterOptimizer):
         super().add_param_group(param_group)
 
     def _take(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"] if "betas" in group else (group["beta1"], 0.0)
         for parameter in parameters:
             assert parameter.grad is not None
-            self._update(parameter, parameter.grad, group)
-
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        (beta1, beta2), tau = self._betas(group), group["tau"]
-        state = self.state[parameter]
-        if not state:
-            state["m"] = torch.zeros_like(parameter)
-            state["v"] = torch.full_like(parameter, tau**2)
-        m, v = state["m"], state["v"]
-        m.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        self._accumulate(v, gradient.square(), beta2)
-        parameter.addcdiv_(m, v.sqrt().add_(tau), value=-group["lr"])
+            gradient, state = parameter.grad, self.state[parameter]
+            if not state:
+                state["m"] = torch.zeros_like(parameter)
+                state["v"] = torch.full_like(parameter, group["tau"] ** 2)
+            m, v = state["m"], state["v"]
+            m.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            self._accumulate(v, gradient.square(), beta2)
+            parameter.addcdiv_(m, v.sqrt().add_(group["tau"]), value=-group["lr"])
 
 
 class FedAdagrad(_ServerOptimizer):
@@ -254,10 +246,6 @@ class FedAdagrad(_ServerOptimizer):
 
     def __init__(self, params: ParamsT, lr: float = 1e-2, *, beta1: float = 0.9, tau: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "beta1": beta1, "tau": tau})
-
-    @staticmethod
-    def _betas(group: dict[str, Any]) -> tuple[float, float]:
-        return group["beta1"], 0.0
 
     @staticmethod
     def _accumulate(v: torch.Tensor, squared: torch.Tensor, beta2: float) -> None:  # noqa: ARG004
@@ -290,11 +278,6 @@ class FedAdam(_ServerOptimizer):
         tau: float = 1e-3,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "tau": tau})
-
-    @staticmethod
-    def _betas(group: dict[str, Any]) -> tuple[float, float]:
-        beta1, beta2 = group["betas"]
-        return beta1, beta2
 
     @staticmethod
     def _accumulate(v: torch.Tensor, squared: torch.Tensor, beta2: float) -> None:

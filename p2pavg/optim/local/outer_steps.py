@@ -18,76 +18,6 @@ from p2pavg.optim.local.feedback import ErrorFeedback
 from p2pavg.optim.local.local_options import LocalOptions
 from p2pavg.optim.ranks.shards import Ranks
 
-# Counts of one peer's local work: samples that no outer step has taken yet, and their measurements.
-
-
-class LocalWork:
-    """The samples behind each fragment's next pseudo-gradient, and the metrics of the inner steps.
-
-    Args:
-        fragments: number of fragments.
-    """
-
-    def __init__(self, fragments: int) -> None:
-        self._samples = [0.0] * fragments
-        self._metrics = MetricMeans()
-        self._sent: tuple[int, float, MetricMeans] | None = None
-        """Of the contribution that is in a round: its fragment, its samples and its metrics."""
-
-    def add(self, samples: float, metrics: Mapping[str, float]) -> None:
-        """Note an inner step."""
-        self._samples = [before + samples for before in self._samples]
-        self._metrics.add(metrics, samples)
-
-    def check_room(self, metrics: Mapping[str, float]) -> None:
-        """Raise AccumulateError if these metrics would exceed the names that a contribution carries."""
-        self._metrics.check_room(metrics)
-
-    def samples(self, fragment: int) -> float:
-        """Return the samples since the last outer step of a fragment that this peer contributed to."""
-        return self._samples[fragment]
-
-    def send(self, fragment: int) -> tuple[float, dict[str, float]]:
-        """Note a contribution with a fragment's pseudo-gradient; return its weight and its metrics."""
-        self.returned()
-        self._sent = (fragment, self._samples[fragment], self._metrics)
-        means = self._metrics.means
-        self._metrics = MetricMeans()
-        return self._sent[1], means
-
-    def used(self) -> None:
-        """Note that the contribution is in an average."""
-        if self._sent is not None:
-            fragment, samples, _ = self._sent
-            self._samples[fragment] -= samples
-            self._sent = None
-
-    def returned(self) -> None:
-        """Note that the contribution, if there is one, is in no average."""
-        if self._sent is not None:
-            self._metrics.merge(self._sent[2])
-            self._sent = None
-
-    def drop(self) -> None:
-        """Forget all inner steps."""
-        self.__init__(len(self._samples))  # type: ignore[misc]
-
-    def drop_fragment(self, fragment: int) -> None:
-        """Forget the samples behind a fragment's next pseudo-gradient."""
-        self._samples[fragment] = 0.0
-
-    def saved(self) -> float | list[float]:
-        """Return the samples, for a saved state."""
-        return self._samples[0] if len(self._samples) == 1 else list(self._samples)
-
-    def load(self, saved: float | Sequence[float]) -> None:
-        """Continue from :meth:`saved`; raise ValueError if it is of another number of fragments."""
-        samples = [float(saved)] if isinstance(saved, int | float) else [float(count) for count in saved]
-        if len(samples) != len(self._samples):
-            raise ValueError("state: it is of another number of fragments")
-        self.drop()
-        self._samples = samples
-
 
 @dataclass(slots=True)
 class Sent:
@@ -96,6 +26,9 @@ class Sent:
     fragment: int
     at: float
     """Seconds of the caller's clock."""
+    samples: float
+    metrics: MetricMeans
+    """What was measured on the samples."""
     steps: int = 0
     """Inner steps since then."""
     parameters: list[torch.Tensor] | None = None
@@ -140,7 +73,10 @@ class OuterSteps:
         self._options = options
         self._ranks = ranks
         self._change = change
-        self.work = LocalWork(options.fragments)
+        self.samples = [0.0] * options.fragments
+        """The samples behind each fragment's next pseudo-gradient."""
+        self.metrics = MetricMeans()
+        """What was measured on the inner steps of which no contribution has told yet."""
         self.sent: Sent | None = None
 
     @property
@@ -164,7 +100,8 @@ class OuterSteps:
 
     def stepped(self, samples: float, metrics: Mapping[str, float]) -> None:
         """Note an inner step."""
-        self.work.add(samples, metrics)
+        self.samples = [before + samples for before in self.samples]
+        self.metrics.add(metrics, samples)
         if self.sent is not None:
             self.sent.steps += 1
 
@@ -174,9 +111,16 @@ class OuterSteps:
         pseudo: Sequence[torch.Tensor] = self.anchor.contribution(fragment)
         if self._feedback:
             pseudo = self._feedback[fragment].compensate(pseudo)
-        weight, means = self.work.send(fragment)
-        self.sent = Sent(fragment, now)
+        self._take_back()
+        weight, means = self.samples[fragment], self.metrics.means
+        self.sent, self.metrics = Sent(fragment, now, weight, self.metrics), MetricMeans()
         return [*pseudo, *self._parts.averaged], weight, means
+
+    def _take_back(self) -> None:
+        """Note that the contribution, if there is one, is in no average: the next one has its metrics."""
+        if self.sent is not None:
+            self.metrics.merge(self.sent.metrics)
+            self.sent = None
 
     def update(
         self,
@@ -205,7 +149,13 @@ class OuterSteps:
             self.anchor.mix(fragment, mixed)
         else:
             self.anchor.settle(fragment, later)
-        self._count(fragment, contributed=contributed)
+        sent = self.sent
+        if not contributed:
+            self._take_back()
+        elif sent is not None and sent.fragment == fragment and (sent.is_known or mixed is not None):
+            self.samples[fragment] -= sent.samples
+        else:  # a contribution of an earlier process: its steps are in the average
+            self.samples[fragment] = 0.0
         self.sent = None
         return norm
 
@@ -242,54 +192,32 @@ class OuterSteps:
             lacks = None if left_out is None or factor > MAX_GROUP_SIZE else left_out * factor
             feedback.delivered(*success.share, *success.taken_over, averaged=average, left_out=lacks)
 
-    def _count(self, fragment: int, *, contributed: bool) -> None:
-        """Count the samples that are in an average no more."""
-        sent = self.sent
-        if not contributed:
-            self.work.returned()
-        elif (
-            sent is None
-            or sent.fragment != fragment
-            or not (sent.is_known or self._options.alpha is not None)
-        ):
-            # A contribution of an earlier process: its steps are in the average.
-            self.work.drop_fragment(fragment)
-        else:
-            self.work.used()
-
     def missed(self, result: RoundResult) -> None:
         """Note the end of a round without a result: the next pseudo-gradients contain the contribution."""
         if isinstance(result, Failed) and result.contribution_used is not False:
             return  # the log may bring the average that it is in
-        self.work.returned()
-        self.sent = None
+        self._take_back()
 
     def lose(self) -> float:
         """Return to the anchor; return the samples that are lost."""
-        lost = max(map(self.work.samples, range(self._options.fragments)))
+        lost, sent = max(self.samples), self.sent
         self.anchor.give()
         self._parts.restore()
-        self.work.drop()
-        if self.sent is not None:
-            self.sent.parameters, self.sent.is_kept = None, False
-        return lost
-
-    def begin_at_anchor(self) -> None:
-        """Set the parameters to the anchor, and forget the inner steps."""
-        self.anchor.give()
         self.forget()
+        if sent is not None:  # it may be in an average all the same, and counts no more
+            self.sent = Sent(sent.fragment, sent.at, 0.0, MetricMeans(), sent.steps, is_kept=False)
+        return lost
 
     def forget(self) -> None:
         """Forget the inner steps: the parameters are others."""
-        self.work.drop()
-        self.sent = None
+        self.samples, self.metrics, self.sent = [0.0] * len(self.samples), MetricMeans(), None
 
     def saved(self) -> dict[str, Any]:
         """Return this peer's own counts and residuals, for a saved state."""
         states = [feedback.state_dict() for feedback in self._feedback]
         return {
             "feedback": None if not states else states[0] if len(states) == 1 else states,
-            "samples": self.work.saved(),
+            "samples": self.samples[0] if len(self.samples) == 1 else list(self.samples),
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -301,5 +229,9 @@ class OuterSteps:
                 raise ValueError("state: its feedback is of another number of fragments")
             for feedback, state in zip(self._feedback, states, strict=True):
                 feedback.load_state_dict(state)
-        self.work.load(saved["samples"])
-        self.sent = None
+        given = saved["samples"]
+        samples = [float(given)] if isinstance(given, int | float) else [float(count) for count in given]
+        if len(samples) != len(self.samples):
+            raise ValueError("state: it is of another number of fragments")
+        self.forget()
+        self.samples = samples

@@ -37,8 +37,8 @@ from p2pavg.optim.base.state import Lineage, checked_period
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
 from p2pavg.optim.base.touched import TouchedCheck, modules_around, saved_buffers
 from p2pavg.optim.base.zeroing import ZeroingCheck
-from p2pavg.optim.catching_up.checkpoints import Owner
 from p2pavg.optim.catching_up.common_state import CommonState
+from p2pavg.optim.catching_up.following import Owner
 from p2pavg.optim.catching_up.run_state import StateOption, model_of, run_state_of
 from p2pavg.optim.catching_up.states import States
 from p2pavg.optim.coordination.ending import GrowingPauses

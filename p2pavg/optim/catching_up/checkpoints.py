@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from p2pavg.base.errors import StateError
 from p2pavg.optim.base.joined import plain_buffers
 from p2pavg.optim.catching_up.common_state import CommonState
-from p2pavg.optim.catching_up.following import Replays
+from p2pavg.optim.catching_up.following import Owner
 from p2pavg.optim.catching_up.run_state import RunState
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.ranks.shards import local_of
@@ -24,16 +24,6 @@ from p2pavg.state.snapshot import Content
 logger = logging.getLogger(__name__)
 
 OWN = "own"
-
-
-class Owner(Replays, Protocol):
-    """The optimizer, as its states see it."""
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what a checkpoint has beside the common state: plain values and tensors."""
-
-    def load_own(self, saved: Mapping[str, Any]) -> None:
-        """Continue from :meth:`own_state`; raise ValueError if it does not fit."""
 
 
 class Checkpoints:

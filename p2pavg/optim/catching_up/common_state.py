@@ -194,7 +194,10 @@ class CommonState:
             StateError: the state does not fit this peer's model, optimizer or settings; the message says why.
         """
         named = self._tensors_as(self._names)
-        content = self._with_names(content)
+        # With the names of this peer's model in place of numbers: errors are about names.
+        names = dict(zip(self._numbers, self._names, strict=True))
+        tensors = {names.get(name, name): tensor for name, tensor in content.tensors.items()}
+        content = Content(tensors=tensors, values=content.values)
         values = content.values
         if values.get("kind") != self._prefix:
             raise StateError("the state is that of another kind of optimizer")
@@ -240,12 +243,6 @@ class CommonState:
             self._training.begin()
 
         return take
-
-    def _with_names(self, content: Content) -> Content:
-        """Return a state with the names of this peer's model in place of numbers; errors are about names."""
-        names = dict(zip(self._numbers, self._names, strict=True))
-        tensors = {names.get(name, name): tensor for name, tensor in content.tensors.items()}
-        return Content(tensors=tensors, values=content.values)
 
     @torch.no_grad()
     def _take(

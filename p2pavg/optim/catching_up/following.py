@@ -9,10 +9,10 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,14 +42,20 @@ LOST_SECONDS = 10.0
 snapshot."""
 
 
-class Replays(Protocol):
-    """The part of an optimizer that takes updates from the log."""
+class Owner(Protocol):
+    """The optimizer, as its states see it."""
 
     def adopted(self) -> None:
         """Note that the common state was replaced: work that belongs to other parameters is dropped."""
 
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
-        """Take one update of the run, as the peers that were in its round did."""
+        """Take one update of the run from the log, as the peers that were in its round did."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what a checkpoint has beside the common state: plain values and tensors."""
+
+    def load_own(self, saved: Mapping[str, Any]) -> None:
+        """Continue from :meth:`own_state`; raise ValueError if it does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class Follower:
         self,
         sharing: StateSharing,
         common: CommonState,
-        owner: Replays,
+        owner: Owner,
         ranks: Ranks,
         *,
         companions: Callable[[], Collection[str]],
@@ -252,8 +258,8 @@ class Follower:
         if ready is Ready.AVERAGE:
             reason = self._replay(self._averages.popleft(), now)
             self._last_found = now
-            return Following(progressed=not reason, failed=bool(reason), reason=reason)
-        reason = self._load(now)
+        else:
+            reason = self._load(now)
         return Following(progressed=not reason, failed=bool(reason), reason=reason)
 
     def wait(self, version: int) -> None:
@@ -295,9 +301,8 @@ class Follower:
     ) -> tuple[SyncStatus, str]:
         transfer, epoch = self._snapshot, self._common.lineage.epoch
         if transfer is None and not behind and epoch >= head and not self.is_useless:
-            return SyncStatus(
-                ready=Ready.END, epoch=epoch, needs_snapshot=True
-            ), ""  # those that were further are gone
+            # Those that were further are gone.
+            return SyncStatus(ready=Ready.END, epoch=epoch, needs_snapshot=True), ""
         if transfer is None:
             return self._choose(news, deciding, now)
         offer = transfer.offer
@@ -307,9 +312,8 @@ class Follower:
             # A newer offer alone does not replace a snapshot that a donor still sends:
             # what is here already would be lost.
             if transfer.stands_still and self._chosen(news, deciding, now).offer not in (None, offer):
-                logger.info(
-                    "no peer sends the state of update %d any more, and another is offered", offer.epoch
-                )
+                gone = "no peer sends the state of update %d any more, and another is offered"
+                logger.info(gone, offer.epoch)
                 self._drop_snapshot()
                 return self._choose(news, deciding, now)
             # Donors come and go while the snapshot is on its way.
@@ -444,27 +448,20 @@ class Follower:
         if first.before not in (None, self._common.lineage.state):
             self._lose_the_log(now, forked=True)  # before the average itself was fetched
             return SyncStatus(), "this peer's updates are not those of the run: it needs a snapshot"
-        if self._follows_few and first.before is not None and not self._is_known(first):
-            return (
-                SyncStatus(),
-                f"the average of update {epoch + 1} has too few signatures of this peer's last groups",
-            )
+        if self._follows_few and first.before is not None:
+            # Several other members of this peer's last groups have to say that they hold it. One alone may lie: it can
+            # form a group with strangers, or with members whose records it has from another one.
+            known = first.proven().signers & frozenset(self._members())
+            if len(known) < MIN_TRUSTED_SIGNERS:
+                why = f"the average of update {epoch + 1} has too few signatures of this peer's last groups"
+                return SyncStatus(), why
         if not first.ended:
             if first.stands_still and not any(first.group_id in said.log for said in news.values()):
                 self._lose_the_log(now)  # it has left all logs while it was fetched
-                return (
-                    SyncStatus(),
-                    f"no peer sends the average of update {epoch + 1} any more: it needs a snapshot",
-                )
+                why = f"no peer sends the average of update {epoch + 1} any more: it needs a snapshot"
+                return SyncStatus(), why
             return SyncStatus(), reason
         return SyncStatus(ready=Ready.AVERAGE, epoch=epoch + 1), reason
-
-    def _is_known(self, transfer: AverageTransfer) -> bool:
-        """Return whether several other members of this peer's last groups have signed that they hold an average.
-
-        One alone may lie: it can form a group with strangers, or with members whose records it has from another one.
-        """
-        return len(transfer.proven().signers & frozenset(self._members())) >= MIN_TRUSTED_SIGNERS
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
         epoch = self._common.lineage.epoch

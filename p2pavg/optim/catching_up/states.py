@@ -19,9 +19,9 @@ from p2pavg.base.errors import StateError
 from p2pavg.base.limits import GLANCE_SECONDS, WARN_WAIT_SECONDS
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
-from p2pavg.optim.catching_up.checkpoints import Checkpoints, Owner
+from p2pavg.optim.catching_up.checkpoints import Checkpoints
 from p2pavg.optim.catching_up.common_state import CommonState
-from p2pavg.optim.catching_up.following import Follower, Following, record_state
+from p2pavg.optim.catching_up.following import Follower, Following, Owner, record_state
 from p2pavg.optim.catching_up.pausing import Pausing
 from p2pavg.optim.catching_up.run_state import RunState
 from p2pavg.optim.coordination.ending import GrowingPauses, named

@@ -151,7 +151,7 @@ class CellMember(AveragedOptimizer):
         return super()._updated(replace(report, cell=self.cell), rates)
 
     def adopted(self) -> None:
-        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         super().adopted()
         self._between.forget()
 

@@ -335,7 +335,7 @@ class AveragedOptimizer(PeerOptimizer):
     # ------------------------------------------------------------------ states of other peers
 
     def adopted(self) -> None:
-        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         self.states_loaded += 1
         self.note_parameters()
         # Gradients that were accumulated belong to the parameters that were replaced.
@@ -343,7 +343,7 @@ class AveragedOptimizer(PeerOptimizer):
         self.zero_grad()
 
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
-        """See :class:`~p2pavg.optim.catching_up.following.Replays`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         digest, numbers, rates = digest_of(averaged), hyperparameters(self.inner), self.learning_rates
         self._averager.clear()  # gradients at the parameters that this update replaces
         self._touched.begin_update()
@@ -358,11 +358,11 @@ class AveragedOptimizer(PeerOptimizer):
         return self._take(self._together.observe())
 
     def own_state(self) -> dict[str, Any]:
-        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
         return {}
 
     def load_own(self, saved: Mapping[str, Any]) -> None:
-        """See :class:`~p2pavg.optim.catching_up.states.Owner`."""
+        """See :class:`~p2pavg.optim.catching_up.following.Owner`."""
 
     def _update(self, averaged: list[torch.Tensor], success: Success) -> float:  # noqa: ARG002 - for subclasses
         """Apply the averaged gradient and buffers of a round; return the gradient's L2 norm."""

@@ -13,7 +13,7 @@ from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.gossip import SearchPlace
-from p2pavg.optim.cells.cells import Cells, bounds_of, holders, outer_run, outer_state
+from p2pavg.optim.cells.cells import Cells, bounds_of, holders, outer_state
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class CrossCellAverager:
             half = self._cells.timeout / 2
             mine = replace(
                 config,
-                run_id=outer_run(config.run_id, share),
+                run_id=f"{config.run_id}/share {share}",
                 group_size=self._cells.count,
                 min_group_size=2,
                 match_timeout=half,

@@ -51,6 +51,18 @@ class CellBoard:
         found, self.others = read_news(said, self._cells)
         return found
 
+    def publish(self, cell: int, members: int) -> None:
+        """Say that this peer is in a cell.
+
+        Args:
+            members: contributors of the cell's last update: newcomers fill a cell that has too few to train. 0 if this
+                peer is a newcomer itself.
+        """
+        news = news_of(self._cells, cell, members)
+        if news != self._said:
+            self._said = news
+            self._board.publish(news.encode(), now=True)
+
     # ------------------------------------------------------------------ choosing
 
     def choose(self, *, peers_to_start: int, timeout: float) -> int:
@@ -63,7 +75,7 @@ class CellBoard:
         Raises:
             ValueError: all cells are full.
         """
-        self._publish(UNDECIDED, 0)
+        self.publish(UNDECIDED, 0)
         began = quiet_since = time.monotonic()
         before: frozenset[str] = frozenset()
         while True:
@@ -77,7 +89,7 @@ class CellBoard:
             is_due = now >= began + SETTLE_CELL_SECONDS and (trains or is_start)
             cell = choose_cell(self._me, news, count=self._cells.count, least=self._least)
             if cell is not None and (is_due or now >= began + timeout):
-                self._publish(cell, 0)
+                self.publish(cell, 0)
                 logger.info("this peer is in cell %d of %d", cell, self._cells.count)
                 return cell
             if now >= began + timeout:
@@ -88,10 +100,6 @@ class CellBoard:
             self._board.poll()
             self._board.wait(version, LOOK_SECONDS)
 
-    def take(self, cell: int) -> None:
-        """Say that this peer is a newcomer of a cell."""
-        self._publish(cell, 0)
-
     # ------------------------------------------------------------------ as a member
 
     def updated(self, cell: int, success: Success) -> None:
@@ -99,14 +107,10 @@ class CellBoard:
         if self._me not in success.peers:
             return
         if self._me in speakers(success.peers):
-            self._publish(cell, len(success.peers))
+            self.publish(cell, len(success.peers))
         elif self._said is not None:
             self._said = None
             self._board.withdraw()
-
-    def small(self, cell: int, members: int) -> None:
-        """Say that this peer's cell has too few members to train: newcomers fill it."""
-        self._publish(cell, members)
 
     def live(self, cell: int) -> int:
         """Return the number of cells that have enough peers to train, as far as this peer knows, and its own."""
@@ -121,9 +125,3 @@ class CellBoard:
         """Say nothing any more."""
         self._said = None
         self._board.withdraw()
-
-    def _publish(self, cell: int, members: int) -> None:
-        news = news_of(self._cells, cell, members)
-        if news != self._said:
-            self._said = news
-            self._board.publish(news.encode(), now=True)

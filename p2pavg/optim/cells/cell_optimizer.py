@@ -20,7 +20,7 @@ from p2pavg.optim.base.torch_optimizer import TorchOptimizer
 from p2pavg.optim.catching_up.run_state import StateOption, run_state_of
 from p2pavg.optim.cells.cell_choice import CellBoard
 from p2pavg.optim.cells.cell_member import CellMember
-from p2pavg.optim.cells.cells import Cells, cell_run
+from p2pavg.optim.cells.cells import Cells
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +115,11 @@ class CellOptimizer(TorchOptimizer):
             continues: from this peer's newest checkpoint of the cell. A peer that moves has newer values in its loop
                 than an old checkpoint has, and fetches the cell's state.
         """
-        self._board.take(cell)
+        self._board.publish(cell, 0)
         with ExitStack() as stack:
             # If the member cannot be made, the others must not count on it in this cell.
             stack.callback(self._board.leave)
-            config = replace(self._averager.config, run_id=cell_run(self._averager.config.run_id, cell))
+            config = replace(self._averager.config, run_id=f"{self._averager.config.run_id}/cell {cell}")
             averager, close = self._averager.open_sibling(config)
             stack.callback(close)
             # The caller knows the averager that it gave, and hears there of the rounds of the cell, too.
@@ -234,7 +234,7 @@ class CellOptimizer(TorchOptimizer):
         if self._small_since is None:
             self._small_since = now
         # Newcomers that read this come to fill the cell. This peer moves only if none does.
-        self._board.small(self.cell, report.peers)
+        self._board.publish(self.cell, report.peers)
         if now < self._small_since + self.cells.patience:
             return
         other = self._board.refuge(self.cell)

@@ -123,16 +123,6 @@ class Cells:
         return epoch > 0 and self.is_mix(epoch + 1 + self.delay)
 
 
-def cell_run(run_id: str, cell: int) -> str:
-    """Return the run id of a cell."""
-    return f"{run_id}/cell {cell}"
-
-
-def outer_run(run_id: str, share: int) -> str:
-    """Return the run id of the outer averages of a share."""
-    return f"{run_id}/share {share}"
-
-
 def outer_state(cells: Cells, elements: int) -> bytes:
     """Return the state of outer averages: holders of runs with other settings do not meet."""
     return hashlib.sha256(

@@ -146,7 +146,7 @@ class Meetings(RoundCoordinator):
         try:
             self.run.stand_by()
             while True:
-                result = self._poll(LOOK_SECONDS / 4)
+                result = self.poll(LOOK_SECONDS / 4)
                 if not isinstance(result, InProgress):
                     return result
                 limit = self._mixing.partner_timeout if self.is_looking else self.patience
@@ -159,15 +159,11 @@ class Meetings(RoundCoordinator):
 
     def begin_round(self, peers: int) -> RoundResult:  # noqa: ARG002 - a group has its own size
         """Begin to look for a group in the background; anything accumulated from now on belongs to the next round."""
-        return self._poll(0.0)
-
-    def poll(self) -> RoundResult:
-        """Return the running round's result, or InProgress."""
-        return self._poll(0.0)
+        return self.poll()
 
     def look_on(self) -> RoundResult:
         """Return the background round's result, or InProgress."""
-        return self._poll(0.0)
+        return self.poll()
 
     def stop_looking(self, reason: str) -> RoundResult | None:
         """End the search for a group; return its result, or ``None`` if the round has a group by now."""
@@ -178,7 +174,7 @@ class Meetings(RoundCoordinator):
         # Usually a search is over at once when this peer ends it.
         return self._go_on(STOP_SECONDS)
 
-    def _poll(self, wait: float) -> RoundResult:
+    def poll(self, wait: float = 0.0) -> RoundResult:
         """Look for a group, in one place after the other, or at the round that has one."""
         if self.averager.round_state is None:
             self._why = ""

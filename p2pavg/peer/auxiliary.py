@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import trio
@@ -37,7 +37,6 @@ from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.membership.membership import RunAccess
-from p2pavg.runs.records.boards import Boards
 from p2pavg.runs.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.runs.records.spread_records import find_sample
 from p2pavg.telemetry.status import TOPIC
@@ -165,105 +164,158 @@ async def assist(
         access=access,
         name=name,
     )
-    helping = HelpedRounds(host.id) if helping is None else helping
-    # Filled while this peer helps: a member that is excluded has to leave the groups of all schemas.
-    keys: set[bytes] = set()
-    limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
-    with closing(JoinedRun(host, run_id, access, partial(_recheck, host, keys))) as run:
-        await _assist(host, config, run, limits, keys, helping)
+    helper = _Assistance(host, config, HelpedRounds(host.id) if helping is None else helping)
+    with closing(helper.run):
+        await helper.help_rounds()
 
 
-async def _assist(
-    host: Host,
-    config: AveragingConfig,
-    run: JoinedRun,
-    limits: tuple[RateLimit, RateLimit],
-    keys: set[bytes],
-    helping: HelpedRounds,
-) -> None:
-    run_id = config.run_id
-    async with (
-        trio.open_nursery() as tails,
-        trio.open_nursery() as nursery,
-        _publishing(host, config, run, nursery, helping) as reports,
-    ):
-        helped: dict[bytes, trio.CancelScope] = {}
-        missing: set[bytes] = set()
-        told = ""
-        nursery.start_soon(run.run)
-        nursery.start_soon(_end_when_left, helping, nursery.cancel_scope, tails.cancel_scope)
-        while True:
-            published = read_entries(
-                await find_sample(run.records.find, run_key(run_id), host.id, run.records.network_size)
-            )
-            # Whatever the entries say: the owner shows how many peers the run has.
-            helping.run_peers = frozenset(published) - {host.id}
-            helping.looked.set()
-            entries, unknown = most_common(published)
-            # Once, and not at each look.
-            if unknown and unknown != told:
-                logger.warning("%s", unknown)
-            told = unknown
-            # By the key, not by the schema: peers that change their rules look for groups under another key.
-            wanted = {
-                ready_key(run_id, schema_hash, entry.rule, entry.aggregation): entry
-                for schema_hash, entry in entries.items()
-            }
-            gone = helped.keys() - wanted.keys()
-            # Missing in two looks in a row: one look is a sample, and a group may be in the midst of a round. Without
-            # room for both, at once: strangers that publish others each time must not multiply what this peer helps.
-            has_room = len(helped.keys() | wanted.keys()) <= MAX_SCHEMAS
-            for key in gone & missing if has_room else gone:
-                helped.pop(key).cancel()
-                keys.discard(key)
-            missing = gone - missing
-            for key, entry in wanted.items():
-                # An averager of this same peer may answer under the key, and a key has one matchmaker.
-                if key not in helped and host.registry.find(key) is None:
-                    helped[key] = scope = trio.CancelScope()
-                    keys.add(key)
-                    nursery.start_soon(
-                        _assist_schema, host, config, run, limits, entry, tails, scope, helping, reports
-                    )
-            await trio.sleep(CALM_LOOK_SECONDS)
+class _Assistance:
+    """One auxiliary in one run."""
 
+    def __init__(self, host: Host, config: AveragingConfig, helping: HelpedRounds) -> None:
+        self._host = host
+        self._config = config
+        self._helping = helping
+        self._helped: dict[bytes, trio.CancelScope] = {}
+        """The schemas whose groups take this peer in, by their ready keys."""
+        # For the rounds of all schemas together: they share one link.
+        self._upload, self._download = RateLimit(config.max_upload_mbps), RateLimit(config.max_download_mbps)
+        self.run = JoinedRun(host, config.run_id, config.access, self._recheck)
 
-@asynccontextmanager
-async def _publishing(
-    host: Host, config: AveragingConfig, run: JoinedRun, nursery: trio.Nursery, helping: HelpedRounds
-) -> AsyncIterator[RoundReports]:
-    """Publish this peer's status and read the others', as long as the block runs; yield what makes events of rounds."""
-    boards = Boards(
-        host.context.transport,
-        run.records,
-        run_id=config.run_id,
-        peer_id=host.id,
-        wall_clock=host.context.wall_clock,
-        nursery=nursery,
-    )
-    # Each schema has a meter of its own, and none is that of the whole link.
-    watched = Telemetry(host, config, run, boards, BandwidthMeter(), Role.AUXILIARY)
-    nursery.start_soon(watched.statuses.run)
-    helping.heards = HeardStatuses(boards.open(TOPIC, CALM_LOOK_SECONDS), host.context.wall_clock)
-    try:
-        yield watched.reports
-    finally:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
-            async with trio.open_nursery() as withdrawing:
-                boards.close(withdrawing)
-        watched.statuses.close()
+    def _recheck(self) -> None:
+        """Let a member that is excluded leave the groups of all schemas."""
+        for matchmaker in filter(None, map(self._host.registry.find, self._helped)):
+            matchmaker.recheck()
 
+    async def help_rounds(self) -> None:
+        """Look for schemas that peers of the run average, and help the rounds of each."""
+        host, helped, helping, run_id = self._host, self._helped, self._helping, self._config.run_id
+        records = self.run.records
+        async with (
+            trio.open_nursery() as tails,
+            trio.open_nursery() as nursery,
+            self._publishing(nursery) as reports,
+        ):
+            missing: set[bytes] = set()
+            told = ""
+            nursery.start_soon(self.run.run)
+            nursery.start_soon(self._end_when_left, nursery.cancel_scope, tails.cancel_scope)
+            while True:
+                published = read_entries(
+                    await find_sample(records.find, run_key(run_id), host.id, records.network_size)
+                )
+                # Whatever the entries say: the owner shows how many peers the run has.
+                helping.run_peers = frozenset(published) - {host.id}
+                helping.looked.set()
+                entries, unknown = most_common(published)
+                # Once, and not at each look.
+                if unknown and unknown != told:
+                    logger.warning("%s", unknown)
+                told = unknown
+                # By the key, not by the schema: peers that change their rules look for groups under another key.
+                wanted = {
+                    ready_key(run_id, schema_hash, entry.rule, entry.aggregation): entry
+                    for schema_hash, entry in entries.items()
+                }
+                gone = helped.keys() - wanted.keys()
+                # Missing in two looks in a row: one look is a sample, and a group may be in the midst of a round.
+                # Without room for both, at once: strangers that publish others each time must not multiply what this
+                # peer helps.
+                has_room = len(helped.keys() | wanted.keys()) <= MAX_SCHEMAS
+                for key in gone & missing if has_room else gone:
+                    helped.pop(key).cancel()
+                missing = gone - missing
+                for key, entry in wanted.items():
+                    # An averager of this same peer may answer under the key, and a key has one matchmaker.
+                    if key not in helped and host.registry.find(key) is None:
+                        helped[key] = scope = trio.CancelScope()
+                        nursery.start_soon(self._help_schema, key, entry, scope, tails, reports)
+                await trio.sleep(CALM_LOOK_SECONDS)
 
-async def _end_when_left(helping: HelpedRounds, rounds: trio.CancelScope, tails: trio.CancelScope) -> None:
-    await helping.left()
-    # The rounds have ended here, and other members may still ask how.
-    tails.deadline = trio.current_time() + TAIL_SECONDS
-    rounds.cancel()
+    @asynccontextmanager
+    async def _publishing(self, nursery: trio.Nursery) -> AsyncIterator[RoundReports]:
+        """Publish this peer's status and read the others', as long as the block runs; yield what makes round events."""
+        # Each schema has a meter of its own, and none is that of the whole link.
+        watched = Telemetry(self._host, self._config, self.run, nursery, BandwidthMeter(), Role.AUXILIARY)
+        board, wall_clock = watched.boards.open(TOPIC, CALM_LOOK_SECONDS), self._host.context.wall_clock
+        self._helping.heards = HeardStatuses(board, wall_clock)
+        try:
+            yield watched.reports
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
+                async with trio.open_nursery() as withdrawing:
+                    watched.boards.close(withdrawing)
+            watched.statuses.close()
 
+    async def _end_when_left(self, rounds: trio.CancelScope, tails: trio.CancelScope) -> None:
+        await self._helping.left()
+        # The rounds have ended here, and other members may still ask how.
+        tails.deadline = trio.current_time() + TAIL_SECONDS
+        rounds.cancel()
 
-def _recheck(host: Host, keys: set[bytes]) -> None:
-    for matchmaker in filter(None, map(host.registry.find, keys)):
-        matchmaker.recheck()
+    async def _help_schema(
+        self, key: bytes, entry: RunEntry, scope: trio.CancelScope, tails: trio.Nursery, reports: RoundReports
+    ) -> None:
+        host, config = self._host, self._config
+        codec = resolve_codec(entry.codec)
+        aggregation = read_aggregation(entry.aggregation)
+        cut_shares = share_cutter(entry.elements, codec.granularity, aggregation.topology)
+        # One meter a schema, because a meter sees one round at a time.
+        meter = BandwidthMeter(
+            max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
+        )
+        matchmaker = Matchmaker(
+            host.context,
+            key=key,
+            settings=Settings(
+                target=entry.group_size,
+                minimum=2,
+                match_timeout=EXCHANGE_SECONDS,
+                cut_shares=cut_shares,
+                choose_observers=None,  # the members' rule is unknown here
+                max_share=MAX_AUXILIARY_ELEMENTS,
+                refuses=self.run.refuses,
+            ),
+            codec=codec.name,
+            bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
+            records=self.run.records,
+        )
+        rounds = Rounds(
+            run_context(
+                host.context,
+                host.lobby,
+                codec=codec,
+                aggregation=aggregation,
+                group_size=entry.group_size,
+                # An entry is a stranger's claim, and must not decide how much memory is taken.
+                elements=min(entry.elements, MAX_AUXILIARY_ELEMENTS),
+                meter=meter,
+                cut_shares=cut_shares,
+                upload=self._upload,
+                download=self._download,
+            ),
+            matchmaker,
+            RoundSettings(
+                run_id=config.run_id,
+                target=entry.group_size,
+                minimum=2,
+                exchange_timeout=EXCHANGE_SECONDS,
+                max_share=MAX_AUXILIARY_ELEMENTS,
+            ),
+            tails,
+            accuse=self.run.accuse,
+        )
+        host.registry.add(key, matchmaker)
+        logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
+        try:
+            with scope:
+                while not self._helping.is_leaving:
+                    one = Round(rounds, Auxiliary(host.id, reports, self._helping.ended))
+                    with self._helping.running(one):
+                        await one.run()
+        finally:
+            # Also when cancelled: a matchmaker that looks for no group would answer those that ask under the key.
+            host.registry.remove(key)
 
 
 def most_common(entries: dict[str, RunEntry]) -> tuple[dict[bytes, RunEntry], str]:
@@ -303,75 +355,3 @@ def is_known(codec: str, aggregation: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-async def _assist_schema(
-    host: Host,
-    config: AveragingConfig,
-    run: JoinedRun,
-    limits: tuple[RateLimit, RateLimit],
-    entry: RunEntry,
-    tails: trio.Nursery,
-    scope: trio.CancelScope,
-    helping: HelpedRounds,
-    reports: RoundReports,
-) -> None:
-    codec = resolve_codec(entry.codec)
-    aggregation = read_aggregation(entry.aggregation)
-    cut_shares = share_cutter(entry.elements, codec.granularity, aggregation.topology)
-    key = ready_key(config.run_id, entry.schema_hash, entry.rule, entry.aggregation)
-    # One meter a schema, because a meter sees one round at a time.
-    meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
-    matchmaker = Matchmaker(
-        host.context,
-        key=key,
-        settings=Settings(
-            target=entry.group_size,
-            minimum=2,
-            match_timeout=EXCHANGE_SECONDS,
-            cut_shares=cut_shares,
-            choose_observers=None,  # the members' rule is unknown here
-            max_share=MAX_AUXILIARY_ELEMENTS,
-            refuses=run.refuses,
-        ),
-        codec=codec.name,
-        bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
-        records=run.records,
-    )
-    upload, download = limits  # for the rounds of all schemas together: they share one link
-    rounds = Rounds(
-        run_context(
-            host.context,
-            host.lobby,
-            codec=codec,
-            aggregation=aggregation,
-            group_size=entry.group_size,
-            # An entry is a stranger's claim, and must not decide how much memory is taken.
-            elements=min(entry.elements, MAX_AUXILIARY_ELEMENTS),
-            meter=meter,
-            cut_shares=cut_shares,
-            upload=upload,
-            download=download,
-        ),
-        matchmaker,
-        RoundSettings(
-            run_id=config.run_id,
-            target=entry.group_size,
-            minimum=2,
-            exchange_timeout=EXCHANGE_SECONDS,
-            max_share=MAX_AUXILIARY_ELEMENTS,
-        ),
-        tails,
-        accuse=run.accuse,
-    )
-    host.registry.add(key, matchmaker)
-    logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
-    try:
-        with scope:
-            while not helping.is_leaving:
-                one = Round(rounds, Auxiliary(host.id, reports, helping.ended))
-                with helping.running(one):
-                    await one.run()
-    finally:
-        # Also when cancelled: peers that ask under the key would be answered by a matchmaker that looks for no group.
-        host.registry.remove(key)

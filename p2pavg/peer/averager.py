@@ -34,7 +34,6 @@ from p2pavg.round.rounds import Rounds
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.certificate import Role
 from p2pavg.runs.records.board import Board
-from p2pavg.runs.records.boards import Boards
 from p2pavg.state.choice import TOPIC
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
@@ -90,15 +89,7 @@ class DecentralizedAverager:
         )
         self._sharing: StateSharing | None = None
         self._round: Round[RoundResult] | None = None
-        self._boards = Boards(
-            host.context.transport,
-            self._run.records,
-            run_id=config.run_id,
-            peer_id=host.id,
-            wall_clock=host.context.wall_clock,
-            nursery=nursery,
-        )
-        self._watched = Telemetry(host, config, self._run, self._boards, self._meter)
+        self._watched = Telemetry(host, config, self._run, nursery, self._meter)
         self._stepping = trio.Lock()
         self._closed = False
         # Said at the start: afterwards an open run looks like any other.
@@ -109,7 +100,6 @@ class DecentralizedAverager:
             )
         # From the beginning, before any round: revocations and evidence must be known when the first group forms.
         nursery.start_soon(self._run.run)
-        nursery.start_soon(self._watched.statuses.run)
 
     @property
     def peer_id(self) -> str:
@@ -442,7 +432,7 @@ class DecentralizedAverager:
         """
         self._check_open()
         await trio.lowlevel.checkpoint()
-        return self._boards.open(topic, look_seconds, lasts)
+        return self._watched.boards.open(topic, look_seconds, lasts)
 
     async def share_states(self, settings: ShareSettings) -> StateSharing:
         """Offer states to other peers of the run from now on, and be able to fetch theirs.
@@ -480,16 +470,13 @@ class DecentralizedAverager:
             schema,
             settings,
             board,
-            self._is_exchanging,
+            lambda: self._round is not None and self._round.is_exchanging,
             # A state has what rounds leave of the link, so the donor has to know what the link carries.
             lambda: self.config.bandwidth or self._meter.announced_mbps,
             self.events.emit,
         ) as sharing:
             task_status.started(sharing)
             await sharing.ended.wait()
-
-    def _is_exchanging(self) -> bool:
-        return self._round is not None and self._round.is_exchanging
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
         """Open another averager of the same peer. See :meth:`p2pavg.Peer.averager`."""
@@ -508,7 +495,7 @@ class DecentralizedAverager:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + TAIL_SECONDS):
             async with trio.open_nursery() as nursery:
                 # All withdrawals at once: each is a call to other peers, and together they have two seconds.
-                self._boards.close(nursery)
+                self._watched.boards.close(nursery)
                 if self._rounds is not None:
                     nursery.start_soon(self._rounds.matchmaker.close)
                     # The entry in the run is one for all averagers of this peer, so the last of them withdraws it.

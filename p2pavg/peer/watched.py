@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import trio
+
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.version import __version__
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -20,9 +22,10 @@ from p2pavg.telemetry.status import MAX_STATUS_SECONDS, TOPIC, PeerStatus
 
 
 class Telemetry:
-    """The events and the statuses of one averager, or of one auxiliary.
+    """The events, the boards and the statuses of one averager, or of one auxiliary.
 
     Args:
+        nursery: publishes the status and the texts of the boards, and reads those of the others.
         role: of this peer in the run, as it begins.
     """
 
@@ -31,12 +34,20 @@ class Telemetry:
         host: Host,
         config: AveragingConfig,
         run: JoinedRun,
-        boards: Boards,
+        nursery: trio.Nursery,
         meter: BandwidthMeter,
         role: Role = Role.CONTRIBUTOR,
     ) -> None:
         self.events = Events(parent=host.events)
         wall_clock = host.context.wall_clock
+        self.boards = Boards(
+            host.context.transport,
+            run.records,
+            run_id=config.run_id,
+            peer_id=host.id,
+            wall_clock=wall_clock,
+            nursery=nursery,
+        )
         self.reports = RoundReports(
             self.events,
             run_id=config.run_id,
@@ -48,7 +59,7 @@ class Telemetry:
         self.events.subscribe(keeper.take)
         self.events.subscribe(log_round)
         self.statuses = Statuses(
-            partial(boards.open, TOPIC, CALM_LOOK_SECONDS),
+            partial(self.boards.open, TOPIC, CALM_LOOK_SECONDS),
             self.events,
             keeper,
             host.registry.statuses,
@@ -58,6 +69,7 @@ class Telemetry:
             meter=meter,
             wall_clock=wall_clock,
         )
+        nursery.start_soon(self.statuses.run)
 
 
 def _first_status(config: AveragingConfig, role: Role) -> PeerStatus:

@@ -43,7 +43,7 @@ def known_homes() -> list[Path]:
         found = sorted(data_folder().iterdir())
     except OSError:
         return []
-    return [folder for folder in found if Home(folder).has_been_used]
+    return [folder for folder in found if Home(folder).lock.exists()]  # a lock stays when its daemon ends
 
 
 class Home:
@@ -66,11 +66,6 @@ class Home:
     def lock(self) -> Path:
         """The lock of the one process that is this peer."""
         return self.socket.with_name(f"{self.socket.name}.lock")
-
-    @property
-    def has_been_used(self) -> bool:
-        """True if a peer has run here: its lock stays when it ends."""
-        return self.lock.exists()
 
     def run_file(self, run_id: str) -> Path:
         """Return the place of the run file, if an invitation link brought it."""

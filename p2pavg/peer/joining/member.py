@@ -215,18 +215,18 @@ async def _open_peer_behind(gate: Path, files: PeerFiles, config: AveragingConfi
                 def tell(event: AnyEvent) -> None:
                     # In the thread of the training loop; the peer may have ended since.
                     if isinstance(event, UpdateTaken) and len(event.certificate) <= MAX_GATE_BYTES // 2:
-                        metric, value = next(iter(sorted(event.metrics.items(), key=_loss_first)), ("", 0.0))
+                        # The metric for which a person cares most.
+                        metric, value = min(
+                            event.metrics.items(),
+                            key=lambda each: ("loss" not in each[0], each[0]),
+                            default=("", 0.0),
+                        )
                         told = TellUpdate(event.epoch, event.certificate, metric[:64], value)
                         with suppress(trio.RunFinishedError):
                             token.run_sync_soon(transport.tell, told)
 
                 with peer.events.subscribe(tell):
                     yield peer
-
-
-def _loss_first(metric: tuple[str, float]) -> tuple[bool, str]:
-    """Return the order in which a person cares for metrics."""
-    return "loss" not in metric[0], metric[0]
 
 
 @asynccontextmanager

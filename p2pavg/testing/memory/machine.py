@@ -48,10 +48,6 @@ class Links:
             self._locations[peer_id], self._owners[location] = location, peer_id
         return self._locations[peer_id]
 
-    def owner_of(self, location: str) -> PeerId | None:
-        """Return the peer to which an address was given; ``None`` if no peer has it."""
-        return self._owners.get(location)
-
     def host_of(self, peer_id: PeerId) -> str:
         """Return the IP address from which a peer's connections come."""
         return self.location_of(peer_id).split("/")[2]

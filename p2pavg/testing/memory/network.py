@@ -398,8 +398,7 @@ class MemoryNetwork(Links):
 
     def listener_at(self, location: str) -> MemoryTransport | None:
         """Return the peer at an address, if one is in the network."""
-        owner = self.owner_of(location)
-        return None if owner is None else self._peers.get(owner)
+        return self._peers.get(self._owners.get(location, ""))
 
     def _leave(self, transport: MemoryTransport) -> None:
         if self._peers.get(transport.peer_id) is transport:

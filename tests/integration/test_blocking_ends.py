@@ -70,12 +70,6 @@ class TestLeaving:
             assert [thread.name for thread in threading.enumerate()].count("p2pavg") == 1
             assert len(open_sockets() - before) >= 1
 
-    def test_leaving_with_open_connections(self) -> None:
-        with two_averagers() as averagers:
-            for averager in averagers:
-                averager.accumulate([torch.ones(3)])
-            assert all(isinstance(result, Success) for result in step_together(*averagers))
-
     def test_leaving_with_an_error_of_the_block(self) -> None:
         with pytest.raises(BoomError), open_averager(config(), listen=LOOPBACK):
             raise BoomError
@@ -190,25 +184,21 @@ def never_entered(**arguments: Any) -> None:
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        "listen",
+        ("name", "address"),
         [
-            "127.0.0.1:4001",
-            "/ip4/127.0.0.1",
-            "/ip4/127.0.0.1/udp/0",
-            f"/ip4/127.0.0.1/tcp/0/p2p/{SOME_PEER}",
-            "",
+            ("listen", "127.0.0.1:4001"),
+            ("listen", "/ip4/127.0.0.1"),
+            ("listen", "/ip4/127.0.0.1/udp/0"),
+            ("listen", f"/ip4/127.0.0.1/tcp/0/p2p/{SOME_PEER}"),
+            ("listen", ""),
+            ("bootstrap", "nonsense"),
+            ("bootstrap", "/ip4/127.0.0.1/tcp/4001"),
+            ("bootstrap", "/ip4/127.0.0.1/tcp/4001/p2p/nobody"),
         ],
     )
-    def test_a_bad_listen_address(self, listen: str) -> None:
+    def test_a_bad_address(self, name: str, address: str) -> None:
         with pytest.raises(AddressError):
-            never_entered(listen=[listen])
-
-    @pytest.mark.parametrize(
-        "bootstrap", ["nonsense", "/ip4/127.0.0.1/tcp/4001", "/ip4/127.0.0.1/tcp/4001/p2p/nobody"]
-    )
-    def test_a_bad_bootstrap_address(self, bootstrap: str) -> None:
-        with pytest.raises(AddressError):
-            never_entered(bootstrap=[bootstrap])
+            never_entered(**{name: [address]})
 
     def test_an_identity_that_other_users_can_read(self, tmp_path: Path) -> None:
         file = tmp_path / "peer.key"

@@ -81,20 +81,6 @@ def test_a_started_averager_can_be_closed() -> None:
         averager.accumulate([torch.ones(3)])
 
 
-def test_an_averager_is_a_block() -> None:
-    with start_averager(config(), listen=LOOPBACK) as averager:
-        averager.accumulate([torch.ones(3)])
-    assert running_peers() == 0
-
-
-def test_a_sibling_that_is_closed_leaves_its_peer_open() -> None:
-    with open_averager(config(), listen=LOOPBACK) as averager:
-        sibling, _ = averager.open_sibling(config(run_id="other"))
-        sibling.close()
-        averager.accumulate([torch.ones(3)])
-        assert isinstance(averager.step(wait=0.0), InProgress | NoPeers)
-
-
 def test_a_sibling_that_is_closed_is_not_taken_for_a_thread_that_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,6 +95,8 @@ def test_a_sibling_that_is_closed_is_not_taken_for_a_thread_that_ends(
             with pytest.raises(ClosedError, match="the averager is closed"):
                 sibling.step(wait=0.0)
         close()  # does nothing
+        averager.accumulate([torch.ones(3)])
+        assert isinstance(averager.step(wait=0.0), InProgress | NoPeers), "its peer stays open"
 
 
 def test_a_cell_that_runs_again_has_one_peer() -> None:
@@ -130,6 +118,7 @@ def test_a_cell_that_runs_again_has_one_peer() -> None:
 def test_started_averagers_of_two_runs_live_side_by_side() -> None:
     with start_averager(config(), listen=LOOPBACK), start_averager(config(run_id="other"), listen=LOOPBACK):
         assert running_peers() == 2
+    assert running_peers() == 0, "an averager is a block"
 
 
 def test_an_optimizer_that_a_thread_has_replaced_is_not_waited_for() -> None:

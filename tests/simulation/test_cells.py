@@ -65,7 +65,7 @@ def test_outer_averages_in_the_background_do_not_undo_the_updates_meanwhile() ->
 
 @pytest.fixture(scope="module")
 def churned() -> CellCourse:
-    return play_cells(replace(CALM, peers=20, seconds=19.5, every=5.0))
+    return play_cells(replace(CALM, peers=10, seconds=19.5, every=5.0))
 
 
 @pytest.mark.long
@@ -86,7 +86,7 @@ def test_peers_that_join_later_replay_mixes_and_hold_the_cells_bits() -> None:
 
 @pytest.mark.long
 def test_churn_costs_less_than_one_percent_of_loss(churned: CellCourse) -> None:
-    calm = play_cells(replace(CALM, peers=20, seconds=13.0))
+    calm = play_cells(replace(CALM, peers=10, seconds=13.0))
     rows = compared(churned, calm)
     assert rows[-1][0] >= 8, "no mix after the first kills"
     for epoch, loss, alone in rows:

@@ -72,15 +72,15 @@ class Odd:
 
 
 @pytest.mark.parametrize(
-    ("odd", "reason"),
+    ("odd", "late", "reason"),
     [
-        ({"width": 6}, "trains another architecture: 4 tensors of 49 elements, this one 4 of 37"),
-        ({"target_batch_size": 4.0}, "trains with target_batch_size 8, this one with 4"),
-        ({"max_grad_norm": 1.0}, "trains with max_grad_norm none, this one with 1"),
+        ({"width": 6}, 0.0, "trains another architecture: 4 tensors of 49 elements, this one 4 of 37"),
+        ({"width": 6}, 15.0, "trains another architecture: 4 tensors of 49 elements, this one 4 of 37"),
+        ({"target_batch_size": 4.0}, 0.0, "trains with target_batch_size 8, this one with 4"),
+        ({"max_grad_norm": 1.0}, 15.0, "trains with max_grad_norm none, this one with 1"),
     ],
-    ids=["architecture", "target", "clipping"],
+    ids=["architecture", "architecture late", "target", "clipping late"],
 )
-@pytest.mark.parametrize("late", [0.0, 15.0])
 async def test_what_no_state_can_mend_is_an_error_with_the_true_reason(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, odd: dict[str, Any], reason: str, late: float
 ) -> None:

@@ -236,28 +236,39 @@ async def test_two_tasks_may_not_receive_at_once(autojump_clock: MockClock) -> N
         await send_message(stream, b"x")
 
 
-async def test_bandwidth_is_shared_by_all_that_a_peer_sends(autojump_clock: MockClock) -> None:
-    network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6)
-    async with peers(network, 3) as (here, there, third):
-        arrived: list[float] = []
+def note_arrivals(*peers: MemoryTransport) -> list[tuple[str, float]]:
+    """Let some peers take what is sent to them; return a list that gets each sender with the time of its last byte."""
+    arrived: list[tuple[str, float]] = []
 
-        async def take(stream: Stream) -> None:
-            while await stream.receive_some(65536):
-                pass
-            arrived.append(trio.current_time())
+    async def take(stream: Stream) -> None:
+        await take_all(stream)
+        arrived.append((stream.remote, trio.current_time()))
 
-        async def send(to: MemoryTransport) -> None:
-            stream = await here.open_stream(to.peer_id, "/take/1", addresses=to.addresses, timeout=10.0)
-            await stream.send_all(bytes(1_000_000))
-            await stream.aclose()
+    for peer in peers:
+        peer.serve("/take/1", take)
+    return arrived
 
+
+async def send(here: MemoryTransport, there: MemoryTransport, size: int) -> None:
+    stream = await here.open_stream(there.peer_id, "/take/1", addresses=there.addresses, timeout=10.0)
+    await stream.send_all(bytes(size))
+    await stream.aclose()
+
+
+@pytest.mark.parametrize("receives", [False, True], ids=["bandwidth", "download"])
+async def test_a_link_is_shared_by_all_that_a_peer_sends_or_receives(
+    receives: bool, autojump_clock: MockClock
+) -> None:
+    limits = {"bandwidth": 1e7, "download": 1e6} if receives else {"bandwidth": 1e6}
+    async with peers(MemoryNetwork(latency=(0.0, 0.0), **limits), 3) as (here, *others):
+        arrived = note_arrivals(here, *others)
         async with trio.open_nursery() as nursery:
-            for to in (there, third):
-                to.serve("/take/1", take)
-                nursery.start_soon(send, to)
+            for other in others:
+                nursery.start_soon(send, *((other, here) if receives else (here, other)), 1_000_000)
         await trio.sleep(10.0)
-        assert arrived[1] == pytest.approx(2.0, abs=0.1)
-        assert arrived[0] > 1.5, "one stream was served after the other"
+        (_, first), (_, last) = arrived
+        assert last == pytest.approx(2.0, abs=0.1)
+        assert first > 1.5, "one stream was served after the other"
 
 
 async def test_a_message_does_not_wait_until_other_streams_have_sent_all(autojump_clock: MockClock) -> None:
@@ -295,59 +306,17 @@ async def test_what_a_stream_has_not_sent_is_dropped_when_it_is_reset(autojump_c
         assert trio.current_time() - began < 0.5, "100 kB there, and back on another link"
 
 
-async def test_download_is_shared_by_all_that_a_peer_receives(autojump_clock: MockClock) -> None:
-    network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e7, download=1e6)
-    async with peers(network, 3) as (here, there, third):
-        arrived: list[float] = []
-
-        async def take(stream: Stream) -> None:
-            while await stream.receive_some(65536):
-                pass
-            arrived.append(trio.current_time())
-
-        async def send(by: MemoryTransport) -> None:
-            stream = await by.open_stream(here.peer_id, "/take/1", addresses=here.addresses, timeout=10.0)
-            await stream.send_all(bytes(1_000_000))
-            await stream.aclose()
-
-        here.serve("/take/1", take)
-        async with trio.open_nursery() as nursery:
-            for by in (there, third):
-                nursery.start_soon(send, by)
-        await trio.sleep(10.0)
-        assert arrived[1] == pytest.approx(2.0, abs=0.1)
-        assert arrived[0] > 1.5, "one stream was served after the other"
-
-
 async def test_frames_that_wait_for_a_slow_sender_delay_no_others(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6, download=1e6)
     async with peers(network, 3) as (here, there, third):
-        arrived: dict[str, float] = {}
-
-        async def take(stream: Stream) -> None:
-            while await stream.receive_some(65536):
-                pass
-            arrived[stream.remote] = trio.current_time()
-
-        async def send(by: MemoryTransport) -> None:
-            stream = await by.open_stream(here.peer_id, "/take/1", addresses=here.addresses, timeout=10.0)
-            await stream.send_all(bytes(100_000))
-            await stream.aclose()
-
-        here.serve("/take/1", take)
+        arrived = note_arrivals(here)
         network.limit(there.peer_id, 1e4)
         async with trio.open_nursery() as nursery:
             for by in (there, third):
-                nursery.start_soon(send, by)
+                nursery.start_soon(send, by, here, 100_000)
         await trio.sleep(20.0)
-        assert arrived[third.peer_id] < 0.5
-        assert arrived[there.peer_id] == pytest.approx(10.0, abs=0.5)
-
-
-@pytest.mark.parametrize("limit", ["bandwidth", "download"])
-def test_a_limit_of_a_link_is_above_zero(limit: str) -> None:
-    with pytest.raises(ValueError, match=limit):
-        MemoryNetwork(**{limit: 0.0})  # type: ignore[arg-type]
+        assert dict(arrived)[third.peer_id] < 0.5
+        assert dict(arrived)[there.peer_id] == pytest.approx(10.0, abs=0.5)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -386,7 +355,9 @@ async def test_addresses_pass_the_checks_of_real_peers(autojump_clock: MockClock
                 pass
 
 
-@pytest.mark.parametrize("wrong", [{"latency": (0.2, 0.1)}, {"latency": (-1.0, 0.1)}, {"bandwidth": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"latency": (0.2, 0.1)}, {"latency": (-1.0, 0.1)}, {"bandwidth": 0.0}, {"download": 0.0}]
+)
 def test_bad_arguments_of_a_network_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MemoryNetwork(**wrong)  # type: ignore[arg-type]

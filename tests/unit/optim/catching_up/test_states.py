@@ -339,12 +339,6 @@ class TestStart:
         self.others_are_at(world, *epochs)
         assert self.follows(world) is expected
 
-    def test_one_liar_keeps_a_run_from_starting_for_a_limited_time_only(self, world: World) -> None:
-        self.others_are_at(world, 10, 10, 2**53)
-        assert self.follows(world)
-        world.clock.now += LATER_STATE_SECONDS
-        assert not self.follows(world)
-
     def test_peers_that_give_no_state_hold_up_a_start_for_a_limited_time(self, world: World) -> None:
         self.others_are_at(world, 2**53)
         assert self.follows(world)

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
-from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, diloco, fedavg, sparseloco
+from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, diloco, sparseloco
 from p2pavg.optim.local.feedback import SPARSE_BETA, feedback_for
 from p2pavg_compression import Blockwise8, Codec, Int4, Ternary, TopK
 from tests.unit.optim.fakes import Alone, local
@@ -193,15 +193,6 @@ class TestOptimizers:
         other.load_state_dict(optimizer.state_dict())
         assert other.state_dict()["feedback"]["residual"] is None
 
-    def test_a_checkpoint_has_it(self) -> None:
-        model = self.model()
-        optimizer = local(Coded(), SGD(model.parameters(), lr=0.1))
-        self.train(optimizer, model)
-        again = local(Coded(), SGD(self.model().parameters(), lr=0.1))
-        again.load_own(optimizer.own_state())
-        mine = optimizer.state_dict()["feedback"]["residual"]
-        assert torch.equal(again.state_dict()["feedback"]["residual"], mine)
-
     def test_feedback_cannot_be_turned_off(self) -> None:
         with pytest.raises(ValueError, match="needs error feedback"):
             local(Coded(), SGD(self.model().parameters(), lr=0.1), feedback=False)
@@ -273,11 +264,6 @@ class TestOptimizers:
             return found
 
         assert torch.equal(residual(SGD), residual(Filling))
-
-    def test_fedavg_takes_another_beta(self) -> None:
-        averager = cast(Averager, Coded())
-        feedback = ErrorFeedback(CODEC, beta=0.5)
-        fedavg(SGD(self.model().parameters(), lr=0.1), averager, sync_every=1, feedback=feedback)
 
 
 class Filling(SGD):

@@ -71,19 +71,9 @@ PEER_PROTOCOLS = frozenset(
 class Peer:
     """This process in the network. Made by :func:`open_peer`."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        signer: Signer,
-        nursery: trio.Nursery,
-        *,
-        wall_clock: Callable[[], float],
-        run_in_thread: RunInThread,
-        run_aside: RunInThread,
-        processor_wait: ProcessorWait,
-        on_milestone: OnMilestone = ignore,
-        way_out: str = "",
-    ) -> None:
+    def __init__(self, context: PeerContext, way_out: str) -> None:
+        transport, signer, wall_clock = context.transport, context.signer, context.wall_clock
+        self.context = context
         self._transport = transport
         self._way_out = way_out
         """The address by which other machines reach this peer, or it them; empty if it stays on this machine."""
@@ -116,19 +106,9 @@ class Peer:
             contacts=lambda: self.records.contacts,
         )
         """Compares clocks and versions with other peers."""
-        self.context = PeerContext(
-            transport=transport,
-            signer=signer,
-            wall_clock=wall_clock,
-            nursery=nursery,
-            run_in_thread=run_in_thread,
-            run_aside=run_aside,
-            processor_wait=processor_wait,
-            on_milestone=on_milestone,
-        )
-        self.evidence = EvidenceService(self.context)
+        self.evidence = EvidenceService(context)
         """Evidence that members of this peer's runs lied."""
-        self.state = StateService(self.context, self.evidence.refusal)
+        self.state = StateService(context, self.evidence.refusal)
         """States of this peer's runs, for peers that join late or come back."""
 
     @property
@@ -323,17 +303,17 @@ async def peer_over(
     # Around the nursery: its tasks use the threads until their end.
     with bare_exceptions(), closing(workers), closing(aside):
         async with trio.open_nursery() as nursery:
-            peer = Peer(
-                transport,
-                signer,
-                nursery,
+            context = PeerContext(
+                transport=transport,
+                signer=signer,
                 wall_clock=wall_clock,
+                nursery=nursery,
                 run_in_thread=run_in_thread or workers.run,
                 run_aside=run_in_thread or aside.run,
                 processor_wait=processor_wait or wait_of_this_thread(),
                 on_milestone=on_milestone,
-                way_out=way_out,
             )
+            peer = Peer(context, way_out)
             try:
                 await peer.start(bootstrap, only_asks=only_asks)
                 yield peer

@@ -22,6 +22,7 @@ from p2pavg.base.result import Success
 from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following_news import Attempts, ProgressReporter, UpdatePace
+from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import MIN_TRUSTED_SIGNERS
 from p2pavg.state.checking import is_finite
@@ -124,8 +125,7 @@ class Follower:
         common: this peer's own common state.
         owner: the optimizer.
         ranks: the ranks of this peer.
-        companions: returns the peers that took one of the last updates with this one.
-        members: returns the other members of this peer's last groups.
+        run: this peer's view of its run.
         on_progress: called about once a second while a transfer runs.
     """
 
@@ -135,16 +135,14 @@ class Follower:
         common: CommonState,
         owner: Owner,
         ranks: Ranks,
-        *,
-        companions: Callable[[], Collection[str]],
-        members: Callable[[], Collection[str]],
+        run: RunView,
         on_progress: Callable[[StateProgress], None] | None,
     ) -> None:
         self._sharing = sharing
         self._common = common
         self._owner = owner
         self._ranks = ranks
-        self._companions, self._members = companions, members
+        self._run = run
         self.pace = UpdatePace()
         self._snapshot: SnapshotTransfer | None = None
         self._averages: deque[AverageTransfer] = deque()
@@ -196,7 +194,7 @@ class Follower:
             self._attempts = Attempts()
             # Loading a state, or replaying an update, makes this peer forget its companions.
             # So the voters are fixed before that.
-            self._trusted = frozenset(self._companions())
+            self._trusted = frozenset(self._run.companions)
         # A later call while this peer follows may ask for more, and never for less.
         self.is_useless = self.is_useless or snapshot
         self._needs_snapshot = self._needs_snapshot or self.is_useless
@@ -451,7 +449,7 @@ class Follower:
         if self._follows_few and first.before is not None:
             # Several other members of this peer's last groups have to say that they hold it. One alone may lie: it can
             # form a group with strangers, or with members whose records it has from another one.
-            known = first.proven().signers & frozenset(self._members())
+            known = first.proven().signers & frozenset(self._run.last_members)
             if len(known) < MIN_TRUSTED_SIGNERS:
                 why = f"the average of update {epoch + 1} has too few signatures of this peer's last groups"
                 return SyncStatus(), why

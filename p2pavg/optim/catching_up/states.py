@@ -95,13 +95,7 @@ class States:
         )
         self._checkpoints = Checkpoints(run_state, common, owner, together.run, self._sharing)
         self.follower = Follower(
-            self._sharing,
-            common,
-            owner,
-            ranks,
-            companions=lambda: together.run.companions,
-            members=lambda: together.run.last_members,
-            on_progress=partial(_moved, averager, run_state),
+            self._sharing, common, owner, ranks, together.run, partial(_moved, averager, run_state)
         )
         self._looked_at = self._wanted_at = self._said_at = -UNWANTED_SECONDS
         self._update_times: deque[float] = deque(maxlen=PACE_UPDATES)

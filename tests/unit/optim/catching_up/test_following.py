@@ -16,6 +16,7 @@ from p2pavg.optim.catching_up import following
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import LOST_SECONDS, Follower, Following
 from p2pavg.optim.catching_up.following_news import FOLLOWING_RETRY_SECONDS, UpdatePace
+from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import ProvenAverage
 from p2pavg.state.choice import MAX_DONORS, SETTLE_OFFERS_SECONDS, SnapshotOffer, StateNews
@@ -218,6 +219,11 @@ def snapshot_of(epoch: int, value: float, **changes: Any) -> memoryview:
     return copy_of(Content({"value": torch.tensor(value)}, told))
 
 
+class Run:
+    companions: frozenset[str] = frozenset()
+    last_members: tuple[str, ...] = ()
+
+
 class World:
     """One follower, the records of the others, and the transfers that the test ends."""
 
@@ -229,15 +235,14 @@ class World:
         self.progress: list[StateProgress] = []
         self.behind = True
         self.few: tuple[str, ...] = ()
-        self.members: tuple[str, ...] = ()
+        self.run = Run()
         self.follower = Follower(
             cast(StateSharing, self.sharing),
             cast(CommonState, self.common),
             cast(Any, self.owner),
             Ranks(None),
-            companions=frozenset,
-            members=lambda: self.members,
-            on_progress=self.progress.append,
+            cast(RunView, self.run),
+            self.progress.append,
         )
 
     def run_is_at(
@@ -384,7 +389,7 @@ def test_late_voters_do_not_take_back_this_peers_updates(world: World) -> None:
 
 def few_are_ahead(world: World) -> None:
     """Let c go on with a, while this peer, a and b, its last group, slept. a and b are no part of it."""
-    world.members = ("a", "b", "c")
+    world.run.last_members = ("a", "b", "c")
     world.run_is_at(3, peers="ab")
     others = world.sharing.others
     world.run_is_at(5, peers="c", snapshot=offer_of(5))

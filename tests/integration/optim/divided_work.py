@@ -129,7 +129,7 @@ def train(how: dict[str, Any]) -> None:
             averager,
             inner_of(part.module),
             place=place,
-            peers_to_start=how["peers"] - any_late(how),
+            peers_to_start=how["peers"] - ("late" in how),
             measure_updates=True,
             **options,
         )
@@ -154,7 +154,9 @@ def train(how: dict[str, Any]) -> None:
                 (folder / "three").touch()
         (folder / f"done{peer}.{rank}").touch()
         wait_until(lambda: len(list(folder.glob("done*"))) >= how["ends"] * ranks)
-        whole = [cast(Any, p).full_tensor() if hasattr(p, "full_tensor") else p for p in parameters_of(part)]
+        whole = [
+            cast(Any, p).full_tensor() if hasattr(p, "full_tensor") else p for p in part.module.parameters()
+        ]
         found = {
             "stage": place.stage,
             "parameters": torch.cat([tensor.detach().reshape(-1) for tensor in whole]).tolist(),
@@ -163,11 +165,6 @@ def train(how: dict[str, Any]) -> None:
             "epoch": optimizer.epoch,
         }
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
-
-
-def any_late(how: dict[str, Any]) -> int:
-    """Return the number of peers that begin late."""
-    return int("late" in how)
 
 
 def is_over(how: dict[str, Any], folder: Path, optimizer: Any, batches: int) -> bool:
@@ -181,10 +178,6 @@ def is_over(how: dict[str, Any], folder: Path, optimizer: Any, batches: int) -> 
         (folder / "until.new").rename(folder / "until")
     until = folder / "until"
     return all_ranks_say(until.exists() and optimizer.epoch >= int(until.read_text()))
-
-
-def parameters_of(part: Part) -> list[torch.Tensor]:
-    return list(part.module.parameters())
 
 
 def die_in_the_round(optimizer: Any, rank: int, ranks: int) -> None:

@@ -83,15 +83,17 @@ class Cell(Alone):
 
 
 class Training:
-    """A member of a cell that trains 8 zeros."""
+    """A member of a cell that trains 8 zeros, or the parameters of its inner optimizer."""
 
-    def __init__(self, cells: Cells = CELLS, live: int = 2, **options: Any) -> None:
-        self.values = torch.nn.Parameter(torch.zeros(8))
+    def __init__(self, cells: Cells = CELLS, live: int = 2, inner: SGD | None = None, **options: Any) -> None:
+        self.values = (
+            torch.nn.Parameter(torch.zeros(8)) if inner is None else inner.param_groups[0]["params"][0]
+        )
         self.cell = Cell()
         self.reports: list[Any] = []
         given: dict[str, Any] = {"target_batch_size": 4, "peers_to_start": 2, "sync_timeout": 5.0}
         self.member = CellMember(
-            SGD([self.values], lr=1.0),
+            SGD([self.values], lr=1.0) if inner is None else inner,
             cast(Averager, self.cell),
             base=cast(Averager, self.cell),
             cells=cells,
@@ -216,46 +218,22 @@ def test_a_contribution_to_a_mix_that_was_missed_is_in_no_later_update() -> None
 
 
 def test_a_schedule_counts_updates_with_gradients() -> None:
-    values = torch.nn.Parameter(torch.zeros(8))
-    inner = SGD([values], lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
-    cell = Cell()
-    member = CellMember(
-        inner,
-        cast(Averager, cell),
-        base=cast(Averager, cell),
-        cells=CELLS,
-        cell=0,
-        live=lambda: 2,
-        target_batch_size=4,
-        peers_to_start=2,
-        scheduler=schedule,
-    )
-    for _ in range(2):
-        values.grad = torch.ones(8)
-        member.step(samples=4)
-    assert member.epoch == 3
+    inner = SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)
+    training = Training(inner=inner, scheduler=torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5))
+    training.step()
+    training.step()
+    assert training.member.epoch == 3
     assert inner.param_groups[0]["lr"] == 0.25
 
 
 def test_averaged_buffers_are_mixed_with_the_parameters() -> None:
     model = torch.nn.BatchNorm1d(4, affine=True)
-    cell = Cell()
-    member = CellMember(
-        SGD(model.parameters(), lr=1.0),
-        cast(Averager, cell),
-        base=cast(Averager, cell),
-        cells=Cells(count=2, every=1, shares=4),  # weight, bias, running mean and running variance
-        cell=0,
-        live=lambda: 2,
-        target_batch_size=4,
-        peers_to_start=2,
-        model=model,
-    )
+    cells = Cells(count=2, every=1, shares=4)  # weight, bias, running mean and running variance
+    training = Training(cells, inner=SGD(model.parameters(), lr=1.0), model=model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros(4)
-    member.step(samples=4)
-    assert member.epoch == 2
+    training.member.step(samples=4)
+    assert training.member.epoch == 2
     assert HELD == [1, 2]
     assert model.running_mean is not None
     assert model.running_mean.tolist() == [0.5] * 4

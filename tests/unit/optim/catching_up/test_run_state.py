@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from torch import nn
 from torch.optim import SGD
 
 from p2pavg.optim import RunState
@@ -32,14 +31,19 @@ def test_argument_out_of_range_is_named(name: str, value: Any, tmp_path: Path) -
         RunState(small(), tmp_path, **{name: value})
 
 
-def test_checkpoints_need_a_directory() -> None:
-    with pytest.raises(ValueError, match="every needs a directory"):
-        RunState(small(), every=10)
-
-
-def test_the_model_must_be_a_module() -> None:
-    with pytest.raises(TypeError, match="model must be a torch"):
-        RunState(cast(nn.Module, [small()]))
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": small(), "every": 10}, ValueError, "every needs a directory"),
+        ({"directory": "here"}, ValueError, "directory needs the model"),
+        ({"model": [small()]}, TypeError, "model must be a torch"),
+    ],
+)
+def test_what_an_argument_needs_is_named(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        RunState(**arguments)
 
 
 def test_one_object_serves_one_optimizer() -> None:
@@ -77,11 +81,6 @@ def test_states_are_shared_unless_the_caller_says_false() -> None:
     model = small()
     assert model_of(model, found) is model
     assert model_of(None, found) is None
-
-
-def test_a_directory_needs_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="directory needs the model"):
-        RunState(directory=tmp_path)
 
 
 def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:

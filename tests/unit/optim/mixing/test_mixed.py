@@ -219,8 +219,11 @@ class TestRefusals:
             ({"grace": 5.0}, "grace"),
             ({"min_peers": 2}, "min_peers"),
             ({"check_every": 10}, "check_every"),
+            ({"group_size": 1}, "group_size"),
             ({"group_size": 65}, "group_size"),
+            ({"group_size": 2.0}, "group_size"),
             ({"partner_timeout": -1}, "partner_timeout"),
+            ({"partner_timeout": 0}, "partner_timeout"),
             ({"max_lag": 0}, "max_lag"),
             ({"sync_every": 0}, "sync_every"),
         ],
@@ -230,6 +233,10 @@ class TestRefusals:
     ) -> None:
         with pytest.raises(ValueError, match=name):
             optimizer_of(Partner(), parameter(1.0), **options)
+
+    def test_groups_smaller_than_the_run_allows_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="group_size must be from 3, the config's min_group_size"):
+            optimizer_of(Partner(min_group_size=3), parameter(1.0), group_size=2)
 
     def test_a_sparse_codec_and_a_config_with_participation_are_refused(self) -> None:
         for codec in ("topk", "ternary"):

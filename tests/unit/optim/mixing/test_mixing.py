@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,25 +11,12 @@ from hypothesis import strategies as st
 
 from p2pavg.group.places.gossip import next_round, rounds_of_others
 from p2pavg.optim.mixing.mixed import SKETCH, sketch_of
-from p2pavg.optim.mixing.mixing import (
-    ROUND,
-    MixingOptions,
-    check_rates,
-    checked_mixing,
-    contraction,
-    is_too_far,
-    lag_behind,
-)
+from p2pavg.optim.mixing.mixing import ROUND, check_rates, contraction, is_too_far, lag_behind
 from scripts.benchmarks.mixing import Mixing, measured
 from tests.unit.group.samples import candidate, roster
 
 ids = st.text(st.characters(codec="ascii"), min_size=1, max_size=60)
 rounds = st.integers(0, 2**53)
-
-
-def options(**changes: Any) -> MixingOptions:
-    given: dict[str, Any] = {"group_size": 2, "partner_timeout": 4.0, "max_lag": 8, "least": 2}
-    return checked_mixing(**(given | changes))
 
 
 class TestRoundNumbers:
@@ -73,33 +59,17 @@ class TestRoundNumbers:
         assert lag_behind(0, [], 8) == 0
 
 
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("changes", "name"),
-        [
-            ({"group_size": 1}, "group_size"),
-            ({"group_size": 65}, "group_size"),
-            ({"group_size": 2, "least": 3}, "group_size"),
-            ({"group_size": 2.0}, "group_size"),
-            ({"partner_timeout": 0}, "partner_timeout"),
-            ({"max_lag": 0}, "max_lag"),
-        ],
-    )
-    def test_an_option_out_of_range_is_named(self, changes: dict[str, Any], name: str) -> None:
-        with pytest.raises(ValueError, match=name):
-            options(**changes)
-
-    def test_rates_with_which_anchors_move_apart_are_refused(self) -> None:
-        check_rates(0.7, 0.5, 2)
-        check_rates(1.0, 0.5, 2, nesterov=True)
-        with pytest.raises(ValueError, match="do not come together"):
-            check_rates(2.5, 0.5, 2)
-        with pytest.raises(ValueError, match="do not come together"):
-            check_rates(1.0, 0.9, 2, nesterov=True)
-        with pytest.raises(ValueError, match="momentum"):
-            check_rates(0.7, 1.0, 2)
-        with pytest.raises(ValueError, match="lr"):
-            check_rates(-0.7, 0.5, 2)
+def test_rates_with_which_anchors_move_apart_are_refused() -> None:
+    check_rates(0.7, 0.5, 2)
+    check_rates(1.0, 0.5, 2, nesterov=True)
+    with pytest.raises(ValueError, match="do not come together"):
+        check_rates(2.5, 0.5, 2)
+    with pytest.raises(ValueError, match="do not come together"):
+        check_rates(1.0, 0.9, 2, nesterov=True)
+    with pytest.raises(ValueError, match="momentum"):
+        check_rates(0.7, 1.0, 2)
+    with pytest.raises(ValueError, match="lr"):
+        check_rates(-0.7, 0.5, 2)
 
 
 class TestDistance:

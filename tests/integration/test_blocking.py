@@ -215,19 +215,6 @@ def test_each_argument_of_a_step_reaches_the_round() -> None:
         assert alone.weight == 1.0, "the peer observes"
 
 
-def test_the_round_goes_on_after_a_wait_timeout() -> None:
-    with two_averagers() as (first, second):
-        first.accumulate([torch.ones(4)])
-        for _ in range(3):
-            assert isinstance(first.step(wait=0.01), InProgress)
-        second.accumulate([torch.ones(4)])
-        assert isinstance(second.step(wait=None), Success)
-        assert isinstance(first.step(wait=WATCHDOG_SECONDS), Success)
-        assert first.step(wait=None) == NoPeers(
-            reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED
-        ), "a result was returned twice"
-
-
 def test_a_step_that_cannot_begin_a_round_does_not_wait() -> None:
     nothing = NoPeers(reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED)
     with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:

@@ -17,6 +17,7 @@ from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, RunState, diloco
 from p2pavg.testing import SimulatedLoop
 from tests.integration.optim.company import Batches, config, until
+from tests.simulation.test_cell_restarts import check_same
 from tests.simulation.training import one_step, train_together
 from tests.unit.optim.fakes import Alone
 
@@ -62,24 +63,6 @@ def own_of(optimizer: LocalUpdates, model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def check_equal(found: Any, expected: Any, path: str = "") -> None:
-    """Check that two nested values have the same bits."""
-    assert type(found) is type(expected), path
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, path
-        assert found.numpy().tobytes() == expected.numpy().tobytes(), path
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            check_equal(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), path
-        for index, value in enumerate(expected):
-            check_equal(found[index], value, f"{path}/{index}")
-    else:
-        assert found == expected, path
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Train three peers, of which some observe; return their folder, and what each had at its last checkpoint."""
@@ -117,7 +100,7 @@ def test_a_process_that_begins_again_has_all_that_the_former_one_had(
         optimizer = local_optimizer(model, begin_again(), state)
         found = own_of(optimizer, model)
         random = found.pop("random")
-        check_equal(found, {k: v for k, v in expected.items() if k != "random"})
+        check_same(found, {k: v for k, v in expected.items() if k != "random"})
         assert random.tolist() != torch.Generator().manual_seed(77).get_state().tolist()
         assert optimizer.epoch == UPDATES
         assert state.extras["data_position"]["batch"] == UPDATES - 1

@@ -18,8 +18,6 @@ from tests.integration.optim.joiners import (
     AnyOptimizer,
     Maker,
     adamw,
-    by_diloco,
-    by_fedyogi,
     by_fragments,
     common_tensors,
     common_values,
@@ -32,7 +30,7 @@ ODD = 2
 """The peer that comes late or pauses."""
 MORE_UPDATES = 6
 """Updates that all peers take together after that."""
-makers = pytest.mark.parametrize("make", [adamw, by_diloco, by_fragments, by_fedyogi])
+makers = pytest.mark.parametrize("make", [adamw, by_fragments])
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from p2pavg.blocking import Averager
-from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco, fedyogi
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco
 
 BATCH = 8
 
@@ -56,13 +56,6 @@ def by_fragments(
     others = [weights for weights in model.parameters() if weights.ndim != 2]
     inner = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     return diloco(inner, averager, sync_every=4, fragments=2, state=state, offload=True, **options)
-
-
-def by_fedyogi(
-    model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]
-) -> AnyOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    return fedyogi(inner, averager, sync_every=2, state=state, **options)
 
 
 def common_tensors(optimizer: AnyOptimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:

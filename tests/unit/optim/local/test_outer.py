@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -87,23 +86,6 @@ def test_parameters_without_a_gradient_stay_as_they_are(server: type[Server]) ->
     assert torch.equal(given[1], before[1])
     assert given[1] not in optimizer.state
     assert not torch.equal(given[0], before[0])
-
-
-@every_server
-def test_loaded_state_continues_with_the_same_bits(server: type[Server]) -> None:
-    given = parameters()
-    optimizer = server(given, lr=0.05)
-    for step in range(5):
-        set_gradients(given, step)
-        optimizer.step()
-    others = [torch.nn.Parameter(parameter.detach().clone()) for parameter in given]
-    other = server(others)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for step in range(5, 10):
-        for some, by in ((given, optimizer), (others, other)):
-            set_gradients(some, step)
-            by.step()
-    assert all(torch.equal(*pair) for pair in zip(given, others, strict=True))
 
 
 @every_server

@@ -72,13 +72,6 @@ def test_a_value_that_only_one_peer_sends_is_sent_again_until_the_average_keeps_
     assert arrived.sum().item() == pytest.approx(first.sum().item() / 2, rel=0.05)
 
 
-def test_this_peers_share_is_encoded_too() -> None:
-    feedback = ErrorFeedback(CODEC)
-    given = flat(feedback.compensate(tensors(1)))
-    feedback.delivered(0, ELEMENTS, averaged=unflat(there_and_back(CODEC, given)))
-    torch.testing.assert_close(residual_of(feedback), given - there_and_back(CODEC, given))
-
-
 def test_nothing_is_left_when_a_peer_goes_on_alone() -> None:
     feedback = ErrorFeedback(CODEC)
     feedback.delivered(0, ELEMENTS, averaged=feedback.compensate(tensors(1)))

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -259,7 +260,7 @@ async def send(here: MemoryTransport, there: MemoryTransport, size: int) -> None
 async def test_a_link_is_shared_by_all_that_a_peer_sends_or_receives(
     receives: bool, autojump_clock: MockClock
 ) -> None:
-    limits = {"bandwidth": 1e7, "download": 1e6} if receives else {"bandwidth": 1e6}
+    limits: dict[str, Any] = {"bandwidth": 1e7, "download": 1e6} if receives else {"bandwidth": 1e6}
     async with peers(MemoryNetwork(latency=(0.0, 0.0), **limits), 3) as (here, *others):
         arrived = note_arrivals(here, *others)
         async with trio.open_nursery() as nursery:

@@ -136,8 +136,7 @@ every_pair = pytest.mark.parametrize(
 
 
 @every_pair
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("own_steps", [0, 2])
+@pytest.mark.parametrize(("steps", "own_steps"), [(0, 2), (2, 0), (2, 2)])
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_peer_that_takes_a_state_goes_on_like_its_donor(
     inner: str, schedule: str, steps: int, own_steps: int
@@ -310,9 +309,8 @@ REFUSED: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_false_state_is_refused_and_changes_nothing(mistake: str, steps: int) -> None:
-    donor, joiner = Peer("Adam", "StepLR", steps=2), Peer("Adam", "StepLR", steps=steps)
+def test_a_false_state_is_refused_and_changes_nothing(mistake: str) -> None:
+    donor, joiner = Peer("Adam", "StepLR", steps=2), Peer("Adam", "StepLR", steps=1)
     content = content_of(donor, REFUSED[mistake])
     before = joiner.everything()
     with pytest.raises(StateError):

@@ -36,46 +36,14 @@ def test_interval_is_divided_among_fragments() -> None:
         Interval(steps=10).part(4)
 
 
-class TestBoundaries:
-    def test_steps_are_counted_from_the_last_boundary(self) -> None:
-        boundaries = Boundaries(Interval(steps=2))
-        found = []
-        for now in range(5):
-            boundaries.stepped(float(now))
-            found.append(boundaries.is_due(float(now)))
-            if found[-1]:
-                boundaries.passed(float(now))
-        assert found == [False, True, False, True, False]
-
-    def test_time_is_counted_from_the_first_step(self) -> None:
-        boundaries = Boundaries(Interval(seconds=30.0))
-        assert not boundaries.is_due(1000.0), "nothing is computed yet"
-        boundaries.stepped(100.0)
-        assert not boundaries.is_due(129.9)
-        assert boundaries.is_due(130.0)
-        boundaries.passed(131.0)
-        assert not boundaries.is_due(1000.0), "nothing is computed since"
-        boundaries.stepped(160.0)
-        assert not boundaries.is_due(160.9)
-        assert boundaries.is_due(161.0)
-
-    def test_peers_of_one_group_go_on_from_the_same_moment(self) -> None:
-        fast, slow = Boundaries(Interval(seconds=30.0)), Boundaries(Interval(seconds=30.0))
-        fast.passed(30.0)
-        slow.passed(37.0)
-        for boundaries in (fast, slow):
-            boundaries.align(37.5)
-            boundaries.stepped(60.0)
-            assert not boundaries.is_due(67.4)
-            assert boundaries.is_due(67.5)
-
-    def test_after_a_round_without_a_group_the_next_step_is_a_boundary(self) -> None:
-        boundaries = Boundaries(Interval(steps=3))
-        boundaries.passed(0.0)
-        boundaries.again()
-        assert not boundaries.is_due(0.0), "nothing is computed since"
-        boundaries.stepped(1.0)
-        assert boundaries.is_due(1.0)
-        boundaries.passed(1.0)
-        boundaries.stepped(2.0)
-        assert not boundaries.is_due(2.0)
+def test_time_is_counted_from_the_first_step() -> None:
+    boundaries = Boundaries(Interval(seconds=30.0))
+    assert not boundaries.is_due(1000.0), "nothing is computed yet"
+    boundaries.stepped(100.0)
+    assert not boundaries.is_due(129.9)
+    assert boundaries.is_due(130.0)
+    boundaries.passed(131.0)
+    assert not boundaries.is_due(1000.0), "nothing is computed since"
+    boundaries.stepped(160.0)
+    assert not boundaries.is_due(160.9)
+    assert boundaries.is_due(161.0)

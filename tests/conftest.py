@@ -20,22 +20,26 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from hypothesis import settings
+from trio.testing import MockClock
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent
+SIMULATIONS = ("tests/simulation/", "tests/unit/round/")
 MARKED = re.compile(r"^pytestmark = pytest\.mark\.(\w+)$", re.MULTILINE)
 
 
@@ -91,6 +95,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--task-order", default="0", help="any text: another order in which trio wakes tasks")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Run the coroutines of simulations on the virtual clock, so that no test has to ask for it."""
+    if item.nodeid.startswith(SIMULATIONS) and inspect.iscoroutinefunction(getattr(item, "obj", None)):
+        item.add_marker(pytest.mark.trio(run=on_the_virtual_clock), append=False)
+
+
+def on_the_virtual_clock(main: Callable[..., Any], *, clock: MockClock | None, **named: Any) -> Any:
+    """Run a test on the clock of its fixture, if it has one, or else on one that jumps to whatever is due next."""
+    return trio.run(main, clock=clock or MockClock(autojump_threshold=0), **named)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.limits import CALM_LOOK_SECONDS
@@ -77,7 +76,7 @@ class Company:
             self.network.cut(simulated_signer(index).peer_id, self.last)
 
 
-async def test_a_companion_that_is_killed_loses_its_entries_soon(autojump_clock: MockClock) -> None:
+async def test_a_companion_that_is_killed_loses_its_entries_soon() -> None:
     assert await Company().after(Company.kill_the_last, SOON) == [False, False]
 
 
@@ -85,10 +84,10 @@ async def test_a_companion_that_is_killed_loses_its_entries_soon(autojump_clock:
     "happens", [Company.stop_the_last, Company.disconnect_the_last, Company.cut_off_the_last]
 )
 async def test_a_companion_that_cannot_be_reached_keeps_its_entries(
-    autojump_clock: MockClock, happens: Callable[[Company], None]
+    happens: Callable[[Company], None],
 ) -> None:
     assert await Company().after(happens, CALM_LOOK_SECONDS + SOON) == [True, True]
 
 
-async def test_a_peer_of_no_round_keeps_its_entries_until_they_expire(autojump_clock: MockClock) -> None:
+async def test_a_peer_of_no_round_keeps_its_entries_until_they_expire() -> None:
     assert await Company(averages=False).after(Company.kill_the_last, SOON) == [True, True]

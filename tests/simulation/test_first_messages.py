@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.group.candidate import Candidate, sign_candidate
@@ -93,7 +92,7 @@ async def answer_to(
     return None if answer is None else decode(answer)
 
 
-async def test_a_first_message_of_another_kind_is_not_verified(autojump_clock: MockClock) -> None:
+async def test_a_first_message_of_another_kind_is_not_verified() -> None:
     """A proposal of 128 signed members took 25 ms of the loop, and 18 times the processor time of its sender."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (stranger, peer):
         sent = encode(proposal(bytes(32)))
@@ -103,15 +102,13 @@ async def test_a_first_message_of_another_kind_is_not_verified(autojump_clock: M
         assert verified() == before
 
 
-async def test_a_first_message_is_no_longer_than_one_record(autojump_clock: MockClock) -> None:
+async def test_a_first_message_is_no_longer_than_one_record() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (stranger, peer):
         assert MAX_FIRST_BYTES < MAX_CONTROL_BYTES / 32
         assert await answer_to(stranger, peer, bytes(MAX_FIRST_BYTES + 1)) is None
 
 
-async def test_a_peer_of_another_run_is_declined_without_a_look_at_its_signature(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_peer_of_another_run_is_declined_without_a_look_at_its_signature() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (stranger, peer):
         ask = encode(JoinRequest(signed(0, hashlib.sha256(b"no run of this peer").digest())))
         records._genuine.cache_clear()
@@ -137,9 +134,7 @@ async def looking(peer: Peer) -> AsyncIterator[bytes]:
             nursery.cancel_scope.cancel()
 
 
-async def test_the_record_of_another_peer_is_refused_without_a_look_at_its_signature(
-    autojump_clock: MockClock,
-) -> None:
+async def test_the_record_of_another_peer_is_refused_without_a_look_at_its_signature() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (stranger, peer), looking(peer) as key:
         ask = encode(JoinRequest(signed(STRANGER, key)))
         records._genuine.cache_clear()
@@ -148,9 +143,7 @@ async def test_the_record_of_another_peer_is_refused_without_a_look_at_its_signa
         assert verified() - before <= 1  # a renewal of the peer's own record
 
 
-async def test_a_follower_that_sends_a_roster_is_dropped_before_it_is_verified(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_follower_that_sends_a_roster_is_dropped_before_it_is_verified() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (stranger, peer), looking(peer) as key:
         sent = encode(proposal(key))
         late = encode(JoinRequest(signed(0, key, deadline=500.0)))
@@ -191,9 +184,7 @@ def spend(messages: FirstMessages, stream: Stream, seconds: float, monkeypatch: 
             pass
 
 
-async def test_a_sender_in_debt_is_read_later_and_then_not_at_all(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sender_in_debt_is_read_later_and_then_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = FirstMessages(CallBudget(RATES))
     sender = stream_of("stranger")
     began = trio.current_time()
@@ -208,9 +199,7 @@ async def test_a_sender_in_debt_is_read_later_and_then_not_at_all(
     await messages.admit(stream_of("another", "198.51.100.1"))
 
 
-async def test_identities_of_one_network_share_its_budget(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_identities_of_one_network_share_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = FirstMessages(CallBudget(RATES))
     for number in range(4):
         spend(messages, stream_of(f"stranger {number}"), 0.6, monkeypatch)
@@ -220,7 +209,7 @@ async def test_identities_of_one_network_share_its_budget(
 
 
 async def test_time_in_which_the_loop_did_something_else_is_not_charged(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A training loop that holds the interpreter is not the sender's fault."""
     messages = FirstMessages(CallBudget(RATES))

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.group.places import levels
@@ -44,7 +43,7 @@ async def step(peers: list[Peer], how: p2pavg.AveragingConfig, *, apart: float =
     ],
 )
 async def test_peers_that_see_runs_of_other_sizes_meet(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 6) as peers:
         believe(monkeypatch, {peer.id: size for peer, size in zip(peers, sizes, strict=True)})
@@ -55,9 +54,7 @@ async def test_peers_that_see_runs_of_other_sizes_meet(
     assert max(swarm.ended.values()) - max(swarm.began.values()) < 15.0
 
 
-async def test_second_round_begins_where_the_first_has_met(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
+async def test_second_round_begins_where_the_first_has_met(monkeypatch: pytest.MonkeyPatch) -> None:
     took: list[list[float]] = [[], []]
 
     async def twice(peer: Peer, index: int) -> None:
@@ -78,9 +75,7 @@ async def test_second_round_begins_where_the_first_has_met(
     assert max(took[1]) < levels.STEP_SECONDS
 
 
-async def test_records_of_a_large_run_are_spread(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
+async def test_records_of_a_large_run_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "LEAST", 4)  # four peers in a place make a large run
     monkeypatch.setattr(spread_records, "ENOUGH", 2)
     most: Counter[bytes] = Counter()
@@ -103,9 +98,7 @@ async def test_records_of_a_large_run_are_spread(
     assert max(most.values()) <= 10
 
 
-async def test_flooded_place_keeps_no_peers_apart(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
+async def test_flooded_place_keeps_no_peers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     flooded: set[bytes] = set()
 
     def without_room(store: RecordStore, record: Record, *, sender: str, now: float) -> str | None:

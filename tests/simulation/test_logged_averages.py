@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.result import RoundResult
@@ -33,7 +32,7 @@ class Log:
     ("lost", "logged"), [(0, 1), (1, 0)], ids=["both signed", "one was lost before it signed"]
 )
 async def test_only_an_average_with_two_signatures_is_passed_on(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lost: int, logged: int
+    monkeypatch: pytest.MonkeyPatch, lost: int, logged: int
 ) -> None:
     """Latecomers ask for two signatures, and would take a donor with fewer for a liar."""
     logs = [Log(), Log()]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import MAX_WAITING_PARTS, PROTOCOL, Lane, LaneHeader
@@ -49,7 +48,7 @@ async def take_time(function: Callable[..., Any], *args: object) -> Any:
 
 @pytest.mark.parametrize("reducer", [0, 2], ids=["leads", "follows"])
 async def test_reducer_buffers_few_parts_of_a_fast_member(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, reducer: int
+    monkeypatch: pytest.MonkeyPatch, reducer: int
 ) -> None:
     most: Counter[str] = Counter()
 
@@ -88,7 +87,7 @@ async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opene
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one attempt", "many attempts"])
-async def test_few_lanes_of_a_peer_wait_for_future_attempts(autojump_clock: MockClock, spread: bool) -> None:
+async def test_few_lanes_of_a_peer_wait_for_future_attempts(spread: bool) -> None:
     seen: list[tuple[int, int]] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -113,7 +112,7 @@ async def test_few_lanes_of_a_peer_wait_for_future_attempts(autojump_clock: Mock
 
 
 @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
-async def test_refused_lanes_leave_no_memory(autojump_clock: MockClock, lane: Lane) -> None:
+async def test_refused_lanes_leave_no_memory(lane: Lane) -> None:
     """This holds for any number of consecutive lanes of a peer."""
     seen: list[int] = []
 
@@ -173,7 +172,7 @@ def control(transport: Transport, hears: Hearing) -> VoteStreams:
     )
 
 
-async def test_member_that_reads_no_votes_is_lost_after_few_votes(autojump_clock: MockClock) -> None:
+async def test_member_that_reads_no_votes_is_lost_after_few_votes() -> None:
     hears, network = Hearing(), MemoryNetwork(latency=LAN)
     async with network.transport(SIGNERS[0]) as transport:
         speaking = control(transport, hears)
@@ -188,7 +187,7 @@ async def test_member_that_reads_no_votes_is_lost_after_few_votes(autojump_clock
 
 
 @pytest.mark.parametrize("length", [MAX_VOTE_BYTES + 1, 2**20, 2**32 - 1])
-async def test_a_length_above_the_limit_allocates_nothing(autojump_clock: MockClock, length: int) -> None:
+async def test_a_length_above_the_limit_allocates_nothing(length: int) -> None:
     hears, network = Hearing(), MemoryNetwork(latency=LAN)
     async with network.transport(SIGNERS[0]) as transport:
         stream = Counting(candidate(1).peer_id, length.to_bytes(4, "big") + bytes(100))
@@ -198,9 +197,7 @@ async def test_a_length_above_the_limit_allocates_nothing(autojump_clock: MockCl
     assert f"a message of {length} bytes was announced" in hears.lost_members[0][1]
 
 
-async def test_a_length_within_the_limit_reserves_nothing_before_it_arrives(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_length_within_the_limit_reserves_nothing_before_it_arrives() -> None:
     hears, network = Hearing(), MemoryNetwork(latency=LAN)
     async with network.transport(SIGNERS[0]) as transport:
         stream = Counting(candidate(1).peer_id, MAX_VOTE_BYTES.to_bytes(4, "big") + bytes(10))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.consensus.failure_detector import MEMBER_PING_SECONDS
@@ -38,7 +37,7 @@ class Pairs:
 
 
 async def test_followers_of_a_short_round_open_no_streams_to_each_other(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pairs = Pairs(monkeypatch)
     check_exact(await play(size=SIZE), range(SIZE))
@@ -46,7 +45,7 @@ async def test_followers_of_a_short_round_open_no_streams_to_each_other(
 
 
 async def test_a_member_answers_with_the_commit_before_its_streams_end(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers: list[bool] = []
     end = VoteStreams.end
@@ -79,7 +78,7 @@ class TellsOneOnly(VoteStreams):
 
 @pytest.mark.parametrize("told", range(1, SIZE))
 async def test_members_that_a_lying_leader_does_not_tell_learn_of_the_commit_from_others(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, told: int
+    monkeypatch: pytest.MonkeyPatch, told: int
 ) -> None:
     """The member that was told has ended the round, and opens no stream any more."""
     instead(monkeypatch, "VoteStreams", 0, type("Tells", (TellsOneOnly,), {"told": told}))
@@ -93,9 +92,7 @@ async def test_members_that_a_lying_leader_does_not_tell_learn_of_the_commit_fro
 
 @pytest.mark.parametrize("lost", range(SIZE))
 @pytest.mark.parametrize("moment", [0.0, 0.002, 0.004, 0.006])
-async def test_all_members_notice_soon_that_one_has_died_in_a_short_round(
-    autojump_clock: MockClock, lost: int, moment: float
-) -> None:
+async def test_all_members_notice_soon_that_one_has_died_in_a_short_round(lost: int, moment: float) -> None:
     """A member that is not lost has to promise the next ballot, so each member waits until it has noticed the death."""
     network = MemoryNetwork(latency=LAN)
 

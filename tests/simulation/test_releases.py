@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import trio
 from msgspec.structs import replace
-from trio.testing import MockClock
 
 from p2pavg.base.limits import RECORD_LIFE_SECONDS
 from p2pavg.net.gate.messages import MAX_NOTICE_BYTES, TellNotice, TellUpdate
@@ -46,9 +45,7 @@ def records_of(member: Member) -> RunRecords:
     )
 
 
-async def test_a_release_reaches_those_that_come_long_after_it(
-    tmp_path: Path, autojump_clock: MockClock
-) -> None:
+async def test_a_release_reaches_those_that_come_long_after_it(tmp_path: Path) -> None:
     """The member that trains with it began with it: its program's own run file has it."""
     async with members(tmp_path, 3) as (first, _, late), trio.open_nursery() as nursery:
         kind = releases_of(first.run)
@@ -63,7 +60,7 @@ async def test_a_release_reaches_those_that_come_long_after_it(
 
 @pytest.mark.parametrize("hostile", [each for each in HOSTILE if each], ids=range(5))
 async def test_a_member_that_publishes_what_is_not_signed_changes_nothing(
-    tmp_path: Path, autojump_clock: MockClock, hostile: bytes
+    tmp_path: Path, hostile: bytes
 ) -> None:
     async with members(tmp_path, 3) as (liar, _, late):
         kind = releases_of(liar.run)
@@ -75,7 +72,7 @@ async def test_a_member_that_publishes_what_is_not_signed_changes_nothing(
 
 
 async def test_a_program_that_tells_lies_changes_nothing_and_is_named_once(
-    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = TrainingOptions(
         hashes=(),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS
@@ -72,9 +71,7 @@ def stop(member: int, seconds: float | None, number: int, elements: int) -> Faul
 
 @pytest.mark.parametrize("member", [0, 3], ids=["a leader", "a follower"])
 @pytest.mark.parametrize(("elements", "seconds"), [(SHORT, 5.0), (LONG, 2.5), (LONG, 5.0)])
-async def test_a_member_that_stands_still_again_is_kept(
-    autojump_clock: MockClock, elements: int, seconds: float, member: int
-) -> None:
+async def test_a_member_that_stands_still_again_is_kept(elements: int, seconds: float, member: int) -> None:
     """The first time, the others go on without it: it may have died."""
     rounds = await play(elements, *(stop(member, seconds, number, elements) for number in range(ROUNDS)))
     for result in rounds.of_others(member, 0):
@@ -91,7 +88,7 @@ async def test_a_member_that_stands_still_again_is_kept(
 
 @pytest.mark.parametrize("elements", [SHORT, LONG], ids=["short", "long"])
 async def test_a_member_that_has_stood_still_and_then_dies_is_waited_for_no_longer_than_a_slow_link(
-    autojump_clock: MockClock, elements: int
+    elements: int,
 ) -> None:
     rounds = await play(elements, stop(3, 5.0, 0, elements), stop(3, None, 1, elements))
     for result in rounds.of_others(3, 1):
@@ -102,7 +99,7 @@ async def test_a_member_that_has_stood_still_and_then_dies_is_waited_for_no_long
 
 @pytest.mark.parametrize("newcomer", [0, 1], ids=["a leader", "a follower"])
 async def test_members_do_not_wait_for_one_that_a_newcomer_has_given_up(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, newcomer: int
+    monkeypatch: pytest.MonkeyPatch, newcomer: int
 ) -> None:
     """It has not seen the member come back. Otherwise the two kinds of members would wait for each other."""
 

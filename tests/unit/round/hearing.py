@@ -1,8 +1,13 @@
-"""A member of a group that keeps what the control streams report about the others."""
+"""Messages of members, and a member that keeps what the control streams report about the others."""
 
 from __future__ import annotations
 
 from p2pavg.consensus.votes import Vote
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message as it goes over a stream."""
+    return len(message).to_bytes(4, "big") + message
 
 
 class Hearing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import PROTOCOL
 from p2pavg.base.limits import REPLY_SECONDS
@@ -38,7 +38,7 @@ def asking(request: AuditRequest) -> Silent:
     return Silent(len(message).to_bytes(LENGTH_BYTES, "big") + message, IDS[0])
 
 
-async def test_an_auditor_that_asks_too_early_is_answered_later(autojump_clock: MockClock) -> None:
+async def test_an_auditor_that_asks_too_early_is_answered_later() -> None:
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport, trio.open_nursery() as nursery:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
@@ -55,7 +55,7 @@ async def test_an_auditor_that_asks_too_early_is_answered_later(autojump_clock: 
         audits.close()
 
 
-async def test_an_auditor_of_a_round_without_an_end_is_let_go(autojump_clock: MockClock) -> None:
+async def test_an_auditor_of_a_round_without_an_end_is_let_go() -> None:
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
@@ -65,7 +65,7 @@ async def test_an_auditor_of_a_round_without_an_end_is_let_go(autojump_clock: Mo
         assert trio.current_time() - began == pytest.approx(REPLY_SECONDS)
 
 
-async def test_after_the_end_no_auditor_is_served(autojump_clock: MockClock) -> None:
+async def test_after_the_end_no_auditor_is_served() -> None:
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
@@ -75,9 +75,7 @@ async def test_after_the_end_no_auditor_is_served(autojump_clock: MockClock) -> 
 
 
 @pytest.mark.parametrize("after", [None, 1.0], ids=["slow rounds", "short rounds"])
-async def test_a_reducer_that_never_answers_is_found_silent(
-    autojump_clock: MockClock, after: float | None
-) -> None:
+async def test_a_reducer_that_never_answers_is_found_silent(after: float | None) -> None:
     """The ninth round after this one ends what is kept of it. In short rounds, that is before an audit has ended."""
     played, network, found = Played(Fp32(), AGGREGATION), MemoryNetwork(), list[tuple[str, Finding]]()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.messages import LaneHeader
 from p2pavg.allreduce.movers.lobby import RestingStreams, StreamRouter
@@ -20,13 +21,9 @@ from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import QUIET_FOLLOWERS_SECONDS
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
-from tests.unit.round.hearing import Hearing
+from tests.unit.round.hearing import Hearing, framed
 
 GATHER = StaleBallot(1)
-
-
-def framed(message: bytes) -> bytes:
-    return len(message).to_bytes(4, "big") + message
 
 
 class Line(Stream):
@@ -128,12 +125,21 @@ class Side:
         await wait_all_tasks_blocked()
 
 
-async def test_a_stream_rests_when_both_sides_have_said_their_last_word(autojump_clock: MockClock) -> None:
-    line = Line(A)
-    side = Side(line)
+@asynccontextmanager
+async def running(side: Side | Quiet, *, to_its_end: bool = False) -> AsyncIterator[None]:
+    """Run a side's streams until the block is over, or until they end because the block has ended the round."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(side.control.run)
         await wait_all_tasks_blocked()
+        yield
+        if not to_its_end:
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_stream_rests_when_both_sides_have_said_their_last_word() -> None:
+    line = Line(A)
+    side = Side(line)
+    async with running(side, to_its_end=True):
         side.control.tell(0, GATHER)
         line.say(Unknown())
         await side.end_politely(line)
@@ -143,12 +149,10 @@ async def test_a_stream_rests_when_both_sides_have_said_their_last_word(autojump
         assert line.ended == ""
 
 
-async def test_votes_that_wait_and_the_last_word_go_in_one_write(autojump_clock: MockClock) -> None:
+async def test_votes_that_wait_and_the_last_word_go_in_one_write() -> None:
     line = Line(A)
     side = Side(line)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         before = line.writes
         side.control.tell(0, GATHER)
         side.control.tell(0, Unknown())
@@ -157,15 +161,11 @@ async def test_votes_that_wait_and_the_last_word_go_in_one_write(autojump_clock:
         assert line.writes == before + 1
 
 
-async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_still_arrive(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_still_arrive() -> None:
     line = Line(A)
     side = Side(line)
     began = trio.current_time()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         side.control.tell(0, GATHER)
         side.control.end()
     assert trio.current_time() - began == pytest.approx(TAIL_SECONDS)
@@ -174,13 +174,11 @@ async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_st
     assert len(side.resting) == 0
 
 
-async def test_the_end_is_bounded_from_its_first_call_on(autojump_clock: MockClock) -> None:
+async def test_the_end_is_bounded_from_its_first_call_on() -> None:
     """A member that goes on voting after the commit, and says no last word, does not delay the others."""
     line = Line(A)
     side = Side(line)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         began = trio.current_time()
         side.control.end()
         await trio.sleep(0.9 * TAIL_SECONDS)
@@ -188,7 +186,7 @@ async def test_the_end_is_bounded_from_its_first_call_on(autojump_clock: MockClo
     assert trio.current_time() - began == pytest.approx(TAIL_SECONDS)
 
 
-async def test_a_stream_that_does_not_open_does_not_put_off_the_end(autojump_clock: MockClock) -> None:
+async def test_a_stream_that_does_not_open_does_not_put_off_the_end() -> None:
     class Hangs(Opens):
         async def open_stream(self, *_args: object, **_options: object) -> Stream:
             await trio.sleep_forever()
@@ -196,31 +194,25 @@ async def test_a_stream_that_does_not_open_does_not_put_off_the_end(autojump_clo
 
     side = Side()
     side.control._transport = Hangs(B, [])
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         began = trio.current_time()
         side.control.end()
     assert trio.current_time() - began == pytest.approx(TAIL_SECONDS)
 
 
-async def test_a_dropped_member_gets_its_stream_reset(autojump_clock: MockClock) -> None:
+async def test_a_dropped_member_gets_its_stream_reset() -> None:
     line = Line(A)
     side = Side(line)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         side.control.drop(0)
     assert line.ended == "reset"
     assert len(side.resting) == 0
 
 
-async def test_a_last_word_in_the_middle_of_a_round_loses_the_member(autojump_clock: MockClock) -> None:
+async def test_a_last_word_in_the_middle_of_a_round_loses_the_member() -> None:
     line = Line(A)
     side = Side(line)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         line.say(Rest())
         await wait_all_tasks_blocked()
         assert "ended the round" in side.member.lost_members[0][1]
@@ -228,15 +220,11 @@ async def test_a_last_word_in_the_middle_of_a_round_loses_the_member(autojump_cl
 
 
 @pytest.mark.parametrize("how", ["close", "break_off"])
-async def test_votes_on_a_stream_that_had_ended_are_sent_again_on_a_new_one(
-    how: str, autojump_clock: MockClock
-) -> None:
+async def test_votes_on_a_stream_that_had_ended_are_sent_again_on_a_new_one(how: str) -> None:
     old, new = Line(A), Line(A)
     side = Side(new)
     await side.resting.keep(old)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         side.control.tell(0, GATHER)
         await wait_all_tasks_blocked()
         assert old.heard == [GATHER]
@@ -261,16 +249,12 @@ class Gone(Opens):
         raise RefusedError(peer_id)
 
 
-async def test_a_member_whose_process_ends_before_it_has_said_anything_is_lost_at_once(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_member_whose_process_ends_before_it_has_said_anything_is_lost_at_once() -> None:
     """Silence would tell only after some seconds."""
     old = Line(A)
     side = Side(transport=Gone(B, []))
     await side.resting.keep(old)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         began = trio.current_time()
         old.break_off()
         await wait_all_tasks_blocked()
@@ -279,15 +263,11 @@ async def test_a_member_whose_process_ends_before_it_has_said_anything_is_lost_a
 
 
 @pytest.mark.parametrize("how", ["close", "break_off"])
-async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(
-    how: str, autojump_clock: MockClock
-) -> None:
+async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(how: str) -> None:
     line = Line(A)
     side = Side()
     await side.resting.keep(line)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
-        await wait_all_tasks_blocked()
+    async with running(side, to_its_end=True):
         line.say(MemberPing())
         await wait_all_tasks_blocked()
         getattr(line, how)()
@@ -303,33 +283,29 @@ def waits_half_of_the_time() -> float:
 
 @pytest.mark.parametrize(("processor_wait", "share"), [(never_waits, 1.0), (waits_half_of_the_time, 0.5)])
 async def test_silence_counts_only_while_this_process_had_a_processor(
-    processor_wait: ProcessorWait, share: float, autojump_clock: MockClock
+    processor_wait: ProcessorWait, share: float
 ) -> None:
     """On a busy machine, a group of its processes would otherwise lose all of its members."""
     side = Side(Line(A), processor_wait=processor_wait)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
+    async with running(side):
         await trio.sleep(FIRST_CONTACT_SECONDS / share - MEMBER_PING_SECONDS)
         assert side.member.lost_members == []
         # It looks once in each ping's time, which may be just before the limit.
         await trio.sleep(2.5 * MEMBER_PING_SECONDS)
         assert {position for position, _, _ in side.member.lost_members} == {0}
-        nursery.cancel_scope.cancel()
 
 
-async def test_the_wait_for_a_processor_excuses_for_a_limited_time(autojump_clock: MockClock) -> None:
+async def test_the_wait_for_a_processor_excuses_for_a_limited_time() -> None:
     """There has to be time for another attempt."""
     side = Side(Line(A), processor_wait=trio.current_time)  # it never has one
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(side.control.run)
+    async with running(side):
         await trio.sleep(20.0)  # the longest silence
         assert side.member.lost_members == []
         await trio.sleep(FIRST_CONTACT_SECONDS + 2 * MEMBER_PING_SECONDS)
         assert {position for position, _, _ in side.member.lost_members} == {0}
-        nursery.cancel_scope.cancel()
 
 
-async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock) -> None:
+async def test_a_last_word_is_no_answer_to_a_question() -> None:
     side = Side(SaidBefore(framed(Rest().encode()), C))
     assert await side.control.ask(2) is None
 
@@ -370,13 +346,9 @@ COMMIT = ResultCommit(0, frozenset({0, 1, 2}), b"", ())
 
 
 class TestQuiet:
-    async def test_a_follower_opens_its_stream_to_another_one_when_it_has_something_to_say(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_a_follower_opens_its_stream_to_another_one_when_it_has_something_to_say(self) -> None:
         side = Quiet(C, Line(A), other := Line(B))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
-            await wait_all_tasks_blocked()
+        async with running(side):
             side.control.tell(1, COMMIT)
             await wait_all_tasks_blocked()
             assert side.transport.asked == [A]
@@ -384,65 +356,45 @@ class TestQuiet:
             await wait_all_tasks_blocked()
             assert side.transport.asked == [A, B]
             assert other.heard == [COMMIT, GATHER]
-            nursery.cancel_scope.cancel()
 
-    async def test_a_follower_opens_its_stream_after_a_second_in_any_case(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_a_follower_opens_its_stream_after_a_second_in_any_case(self) -> None:
         side = Quiet(C, Line(A), Line(B))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
+        async with running(side):
             await trio.sleep(QUIET_FOLLOWERS_SECONDS - 0.1)
             assert side.transport.asked == [A]
             await trio.sleep(0.2)
             assert side.transport.asked == [A, B]
-            nursery.cancel_scope.cancel()
 
-    async def test_a_second_of_a_busy_machine_is_longer(self, autojump_clock: MockClock) -> None:
+    async def test_a_second_of_a_busy_machine_is_longer(self) -> None:
         """The streams that all followers open at once are what it can bear least."""
         side = Quiet(C, Line(A), Line(B), processor_wait=waits_half_of_the_time)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
+        async with running(side):
             await trio.sleep(2 * QUIET_FOLLOWERS_SECONDS - 0.1)
             assert side.transport.asked == [A]
             await trio.sleep(0.2)
             assert side.transport.asked == [A, B]
-            nursery.cancel_scope.cancel()
 
-    async def test_a_follower_opens_its_stream_when_the_other_one_asks(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_a_follower_opens_its_stream_when_the_other_one_asks(self) -> None:
         side = Quiet(C, Line(A), Line(B))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
-            await wait_all_tasks_blocked()
+        async with running(side):
             for peer_id in ("a stranger", A, B, B):
                 side.group.on_asked(peer_id)
             await wait_all_tasks_blocked()
             assert side.transport.asked == [A, B]
-            nursery.cancel_scope.cancel()
 
-    async def test_a_member_that_waits_for_a_stream_asks_the_one_that_is_to_open_it(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_a_member_that_waits_for_a_stream_asks_the_one_that_is_to_open_it(self) -> None:
         side = Quiet(B, Line(A))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
-            await wait_all_tasks_blocked()
+        async with running(side):
             side.control.tell(2, COMMIT)
             assert side.member.asked == []
             side.control.tell(2, GATHER)
             side.control.tell(2, GATHER)
             assert side.member.asked == [2]
-            nursery.cancel_scope.cancel()
 
-    async def test_a_member_whose_stream_does_not_come_is_asked_though_its_parts_have_come(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_a_member_whose_stream_does_not_come_is_asked_though_its_parts_have_come(self) -> None:
         """It has ended the round, perhaps."""
         side = Quiet(B, Line(A))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
+        async with running(side):
             for peer_id in (A, C):
                 side.control.arrived(peer_id, 100)
             await trio.sleep(QUIET_FOLLOWERS_SECONDS + MEMBER_PING_SECONDS - 0.1)
@@ -451,22 +403,17 @@ class TestQuiet:
             assert side.member.asked == [2]
             await trio.sleep(ASK_AGAIN_SECONDS)
             assert side.member.asked == [2, 2]
-            nursery.cancel_scope.cancel()
 
-    async def test_after_it_was_cancelled_no_stream_is_opened(self, autojump_clock: MockClock) -> None:
+    async def test_after_it_was_cancelled_no_stream_is_opened(self) -> None:
         side = Quiet(C, Line(A), Line(B))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
-            await wait_all_tasks_blocked()
+        async with running(side, to_its_end=True):
             side.control.scope.cancel()
         side.control.tell(1, GATHER)
         assert side.transport.asked == [A]
 
-    async def test_after_the_end_no_stream_is_opened(self, autojump_clock: MockClock) -> None:
+    async def test_after_the_end_no_stream_is_opened(self) -> None:
         side = Quiet(C, line := Line(A), Line(B))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(side.control.run)
-            await wait_all_tasks_blocked()
+        async with running(side, to_its_end=True):
             side.control.end()
             line.say(Rest())
         side.control.tell(1, GATHER)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.allreduce.movers.lobby import StreamRouter
@@ -21,12 +20,9 @@ from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.group.samples import SIGNERS
+from tests.unit.round.hearing import framed
 
 TIMEOUT = 20.0
-
-
-def framed(message: bytes) -> bytes:
-    return len(message).to_bytes(4, "big") + message
 
 
 def exchange(
@@ -65,7 +61,7 @@ async def answer(lobby: StreamRouter, remote: str) -> Vote:
     ids=["the first", "the second"],
 )
 async def test_a_member_alone_ends_in_time_and_loses_no_contribution(
-    me: str, used: bool | None, later: list[bool], autojump_clock: MockClock
+    me: str, used: bool | None, later: list[bool]
 ) -> None:
     lobby, heard = StreamRouter(), list[bool]()
     began = trio.current_time()
@@ -106,9 +102,7 @@ def signed_commit(attempt: int, *members: int, forged: bool = False) -> ResultCo
 
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 2)], ids=["used", "not used"])
-async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
-    members: tuple[int, ...], autojump_clock: MockClock
-) -> None:
+async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(members: tuple[int, ...]) -> None:
     lobby, heard, used = StreamRouter(), list[bool](), 0 in members
     commit = signed_commit(0 if used else 4, *members)
     began = trio.current_time()
@@ -133,9 +127,7 @@ async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
     ],
     ids=["forged", "forged, without it", "not signed", "told by one of those that signed"],
 )
-async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(
-    false: ResultCommit, autojump_clock: MockClock
-) -> None:
+async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(false: ResultCommit) -> None:
     lobby, heard = StreamRouter(), list[bool]()
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -145,7 +137,7 @@ async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(
     assert isinstance(await answer(lobby, B), Left)
 
 
-async def test_the_outcome_is_told_to_the_groups_members_only(autojump_clock: MockClock) -> None:
+async def test_the_outcome_is_told_to_the_groups_members_only() -> None:
     lobby = StreamRouter()
     async with trio.open_nursery() as nursery:
         await nursery.start(exchange(lobby, A).run)
@@ -157,7 +149,7 @@ async def test_the_outcome_is_told_to_the_groups_members_only(autojump_clock: Mo
         assert await answer(lobby, "a stranger") == Unknown()
 
 
-async def test_a_cancelled_member_has_left(autojump_clock: MockClock) -> None:
+async def test_a_cancelled_member_has_left() -> None:
     lobby = StreamRouter()
     with trio.move_on_after(1.0):
         await exchange(lobby, B).run()

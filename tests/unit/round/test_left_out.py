@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import trio
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.consensus.member import RoundPhase, new_member
 from p2pavg.consensus.votes import Promise, ResultCommit, StaleBallot, Vote
@@ -80,7 +80,7 @@ def promise(ballot: int, attempt: int = 0) -> Promise:
     return Promise(ballot, attempt, None, None, frozenset(), frozenset())
 
 
-async def test_a_member_that_can_be_reached_is_asked_and_left_out(autojump_clock: MockClock) -> None:
+async def test_a_member_that_can_be_reached_is_asked_and_left_out() -> None:
     async with leader() as (voting, lines):
         voting.lost(1, "too slow", reachable=True)
         voting.lost(1, "too slow", reachable=True)
@@ -93,7 +93,7 @@ async def test_a_member_that_can_be_reached_is_asked_and_left_out(autojump_clock
         assert 1 in voting.losses
 
 
-async def test_a_member_that_does_not_answer_then_is_lost(autojump_clock: MockClock) -> None:
+async def test_a_member_that_does_not_answer_then_is_lost() -> None:
     async with leader() as (voting, lines):
         voting.lost(1, "too slow", reachable=True)
         voting.heard(2, promise(3))
@@ -104,7 +104,7 @@ async def test_a_member_that_does_not_answer_then_is_lost(autojump_clock: MockCl
         assert voting.member.begun.members == {0, 2}
 
 
-async def test_a_member_that_withholds_a_later_promise_is_lost(autojump_clock: MockClock) -> None:
+async def test_a_member_that_withholds_a_later_promise_is_lost() -> None:
     """It promised when it was left out. When the leader leaves out another one, it is asked again."""
     async with leader(4) as (voting, lines):
         voting.lost(1, "too slow", reachable=True)
@@ -121,7 +121,7 @@ async def test_a_member_that_withholds_a_later_promise_is_lost(autojump_clock: M
         assert voting.member.begun.members == {0, 3}
 
 
-async def test_a_question_that_is_out_of_date_gives_a_member_no_more_time(autojump_clock: MockClock) -> None:
+async def test_a_question_that_is_out_of_date_gives_a_member_no_more_time() -> None:
     """A member that said so again and again kept the round from its end."""
     async with leader(4) as (voting, lines):
         voting.lost(1, "too slow", reachable=True)
@@ -132,14 +132,14 @@ async def test_a_question_that_is_out_of_date_gives_a_member_no_more_time(autoju
         assert lines.closed == [1]
 
 
-async def test_a_member_that_can_be_reached_no_longer_is_lost(autojump_clock: MockClock) -> None:
+async def test_a_member_that_can_be_reached_no_longer_is_lost() -> None:
     async with leader() as (voting, lines):
         voting.lost(1, "too slow", reachable=True)
         voting.lost(1, "it closed its stream")
         assert lines.closed == [1]
 
 
-async def test_a_member_that_answers_with_a_commit_takes_part_no_longer(autojump_clock: MockClock) -> None:
+async def test_a_member_that_answers_with_a_commit_takes_part_no_longer() -> None:
     """Its signatures may be too few for this member, which must not wait for its promise then."""
     async with leader() as (voting, lines):
         lines.answer = ResultCommit(0, ALL, bytes(32), ())

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import trio
-from trio.testing import MockClock
 
 from p2pavg.consensus.member import RoundPhase
 from p2pavg.round.slow_members import SlowMembers
@@ -34,7 +33,7 @@ class Leading:
         self.left_out.append((position, trio.current_time()))
 
 
-async def test_a_leader_that_gathers_at_half_of_the_time_looks_again(autojump_clock: MockClock) -> None:
+async def test_a_leader_that_gathers_at_half_of_the_time_looks_again() -> None:
     voting: Any = Leading(holds_from=11.0)
     slow = SlowMembers(voting, {}, 20.0, attempt=lambda: None, held_at=lambda: 2.0, is_star=False)
     await slow.leave_behind(0.0)  # where the clock begins

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.result import NoPeersCode
 from p2pavg.group.places.gossip import SearchPlace, SearchStage
@@ -83,7 +82,7 @@ async def give_up(_given: Any) -> GaveUp:
     return GaveUp("there is no group", NoPeersCode.NO_GROUP)
 
 
-async def test_a_search_in_one_place_ends_with_its_time(autojump_clock: MockClock) -> None:
+async def test_a_search_in_one_place_ends_with_its_time() -> None:
     found, matchmaker = round_of({b"first": search_for_ever, b"last": give_up})
     began = trio.current_time()
     await until_over(found)
@@ -91,16 +90,14 @@ async def test_a_search_in_one_place_ends_with_its_time(autojump_clock: MockCloc
     assert found.result == ("there is no group", NoPeersCode.NO_GROUP)
 
 
-async def test_a_place_without_a_group_is_left_at_once(autojump_clock: MockClock) -> None:
+async def test_a_place_without_a_group_is_left_at_once() -> None:
     found, matchmaker = round_of({b"first": give_up, b"last": give_up})
     began = trio.current_time()
     await until_over(found)
     assert matchmaker.began == {b"first": began, b"last": began}
 
 
-async def test_a_group_that_others_count_on_is_not_left_when_the_time_is_over(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_group_that_others_count_on_is_not_left_when_the_time_is_over() -> None:
     """If it does not come about, the search goes on in the next place at once."""
 
     async def form(given: Any) -> GaveUp:
@@ -116,9 +113,7 @@ async def test_a_group_that_others_count_on_is_not_left_when_the_time_is_over(
     assert matchmaker.began[b"last"] - began == pytest.approx(1.5 * SECONDS)
 
 
-async def test_a_group_that_does_not_come_about_in_time_does_not_end_the_search(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_group_that_does_not_come_about_in_time_does_not_end_the_search() -> None:
     async def form(given: Any) -> GaveUp:
         given.on_expect(b"group")
         await trio.sleep(SECONDS / 4)
@@ -131,7 +126,7 @@ async def test_a_group_that_does_not_come_about_in_time_does_not_end_the_search(
     assert matchmaker.began[b"last"] - began == pytest.approx(SECONDS)
 
 
-async def test_the_caller_hears_of_the_last_place_only(autojump_clock: MockClock) -> None:
+async def test_the_caller_hears_of_the_last_place_only() -> None:
     """``step`` returns when a match timeout has passed. Stages before the last one are shorter."""
 
     async def report(given: Any) -> GaveUp:
@@ -149,7 +144,7 @@ async def test_the_caller_hears_of_the_last_place_only(autojump_clock: MockClock
         assert heard.reason == "in last"
 
 
-async def test_a_search_is_cancelled_in_any_place(autojump_clock: MockClock) -> None:
+async def test_a_search_is_cancelled_in_any_place() -> None:
     for seconds in (SECONDS / 2, 2 * SECONDS):
         found, _ = round_of({b"first": search_for_ever, b"last": search_for_ever})
         async with trio.open_nursery() as nursery:

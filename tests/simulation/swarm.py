@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import trio
 
 import p2pavg
 from p2pavg.peer.peer import Peer
+from p2pavg.testing import Fault, FaultPlan, MemoryNetwork, run_peers
 from p2pavg.testing.simulation import simulated_signer
 
 LAN = (0.0005, 0.002)
@@ -61,8 +63,79 @@ class Swarm:
                 await done.wait()
 
     def successes(self) -> list[p2pavg.Success]:
-        assert all(isinstance(result, p2pavg.Success) for result in self.results.values()), self.results
-        return [result for result in self.results.values() if isinstance(result, p2pavg.Success)]
+        return successes(self.results)
+
+
+async def play_rounds(
+    hows: Sequence[p2pavg.AveragingConfig],
+    network: MemoryNetwork | None = None,
+    faults: Sequence[Fault] = (),
+    *,
+    rounds: int = 1,
+    elements: int = ELEMENTS,
+    weights: Sequence[float] = (),
+    observers: Collection[int] = (),
+    apart: float = 0.1,
+    pause: float = 0.0,
+) -> dict[int, list[p2pavg.RoundResult]]:
+    """Return the results of rounds of peers with these configurations, without those of peers that crash.
+
+    Each peer is checked: it keeps its first contribution, unless that was used, or may have been.
+
+    Args:
+        weights: of the peers' contributions, 1 each if empty. A peer of weight 0 has only declared its vector.
+        observers: positions of the peers that only observe.
+        apart: seconds from one peer's announcement to that of the next one.
+        pause: seconds after each round.
+    """
+
+    async def average(peer: Peer, index: int) -> list[p2pavg.RoundResult]:
+        weight = weights[index] if weights else 1.0
+        results: list[p2pavg.RoundResult] = []
+        async with peer.averager(hows[index]) as averager:
+            averager.declare([torch.empty(elements)])
+            for _ in range(rounds):
+                await trio.sleep(apart * index)
+                averager.clear()
+                if weight:
+                    averager.accumulate([values(index, elements)], weight=weight)
+                result = await averager.step(wait=None, observe=index in observers)
+                contributed = isinstance(result, p2pavg.Success) and index not in observers
+                used = contributed or getattr(result, "contribution_used", False)
+                # What is withheld until the peer knows may be back in a later round.
+                if used is not None and not results:
+                    kept = averager.accumulated
+                    assert averager.weight == (0.0 if used else weight)
+                    assert (kept is None) == (used or not weight)
+                    assert kept is None or torch.equal(kept[0], values(index, elements))  # type: ignore[index]
+                results.append(result)
+                await trio.sleep(pause)
+        return results
+
+    network = network or MemoryNetwork(latency=LAN)
+    return await run_peers(network, len(hows), average, plan=FaultPlan(faults))
+
+
+async def play_round(
+    hows: Sequence[p2pavg.AveragingConfig],
+    network: MemoryNetwork | None = None,
+    faults: Sequence[Fault] = (),
+    **changes: Any,
+) -> dict[int, p2pavg.RoundResult]:
+    """Return the result of one round of each peer; see :func:`play_rounds`."""
+    found = await play_rounds(hows, network, faults, **changes)
+    return {index: results[0] for index, results in found.items()}
+
+
+def successes(found: Mapping[Any, p2pavg.RoundResult]) -> list[p2pavg.Success]:
+    """Check that all peers succeeded; return their results."""
+    assert all(isinstance(result, p2pavg.Success) for result in found.values()), found
+    return [result for result in found.values() if isinstance(result, p2pavg.Success)]
+
+
+def ids(*indices: int) -> set[str]:
+    """Return the ids of peers."""
+    return {simulated_signer(index).peer_id for index in indices}
 
 
 def tensors_of(result: p2pavg.RoundResult) -> list[torch.Tensor]:
@@ -86,14 +159,13 @@ def mean(indices: Iterable[int], elements: int, weights: Sequence[float] | None 
     return (factors[:, None] * drawn).sum(0) / factors.sum()
 
 
-def check_one_result(results: Sequence[p2pavg.RoundResult], elements: int) -> None:
-    """Check that all succeeded with the same peers and bits, which are the mean of those peers."""
+def check_one_result(found: Iterable[p2pavg.RoundResult], elements: int) -> list[p2pavg.Success]:
+    """Return the results; check that all have the same peers, and the same bits, which are the mean of those peers."""
+    results = successes(dict(enumerate(found)))
     indices = {simulated_signer(index).peer_id: index for index in range(20)}
     first = results[0]
-    assert isinstance(first, p2pavg.Success), first
     expected = mean([indices[peer_id] for peer_id in first.peers], elements)
     torch.testing.assert_close(tensors_of(first)[0], expected.float(), rtol=1e-5, atol=1e-6)
-    for result in results:
-        assert isinstance(result, p2pavg.Success), result
-        assert result.peers == first.peers
-        assert torch.equal(tensors_of(result)[0], tensors_of(first)[0])
+    assert same_bits(results)
+    assert all(result.peers == first.peers for result in results)
+    return results

@@ -4,36 +4,43 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.result import EXCHANGES
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.testing import MemoryNetwork, simulate, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
+from tests.simulation.swarm import LAN
+from tests.simulation.swarm import config as usual
 
 T = TypeVar("T")
 
-LAN = (0.0005, 0.002)
 ONES = [torch.ones(1_000)]
 
 
 def config(**changes: object) -> p2pavg.AveragingConfig:
-    chosen = {"run_id": "sim", "group_size": 2, "match_timeout": 5.0, "exchange_timeout": 8.0, **changes}
-    return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
+    return usual(**{"group_size": 2, "match_timeout": 5.0, "exchange_timeout": 8.0, **changes})
 
 
-async def test_second_averager_of_a_run_is_an_error_that_keeps_contributions(
-    autojump_clock: MockClock,
-) -> None:
+@asynccontextmanager
+async def alone(**changes: object) -> AsyncIterator[p2pavg.DecentralizedAverager]:
+    """Open the averager of a peer that has no other."""
+    async with (
+        simulated_peer(MemoryNetwork(latency=LAN), 0) as peer,
+        peer.averager(config(**changes)) as averager,
+    ):
+        yield averager
+
+
+async def test_second_averager_of_a_run_is_an_error_that_keeps_contributions() -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
         async with peer.averager(config()) as first, peer.averager(config()) as second:
             first.accumulate(ONES)
@@ -47,7 +54,7 @@ async def test_second_averager_of_a_run_is_an_error_that_keeps_contributions(
             assert isinstance(await third.step(wait=0), p2pavg.InProgress)
 
 
-async def test_a_step_that_waits_ends_with_the_averager(autojump_clock: MockClock) -> None:
+async def test_a_step_that_waits_ends_with_the_averager() -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, trio.open_nursery() as nursery:
 
         async def wait_for_ever(averager: p2pavg.DecentralizedAverager) -> None:
@@ -61,7 +68,7 @@ async def test_a_step_that_waits_ends_with_the_averager(autojump_clock: MockCloc
         assert averager.weight == 2.0, "what the round held counts as accumulated again"
 
 
-async def test_closed_averager_raises_closed_error(autojump_clock: MockClock) -> None:
+async def test_closed_averager_raises_closed_error() -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
         async with peer.averager(config()) as averager:
             pass
@@ -71,29 +78,21 @@ async def test_closed_averager_raises_closed_error(autojump_clock: MockClock) ->
             await averager.step(wait=None)
 
 
-async def test_nothing_accumulated_is_no_peers_at_once(autojump_clock: MockClock) -> None:
-    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+async def test_nothing_accumulated_is_no_peers_at_once() -> None:
+    async with alone() as averager:
         began = trio.current_time()
         assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
         assert trio.current_time() == began
 
 
-@pytest.mark.parametrize("wait", [-1.0, float("nan"), "soon", True])
-async def test_invalid_wait_is_refused(autojump_clock: MockClock, wait: object) -> None:
-    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
-        with pytest.raises(ValueError, match="wait"):
-            await averager.step(wait=wait)  # type: ignore[arg-type]
-
-
-async def test_whole_numbers_are_valid_bandwidths_and_weights(autojump_clock: MockClock) -> None:
-    how = config(bandwidth=100, match_timeout=2)
-    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(how) as averager:
+async def test_whole_numbers_are_valid_bandwidths_and_weights() -> None:
+    async with alone(bandwidth=100, match_timeout=2) as averager:
         averager.accumulate(ONES, weight=4)
         assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
 
 
-async def test_clear_during_a_round_drops_its_contribution(autojump_clock: MockClock) -> None:
-    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+async def test_clear_during_a_round_drops_its_contribution() -> None:
+    async with alone() as averager:
         averager.accumulate(ONES)
         await averager.step(wait=1.0)
         averager.clear()
@@ -101,7 +100,7 @@ async def test_clear_during_a_round_drops_its_contribution(autojump_clock: MockC
         assert averager.weight == 0
 
 
-async def test_records_of_a_closed_averager_are_withdrawn(autojump_clock: MockClock) -> None:
+async def test_records_of_a_closed_averager_are_withdrawn() -> None:
     """Neither its candidate record nor its run entry remains."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other):
         async with peer.averager(config(match_timeout=1.0)) as averager:
@@ -115,9 +114,7 @@ async def test_records_of_a_closed_averager_are_withdrawn(autojump_clock: MockCl
 
 
 class TestCancelMatchmaking:
-    async def test_cancelled_search_ends_at_once_and_keeps_contributions(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_cancelled_search_ends_at_once_and_keeps_contributions(self) -> None:
         async with (
             simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other),
             peer.averager(config()) as averager,
@@ -174,7 +171,7 @@ class TestCancelMatchmaking:
                     assert isinstance(other, p2pavg.Success)
                     assert (averagers[0].peer_id in other.peers) == (not stopped)
 
-        for seed in range(40):
+        for seed in range(24):
             simulate(partial(main, seed))
         assert min(outcomes.values()) > 5, outcomes
 
@@ -199,8 +196,8 @@ def test_simultaneous_closing_raises_on_no_peer() -> None:
             for index, peer in enumerate(peers):
                 nursery.start_soon(live, peer, index)
 
-    for seed in range(60):
-        trio.run(main, seed, clock=MockClock(autojump_threshold=0))
+    for seed in range(30):
+        simulate(partial(main, seed), seed=seed)
 
 
 async def never(function: Callable[..., T], *args: object) -> T:
@@ -209,7 +206,7 @@ async def never(function: Callable[..., T], *args: object) -> T:
     raise AssertionError
 
 
-async def test_member_that_stalls_repeatedly_is_named_and_excluded(autojump_clock: MockClock) -> None:
+async def test_member_that_stalls_repeatedly_is_named_and_excluded() -> None:
     network = MemoryNetwork(latency=LAN)
     how = config(group_size=3)
     results: dict[str, list[p2pavg.RoundResult]] = {}
@@ -252,7 +249,7 @@ async def test_member_that_stalls_repeatedly_is_named_and_excluded(autojump_cloc
         assert "no part of its contribution" in rounds[0].lost[simulated_signer(9).peer_id]
 
 
-async def test_peers_with_different_codecs_are_told_so(autojump_clock: MockClock) -> None:
+async def test_peers_with_different_codecs_are_told_so() -> None:
     results: dict[str, p2pavg.RoundResult] = {}
 
     async def average(peer: Peer, compression: str) -> None:

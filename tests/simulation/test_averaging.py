@@ -2,76 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
+from p2pavg.testing.simulation import simulated_signer
 from p2pavg_compression import Blockwise8
-from tests.simulation.swarm import ELEMENTS, LAN, Swarm, config, mean, same_bits, tensors_of, values
+from tests.simulation.swarm import (
+    ELEMENTS,
+    LAN,
+    Swarm,
+    config,
+    ids,
+    mean,
+    play_round,
+    same_bits,
+    successes,
+    tensors_of,
+    values,
+)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("compression", [None, "blockwise8"])
 async def test_a_group_ends_with_the_weighted_mean_and_one_result(
-    autojump_clock: MockClock, count: int, compression: str | None
+    count: int, compression: str | None
 ) -> None:
-    swarm = Swarm()
-    how = config(group_size=count, compression=compression)
     weights = [1.0 + index if index else 1000.0 for index in range(count)]
-    async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, weight=weights[index]))
-    results = swarm.successes()
+    how = config(group_size=count, compression=compression)
+    results = successes(await play_round([how] * count, weights=weights, apart=0.0))
     exact = mean(range(count), ELEMENTS, weights)
     [averaged] = tensors_of(results[0])
     assert same_bits(results)
     error = float((averaged.double() - exact).norm() / exact.norm())
     assert error < (1e-6 if compression is None else 0.015)
-    assert all(set(result.peers) == {peer.id for peer in peers} for result in results)
-    assert all(result.total_weight == sum(weights) for result in results)
-    assert all(result.weights == {peer.id: weights[i] for i, peer in enumerate(peers)} for result in results)
+    for result in results:
+        assert set(result.peers) == ids(*range(count))
+        assert result.total_weight == sum(weights)
+        assert result.weights == {simulated_signer(i).peer_id: weights[i] for i in range(count)}
+        assert result.metrics == {}
+
+
+async def together(tensors: Sequence[Sequence[torch.Tensor]], **changes: object) -> Swarm:
+    """Let peers that have these tensors take one step at once."""
+    swarm, how = Swarm(), config(**{"group_size": len(tensors), **changes})
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), len(tensors)) as peers,
+        trio.open_nursery() as nursery,
+    ):
+        for index, peer in enumerate(peers):
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors[index]))
+    return swarm
 
 
 @pytest.mark.parametrize("elements", [0, 1, 3, 63, 64, 65, 1_000])
-async def test_a_vector_smaller_than_the_group(autojump_clock: MockClock, elements: int) -> None:
-    swarm, how = Swarm(), config(group_size=5, compression="blockwise8")
-    async with simulated_peers(MemoryNetwork(latency=LAN), 5) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            tensors = [torch.full((elements,), float(index))]
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
-    for result in swarm.successes():
+async def test_a_vector_smaller_than_the_group(elements: int) -> None:
+    tensors = [[torch.full((elements,), float(index))] for index in range(5)]
+    for result in (await together(tensors, compression="blockwise8")).successes():
         torch.testing.assert_close(tensors_of(result)[0], torch.full((elements,), 2.0), rtol=0.02, atol=0.0)
 
 
-async def test_shapes_and_dtypes_of_tensors_are_kept(autojump_clock: MockClock) -> None:
-    swarm, how = Swarm(), config(group_size=2)
-
-    def tensors(index: int) -> list[torch.Tensor]:
-        fill = float(index + 1)
-        return [
+async def test_shapes_and_dtypes_of_tensors_are_kept() -> None:
+    one, two = (
+        [
             torch.full((3, 2), fill),
             torch.tensor(fill, dtype=torch.bfloat16),
             torch.empty(0, 7),
             torch.full((4, 3), fill, dtype=torch.float16).t(),
         ]
-
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors(index)))
-    for result in swarm.successes():
-        for averaged, given in zip(tensors_of(result), tensors(0), strict=True):
+        for fill in (1.0, 2.0)
+    )
+    for result in (await together([one, two])).successes():
+        for averaged, given in zip(tensors_of(result), one, strict=True):
             assert averaged.shape == given.shape
             assert averaged.dtype == given.dtype
             assert torch.equal(averaged, torch.full_like(given, 1.5))
 
 
-async def test_a_lone_peer_gets_no_peers_at_its_match_timeout(autojump_clock: MockClock) -> None:
+async def test_a_lone_peer_gets_no_peers_at_its_match_timeout() -> None:
     swarm = Swarm()
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
         await swarm.step_once(peer, 0, config())
@@ -80,18 +94,14 @@ async def test_a_lone_peer_gets_no_peers_at_its_match_timeout(autojump_clock: Mo
         assert swarm.averagers[peer.id].weight == 1.0
 
 
-async def test_three_of_four_start_at_the_match_timeout(autojump_clock: MockClock) -> None:
-    swarm = Swarm()
-    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(swarm.step_once, peer, index, config())
+async def test_three_of_four_start_at_the_match_timeout() -> None:
+    swarm = await together([[values(index)] for index in range(3)], group_size=4)
     assert {len(result.peers) for result in swarm.successes()} == {3}
     assert max(swarm.ended.values()) - min(swarm.began.values()) < 11.0
 
 
-async def test_three_that_need_four_wait_and_a_fourth_completes_them(autojump_clock: MockClock) -> None:
+async def test_three_that_need_four_wait_and_a_fourth_completes_them() -> None:
     how = config(min_group_size=4)
-    waiting = p2pavg.InProgress(ready_peers=3, target_size=4)
     final: list[p2pavg.RoundResult] = []
 
     async def two_steps(peer: Peer, index: int) -> None:
@@ -99,7 +109,7 @@ async def test_three_that_need_four_wait_and_a_fourth_completes_them(autojump_cl
             averager.accumulate([values(index)])
             first = await averager.step(wait=None)
             assert isinstance(first, p2pavg.InProgress)
-            assert (first.ready_peers, first.target_size) == (waiting.ready_peers, waiting.target_size)
+            assert (first.ready_peers, first.target_size) == (3, 4)
             final.append(await averager.step(wait=None))
 
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
@@ -112,56 +122,30 @@ async def test_three_that_need_four_wait_and_a_fourth_completes_them(autojump_cl
     assert [isinstance(result, p2pavg.Success) and len(result.peers) for result in results] == [4] * 4
 
 
-async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) -> None:
-    swarm = Swarm()
-    async with simulated_peers(MemoryNetwork(latency=LAN), 8) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(swarm.step_once, peer, index, config())
-    results = swarm.successes()
-    assert {len(result.peers) for result in results} == {4}
-    assert len({result.group_id for result in results}) == 2
-
-
-async def test_many_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
-    """Of 20 peers, 16 find groups of eight; the other four start at the match timeout.
+async def test_ten_peers_in_groups_of_four() -> None:
+    """Eight of them find groups of four; the other two start at the match timeout.
 
     ``scripts/bench scale`` has 100 peers.
     """
-    swarm, how = Swarm(), config(group_size=8, match_timeout=20.0)
+    swarm, how = Swarm(), config(match_timeout=20.0)
     network = MemoryNetwork(seed=7, latency=(0.005, 0.04))
-    async with simulated_peers(network, 20) as peers, trio.open_nursery() as nursery:
+    async with simulated_peers(network, 10) as peers, trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):
-            late = (index * 7 % 20) / 10
+            late = (index * 7 % 10) / 10
             nursery.start_soon(
                 partial(swarm.step_once, peer, index, how, after=late, tensors=[values(index, 64)])
             )
-    results = swarm.successes()
-    sizes = sorted(len(result.peers) for result in results)
-    assert len(results) == 20
-    assert sizes.count(8) == 16, sizes
     groups: dict[str, list[p2pavg.Success]] = {}
-    for result in results:
+    for result in swarm.successes():
         groups.setdefault(result.group_id, []).append(result)
     for members in groups.values():
         assert len(members) == len(members[0].peers), "a member of a group is missing"
         assert same_bits(members)
+    assert sorted(map(len, groups.values())) == [2, 4, 4]
     assert max(swarm.ended[p] - swarm.began[p] for p in swarm.ended) < 22.0
 
 
-async def test_peers_of_another_schema_are_named(autojump_clock: MockClock) -> None:
-    swarm, how, done = Swarm(), config(group_size=2), trio.Event()
-    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers[1:]):
-            tensors = [torch.ones(3)] * 2
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors, done=done))
-        await swarm.step_once(peers[0], 0, how, tensors=[torch.ones(3)])
-        done.set()
-    result = swarm.results[peers[0].id]
-    assert isinstance(result, p2pavg.NoPeers)
-    assert "2 peers of this run average 2 tensors, you have 1" in result.reason
-
-
-async def test_tensors_accumulated_during_a_round_belong_to_the_next(autojump_clock: MockClock) -> None:
+async def test_tensors_accumulated_during_a_round_belong_to_the_next() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
 
         async def twice(peer: Peer, found: list[float]) -> None:
@@ -181,25 +165,21 @@ async def test_tensors_accumulated_during_a_round_belong_to_the_next(autojump_cl
 
 
 async def test_a_round_that_cannot_end_in_time_says_so_before_it_starts(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The warning has the seconds that it would need, and is repeated after the failure."""
-    how = config(group_size=2, bandwidth=0.2, exchange_timeout=4.0)
-    swarm = Swarm()
-    tensors = [torch.ones(50_000)]  # 1.6 Mbit each way
     network = MemoryNetwork(latency=LAN, bandwidth=25_000.0)
-    async with simulated_peers(network, 2) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+    how = config(group_size=2, bandwidth=0.2, exchange_timeout=4.0)
+    found = await play_round([how] * 2, network, elements=50_000)  # 1.6 Mbit each way
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("needs at least 8 s" in text and "exchange_timeout is 4 s" in text for text in warnings)
-    for result in swarm.results.values():
+    for result in found.values():
         assert isinstance(result, p2pavg.Failed)
         assert "needs at least 8 s" in result.reason
 
 
 async def test_a_codec_that_lacks_a_package_for_the_device_is_told_before_a_round_begins(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU without bitsandbytes, an error in the midst of the exchange would cost the whole group the round."""
 

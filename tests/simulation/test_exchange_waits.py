@@ -7,7 +7,6 @@ from typing import NoReturn
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.errors import UnreachableError
@@ -15,12 +14,10 @@ from p2pavg.base.result import EXCHANGES
 from p2pavg.net.transport import Transport
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import At, Fault, FaultPlan, MemoryNetwork, Throttle, run_peers
-from tests.simulation.swarm import LAN, config, values
+from tests.simulation.swarm import LAN, config, play_round, successes, values
 
 
-async def test_the_member_that_is_waited_for_is_named(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_member_that_is_waited_for_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Peer 1 has a twenty-fifth of the others' bandwidth."""
     how = config(group_size=3, exchange_timeout=120.0)
     seen: list[p2pavg.InProgress] = []
@@ -49,9 +46,7 @@ async def test_the_member_that_is_waited_for_is_named(
     assert all("waiting for" in text for text in said)
 
 
-async def test_lanes_that_never_come_about_cost_no_member_its_round(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lanes_that_never_come_about_cost_no_member_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the first round needs more lanes than can be made in time. Its parts go over streams then."""
 
     async def search(*_: object, timeout: float, **__: object) -> NoReturn:
@@ -60,15 +55,9 @@ async def test_lanes_that_never_come_about_cost_no_member_its_round(
 
     monkeypatch.setattr(Transport, "open_lane", search)
 
-    async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-        async with peer.averager(config(group_size=4)) as averager:
-            averager.accumulate([values(index, 1_000)])
-            return await averager.step(wait=None)
-
     with trio.fail_after(600.0):
-        results = await run_peers(MemoryNetwork(latency=LAN), 4, average)
-    for result in results.values():
-        assert isinstance(result, p2pavg.Success), result
+        found = await play_round([config()] * 4, elements=1_000)
+    for result in successes(found):
         assert len(result.peers) == 4
         assert result.lost == {}
         assert set(result.paths.values()) == {"stream"}

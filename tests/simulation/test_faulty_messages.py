@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.matchmaking import link
@@ -19,8 +18,8 @@ from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
+from tests.simulation.swarm import LAN, config
 
-LAN = (0.0005, 0.002)
 ONES = [torch.ones(1_000)]
 HOSTILE = simulated_signer(0).peer_id  # the first to announce, or the last
 
@@ -36,7 +35,7 @@ def raises_for_the_hostile(method: Callable[..., Any], sender_of: Callable[..., 
 
 async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p2pavg.RoundResult]:
     results: dict[str, p2pavg.RoundResult] = {}
-    how = p2pavg.AveragingConfig(run_id="sim", group_size=3, match_timeout=5.0, exchange_timeout=8.0)
+    how = config(group_size=3, match_timeout=5.0, exchange_timeout=8.0)
 
     async def live(peer: Peer, delay: float) -> None:
         await trio.sleep(delay)
@@ -63,7 +62,6 @@ async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p
     ],
 )
 async def test_message_that_raises_excludes_its_sender(
-    autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     rule: str,
@@ -86,7 +84,7 @@ async def test_message_that_raises_excludes_its_sender(
 
 
 async def test_message_that_raises_on_reading_excludes_its_sender(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def decode(*_arguments: object) -> None:
         raise OverflowError("a decoder's bug")
@@ -99,7 +97,7 @@ async def test_message_that_raises_on_reading_excludes_its_sender(
 
 
 async def test_attempt_ends_with_a_reason_when_reporting_the_loss_raises(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sender_of = lambda _self, peer_id, *_: peer_id  # noqa: E731 - as above
     for rule in ("told_by_leader", "expel"):
@@ -113,9 +111,7 @@ async def test_attempt_ends_with_a_reason_when_reporting_the_loss_raises(
         assert result.code is p2pavg.NoPeersCode.NO_GROUP
 
 
-async def test_exception_without_a_message_is_raised(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_exception_without_a_message_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def tick(_self: Matchmaking, _now: float, _answering: object) -> None:
         raise KeyError("a bug of ours")
 

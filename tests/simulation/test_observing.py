@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.group.participation import ByCapability, RandomFraction
@@ -18,10 +18,10 @@ from p2pavg.testing import (
     Crash,
     Delay,
     Fault,
-    FaultPlan,
     MemoryNetwork,
     Milestone,
     run_peers,
+    simulate,
     simulated_peer,
 )
 from p2pavg.testing.simulation import simulated_signer
@@ -30,8 +30,11 @@ from tests.simulation.swarm import (
     LAN,
     check_one_result,
     config,
+    ids,
     mean,
+    play_round,
     same_bits,
+    successes,
     tensors_of,
     values,
 )
@@ -39,54 +42,15 @@ from tests.simulation.swarm import (
 CODECS = pytest.mark.parametrize("compression", [None, "blockwise8"])
 
 
-def ids(*indices: int) -> set[str]:
-    return {simulated_signer(index).peer_id for index in indices}
-
-
-def successes(results: dict[int, p2pavg.RoundResult]) -> list[p2pavg.Success]:
-    assert all(isinstance(result, p2pavg.Success) for result in results.values()), results
-    return [result for result in results.values() if isinstance(result, p2pavg.Success)]
-
-
-async def step_once(
-    peer: Peer,
-    index: int,
-    how: p2pavg.AveragingConfig,
-    *,
-    observes: bool,
-    weight: float | None = 1.0,
-    elements: int = ELEMENTS,
-    after: float = 0.0,
-) -> p2pavg.RoundResult:
-    """Run one round; check that peers that do not contribute keep everything, whatever the result."""
-    await trio.sleep(after)
-    async with peer.averager(how) as averager:
-        averager.declare([torch.empty(elements)])
-        if weight is not None:
-            averager.accumulate([values(index, elements)], weight=weight)
-        result = await averager.step(wait=None, observe=observes)
-        if observes:
-            assert averager.weight == (weight or 0.0)
-            kept = averager.accumulated
-            assert (kept is None) == (weight is None)
-            assert kept is None or torch.equal(kept[0], values(index, elements))  # type: ignore[index]
-        elif isinstance(result, p2pavg.Success):
-            assert averager.weight == 0
-        return result
-
-
 class TestObservers:
     @CODECS
     @pytest.mark.parametrize("contributor", [0, 1, 2])
     async def test_all_members_hold_the_only_contribution(
-        self, autojump_clock: MockClock, contributor: int, compression: str | None
+        self, contributor: int, compression: str | None
     ) -> None:
+        observers = {0, 1, 2} - {contributor}
         how = config(group_size=3, compression=compression)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, observes=index != contributor, after=0.1 * index)
-
-        results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
+        results = successes(await play_round([how] * 3, observers=observers))
         assert same_bits(results)
         [averaged] = tensors_of(results[0])
         if compression is None:
@@ -96,23 +60,14 @@ class TestObservers:
         for result in results:
             assert set(result.peers) == set(result.weights) == ids(contributor)
             assert result.total_weight == 1.0
-            assert set(result.observers) == ids(0, 1, 2) - ids(contributor)
+            assert set(result.observers) == ids(*observers)
             assert result.group_id == results[0].group_id
 
     @CODECS
-    @pytest.mark.parametrize("weight", [None, 100.0], ids=["nothing", "something"])
-    async def test_observers_are_not_in_the_average(
-        self, autojump_clock: MockClock, weight: float | None, compression: str | None
-    ) -> None:
+    @pytest.mark.parametrize("weight", [0.0, 100.0], ids=["nothing", "something"])
+    async def test_observers_are_not_in_the_average(self, weight: float, compression: str | None) -> None:
         how = config(group_size=3, compression=compression)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            observes = index == 2
-            return await step_once(
-                peer, index, how, observes=observes, weight=weight if observes else index + 1.0
-            )
-
-        results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
+        results = successes(await play_round([how] * 3, weights=[1.0, 2.0, weight], observers=[2]))
         assert same_bits(results)
         exact = mean([0, 1], ELEMENTS, [1.0, 2.0])
         error = float((tensors_of(results[0])[0].double() - exact).norm() / exact.norm())
@@ -122,29 +77,19 @@ class TestObservers:
             assert set(result.observers) == ids(2)
 
     @pytest.mark.parametrize("elements", [0, 1, 2, 65])
-    async def test_vector_smaller_than_the_group(self, autojump_clock: MockClock, elements: int) -> None:
-        how = config(group_size=4, compression="fp32")
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, observes=index != 1, elements=elements)
-
-        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 4, average)):
+    async def test_vector_smaller_than_the_group(self, elements: int) -> None:
+        hows = [config(compression="fp32")] * 4
+        for result in successes(await play_round(hows, elements=elements, observers=[0, 2, 3])):
             assert torch.equal(tensors_of(result)[0], values(1, elements))
 
     @CODECS
-    async def test_compression_ratio_of_an_observer(
-        self, autojump_clock: MockClock, compression: str | None
-    ) -> None:
+    async def test_compression_ratio_of_an_observer(self, compression: str | None) -> None:
         how = config(group_size=3, compression=compression)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, observes=index == 2, elements=100_000)
-
         ratio = 1.0 if compression is None else 4 * 100_000 / how.codec.encoded_nbytes(100_000)
-        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 3, average)):
+        for result in successes(await play_round([how] * 3, elements=100_000, observers=[2])):
             assert 0.97 * ratio < result.compression_ratio <= ratio
 
-    async def test_observing_needs_declared_tensors(self, autojump_clock: MockClock) -> None:
+    async def test_observing_needs_declared_tensors(self) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             assert await averager.step(wait=None, observe=True) == p2pavg.NoPeers(
                 reason="nothing is accumulated", code=p2pavg.NoPeersCode.NOTHING_ACCUMULATED
@@ -156,9 +101,7 @@ class TestObservers:
             assert isinstance(await averager.step(wait=0, observe=True), p2pavg.InProgress)
 
     @pytest.mark.parametrize("rule", [None, RandomFraction(0.25)], ids=["observe", "rule"])
-    async def test_auxiliary_helps_rounds_with_observers(
-        self, autojump_clock: MockClock, rule: RandomFraction | None
-    ) -> None:
+    async def test_auxiliary_helps_rounds_with_observers(self, rule: RandomFraction | None) -> None:
         """Auxiliaries help groups of any state and rule."""
         how = config(group_size=3, match_timeout=30.0, participation=rule)
 
@@ -186,22 +129,24 @@ class TestObservers:
             index = [simulated_signer(each).peer_id for each in range(3)].index(contributor)
             assert torch.equal(tensors_of(result)[0], values(index))
 
-    async def test_observers_alone_wait_for_a_contributor(self, autojump_clock: MockClock) -> None:
+    async def test_observers_alone_wait_for_a_contributor(self) -> None:
         how = config(group_size=3, match_timeout=5.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            if index == 2:
-                return await step_once(peer, index, how, observes=False, after=7.0)
             async with peer.averager(how) as averager:
                 averager.declare([torch.empty(ELEMENTS)])
-                waiting = await averager.step(wait=None, observe=True)
-                assert isinstance(waiting, p2pavg.InProgress)
-                return await averager.step(wait=None, observe=True)
+                if index == 2:
+                    await trio.sleep(7.0)
+                    averager.accumulate([values(index)])
+                else:
+                    waiting = await averager.step(wait=None, observe=True)
+                    assert isinstance(waiting, p2pavg.InProgress)
+                return await averager.step(wait=None, observe=index < 2)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
         assert all(torch.equal(tensors_of(result)[0], values(2)) for result in results)
 
-    async def test_contributor_may_observe_the_next_round(self, autojump_clock: MockClock) -> None:
+    async def test_contributor_may_observe_the_next_round(self) -> None:
         """A different one of three contributes in each round; the others keep their weights."""
         how = config(group_size=3)
 
@@ -217,18 +162,14 @@ class TestObservers:
 
         found = await run_peers(MemoryNetwork(latency=LAN), 3, average)
         for number in range(3):
-            for results in found.values():
-                result = results[number]
-                assert isinstance(result, p2pavg.Success)
+            for result in successes({index: results[number] for index, results in found.items()}):
                 assert result.weights == {simulated_signer(number).peer_id: number + 1.0}
 
 
 class TestParticipation:
-    async def test_half_of_four_contribute_and_the_others_keep_their_weight(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_half_of_four_contribute_and_the_others_keep_their_weight(self) -> None:
         rounds = 6
-        how = config(group_size=4, participation=RandomFraction(0.5))
+        how = config(participation=RandomFraction(0.5))
 
         async def average(peer: Peer, index: int) -> list[p2pavg.Success]:
             found: list[p2pavg.Success] = []
@@ -260,7 +201,7 @@ class TestParticipation:
         assert len(chosen) > 1
         assert max(max(result.weights.values()) for result in results[0]) > 1.0, "a weight that has grown"
 
-    async def test_only_tagged_peers_contribute(self, autojump_clock: MockClock) -> None:
+    async def test_only_tagged_peers_contribute(self) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             tags = ("fast", "gpu") if index == 1 else ("fast",)
             how = config(group_size=3, participation=ByCapability(tags=("gpu",)), tags=tags)
@@ -274,9 +215,7 @@ class TestParticipation:
         assert all(torch.equal(tensors_of(result)[0], values(1)) for result in results)
         assert all(set(result.peers) == ids(1) for result in results)
 
-    async def test_peers_with_different_rules_never_meet_and_are_reported(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_peers_with_different_rules_never_meet_and_are_reported(self) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             rule = RandomFraction(0.5) if index else None
             async with peer.averager(config(group_size=3, participation=rule)) as averager:
@@ -294,7 +233,7 @@ class TestParticipation:
 
 
 class TestStates:
-    async def test_only_peers_of_one_state_meet(self, autojump_clock: MockClock) -> None:
+    async def test_only_peers_of_one_state_meet(self) -> None:
         how = config(group_size=3)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -306,198 +245,125 @@ class TestStates:
         assert isinstance(results.pop(1), p2pavg.NoPeers)
         assert all(set(result.peers) == ids(0, 2) for result in successes(results))
 
-    async def test_peer_alone_in_its_state_later_meets_the_others(self, autojump_clock: MockClock) -> None:
-        """Its contribution, which it could not average alone, counts in the next round."""
+    async def test_peer_alone_in_its_state_later_meets_the_others(self) -> None:
+        """Its contribution, which it could not average alone, counts in the next round, with its metrics."""
         how = config(group_size=2, match_timeout=3.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             async with peer.averager(how) as averager:
-                averager.accumulate([values(index)])
+                averager.accumulate([values(index)], metrics={"loss": 4.0 * index})
                 if index:
                     assert isinstance(await averager.step(wait=None, state=b"behind"), p2pavg.NoPeers)
                 else:
                     await trio.sleep(2.5)
                 return await averager.step(wait=None, state=b"ahead")
 
-        results = successes(await run_peers(MemoryNetwork(latency=LAN), 2, average))
-        assert all(result.total_weight == 2.0 for result in results)
-
-
-class TestGroupSize:
-    async def test_a_smaller_group_does_not_wait_for_more(self, autojump_clock: MockClock) -> None:
-        began = trio.current_time()
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            async with peer.averager(config(group_size=4, match_timeout=100.0)) as averager:
-                averager.accumulate([values(index)])
-                begun = await averager.step(wait=0, group_size=2)
-                assert isinstance(begun, p2pavg.InProgress)
-                assert begun.target_size == 2
-                return await averager.step(wait=None)
-
-        results = successes(await run_peers(MemoryNetwork(latency=LAN), 2, average))
-        assert [len(result.peers) for result in results] == [2, 2]
-        assert trio.current_time() - began < 30.0
-
-    async def test_group_size_holds_for_one_round(self, autojump_clock: MockClock) -> None:
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            async with peer.averager(config(group_size=4, match_timeout=10.0)) as averager:
-                averager.accumulate([values(index)])
-                assert isinstance(await averager.step(wait=None, group_size=2), p2pavg.Success)
-                averager.accumulate([values(index)])
-                return await averager.step(wait=None)
-
         for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
-            assert result.duration > 9.0, "the second one waited for four"
-
-
-class TestMetrics:
-    async def test_metrics_are_weighted_means_and_equal_on_all_members(
-        self, autojump_clock: MockClock
-    ) -> None:
-        how = config(group_size=4)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            async with peer.averager(how) as averager:
-                averager.accumulate([values(index)], weight=1.0, metrics={"loss": float(index)})
-                averager.accumulate([values(index)], weight=index + 1.0, metrics={"loss": 10.0})
-                if index == 2:
-                    averager.accumulate([values(index)], metrics={"accuracy": 0.25})
-                return await averager.step(wait=None, observe=index == 3)
-
-        results = successes(await run_peers(MemoryNetwork(latency=LAN), 4, average))
-        # Peer i has the value i + 10 (i + 1), with 2, 3 and 4 samples; the fourth peer only observes.
-        losses = [10.0 / 2, 21.0 / 3, 32.0 / 4]
-        expected = sum(loss * weight for loss, weight in zip(losses, (2.0, 3.0, 5.0), strict=True)) / 10.0
-        for result in results:
-            assert dict(result.metrics) == dict(results[0].metrics)
-            assert result.metrics["accuracy"] == 0.25
-            assert result.metrics["loss"] == pytest.approx(expected, rel=1e-12)
-            assert set(result.metrics) == {"accuracy", "loss"}
-
-    async def test_no_metrics_without_measurements(self, autojump_clock: MockClock) -> None:
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, config(group_size=2), observes=False)
-
-        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
-            assert result.metrics == {}
-
-    async def test_metrics_of_a_round_without_peers_are_in_the_next(self, autojump_clock: MockClock) -> None:
-        how = config(group_size=2, match_timeout=2.0)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            async with peer.averager(how) as averager:
-                averager.accumulate([values(index)], metrics={"loss": 4.0 * index})
-                if index:
-                    assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
-                else:
-                    await trio.sleep(3.0)
-                return await averager.step(wait=None)
-
-        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
+            assert result.total_weight == 2.0
             assert result.metrics == {"loss": 2.0}
 
 
+async def test_a_smaller_group_does_not_wait_for_more_in_this_round() -> None:
+    async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+        async with peer.averager(config(match_timeout=10.0)) as averager:
+            averager.accumulate([values(index)])
+            begun = await averager.step(wait=0, group_size=2)
+            assert isinstance(begun, p2pavg.InProgress)
+            assert begun.target_size == 2
+            small = await averager.step(wait=None)
+            assert isinstance(small, p2pavg.Success)
+            assert len(small.peers) == 2
+            assert small.duration < 5.0
+            averager.accumulate([values(index)])
+            return await averager.step(wait=None)
+
+    for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
+        assert result.duration > 9.0, "the second one waited for four"
+
+
+async def test_metrics_are_weighted_means_and_equal_on_all_members() -> None:
+    async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+        async with peer.averager(config()) as averager:
+            averager.accumulate([values(index)], weight=1.0, metrics={"loss": float(index)})
+            averager.accumulate([values(index)], weight=index + 1.0, metrics={"loss": 10.0})
+            if index == 2:
+                averager.accumulate([values(index)], metrics={"accuracy": 0.25})
+            return await averager.step(wait=None, observe=index == 3)
+
+    results = successes(await run_peers(MemoryNetwork(latency=LAN), 4, average))
+    # Peer i has the value i + 10 (i + 1), with 2, 3 and 4 samples; the fourth peer only observes.
+    losses = [10.0 / 2, 21.0 / 3, 32.0 / 4]
+    expected = sum(loss * weight for loss, weight in zip(losses, (2.0, 3.0, 5.0), strict=True)) / 10.0
+    for result in results:
+        assert dict(result.metrics) == dict(results[0].metrics)
+        assert result.metrics["accuracy"] == 0.25
+        assert result.metrics["loss"] == pytest.approx(expected, rel=1e-12)
+        assert set(result.metrics) == {"accuracy", "loss"}
+
+
 class TestLosses:
+    @pytest.fixture
+    def slower(self) -> MemoryNetwork:
+        return MemoryNetwork(latency=LAN, bandwidth=1e6)
+
     @pytest.mark.parametrize("victim", [0, 3], ids=["leader", "follower"])
     @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.08, 0.2])
     async def test_dead_contributor_costs_only_its_own_contribution(
-        self, autojump_clock: MockClock, victim: int, seconds: float
+        self, slower: MemoryNetwork, victim: int, seconds: float
     ) -> None:
         """The first and the last contribute, and the two between them observe."""
-        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
-        how = config(group_size=4)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(
-                peer, index, how, observes=index in (1, 2), elements=50_000, after=0.1 * index
-            )
-
-        plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))])
-        results = await run_peers(network, 4, average, plan=plan)
+        crash = Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))
+        results = await play_round([config()] * 4, slower, [crash], elements=50_000, observers=[1, 2])
         assert {1, 2, 3 - victim} <= results.keys()
-        check_one_result(list(results.values()), 50_000)
-        for result in successes(results):
+        for result in check_one_result(results.values(), 50_000):
             assert set(result.observers) == ids(1, 2)
 
     @pytest.mark.parametrize("victim", [0, 2], ids=["leader", "follower"])
     async def test_death_of_the_only_contributor_fails_the_round_with_a_reason(
-        self, autojump_clock: MockClock, victim: int
+        self, slower: MemoryNetwork, victim: int
     ) -> None:
-        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
         how = config(group_size=3, exchange_timeout=30.0)
-        took: list[float] = []
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            began = trio.current_time()
-            result = await step_once(
-                peer, index, how, observes=index != victim, elements=50_000, after=0.1 * index
-            )
-            took.append(trio.current_time() - began)
-            return result
-
-        plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=0.02))])
-        results = await run_peers(network, 3, average, plan=plan)
+        crash = Fault(Crash(victim), After(Milestone.FORMED, seconds=0.02))
+        began = trio.current_time()
+        observers = {0, 1, 2} - {victim}
+        results = await play_round([how] * 3, slower, [crash], elements=50_000, observers=observers)
         assert len(results) == 2
         for result in results.values():
             assert isinstance(result, p2pavg.Failed)
             assert "none of the members that are left has a contribution" in result.reason
             assert f"{simulated_signer(victim).peer_id} was lost" in result.reason
             assert result.contribution_used is False
-        assert max(took) < how.match_timeout + how.exchange_timeout
+        assert trio.current_time() - began < how.match_timeout + how.exchange_timeout
 
-    async def test_observer_passes_on_the_shares_of_a_dead_contributor(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_observer_passes_on_the_shares_of_a_dead_contributor(self, slower: MemoryNetwork) -> None:
         """The second observer has a slow link and reduces nothing: the first one holds the result long before."""
-        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            how = config(group_size=3, bandwidth=0.1 if index == 2 else 100.0)
-            return await step_once(peer, index, how, observes=index > 0, elements=50_000, after=0.1 * index)
-
-        plan = FaultPlan(
-            [
-                Fault(Delay(2, latency=(0.2, 0.2)), After(Milestone.FORMED)),
-                Fault(Crash(0), After(Milestone.HOLDING, of=1)),
-            ]
-        )
-        results = successes(await run_peers(network, 3, average, plan=plan))
+        hows = [config(group_size=3, bandwidth=rate) for rate in (100.0, 100.0, 0.1)]
+        faults = [
+            Fault(Delay(2, latency=(0.2, 0.2)), After(Milestone.FORMED)),
+            Fault(Crash(0), After(Milestone.HOLDING, of=1)),
+        ]
+        results = successes(await play_round(hows, slower, faults, elements=50_000, observers=[1, 2]))
         assert len(results) == 2
         for result in results:
             assert torch.equal(tensors_of(result)[0], values(0, 50_000))
             assert set(result.peers) == ids(0)
             assert set(result.lost) == ids(0)
 
-    async def test_dead_observer_costs_no_contribution(self, autojump_clock: MockClock) -> None:
-        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
-        how = config(group_size=3)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, observes=index > 0, elements=50_000, after=0.1 * index)
-
-        plan = FaultPlan([Fault(Crash(2), After(Milestone.FORMED, seconds=0.05))])
-        results = await run_peers(network, 3, average, plan=plan)
-        for result in successes(results):
+    async def test_dead_observer_costs_no_contribution(self, slower: MemoryNetwork) -> None:
+        crash = Fault(Crash(2), After(Milestone.FORMED, seconds=0.05))
+        hows = [config(group_size=3)] * 3
+        found = await play_round(hows, slower, [crash], elements=50_000, observers=[1, 2])
+        for result in successes(found):
             assert torch.equal(tensors_of(result)[0], values(0, 50_000))
             assert set(result.observers) == ids(1)
             assert set(result.lost) == ids(2)
 
-    async def test_contributor_keeps_its_weight_when_all_observers_die(
-        self, autojump_clock: MockClock
-    ) -> None:
-        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
-        how = config(group_size=2)
-
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            async with peer.averager(how) as averager:
-                averager.accumulate([values(index, 50_000)])
-                result = await averager.step(wait=None, observe=index == 1)
-                assert averager.weight == 1.0
-                return result
-
-        plan = FaultPlan([Fault(Crash(1), After(Milestone.FORMED, seconds=0.05))])
-        [result] = (await run_peers(network, 2, average, plan=plan)).values()
+    async def test_contributor_keeps_its_weight_when_all_observers_die(self, slower: MemoryNetwork) -> None:
+        crash = Fault(Crash(1), After(Milestone.FORMED, seconds=0.05))
+        found = await play_round(
+            [config(group_size=2)] * 2, slower, [crash], elements=50_000, observers=[1], apart=0.0
+        )
+        [result] = found.values()
         assert isinstance(result, p2pavg.Failed)
         assert result.contribution_used is False
 
@@ -506,44 +372,36 @@ class TestLosses:
 def test_contributor_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contributors: int) -> None:
     """The others all end with one result or, without another contributor, all with none."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
-    how = config(group_size=4, exchange_timeout=10.0)
+    hows = [config(exchange_timeout=10.0)] * 4
     ends: set[type] = set()
-
-    async def main(seed: int) -> None:
-        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, observes=index >= contributors, after=0.05 * index)
-
-        network = MemoryNetwork(seed=seed, latency=(0.0005, 0.002), bandwidth=2e5)
-        plan = FaultPlan([Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.012 * seed))])
-        found = list((await run_peers(network, 4, average, plan=plan)).values())
+    for seed in range(0, 20, 3):
+        network = MemoryNetwork(seed=seed, latency=LAN, bandwidth=2e5)
+        crash = Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.012 * seed))
+        observers = range(contributors, 4)
+        round_ = partial(play_round, hows, network, [crash], observers=observers, apart=0.05)
+        found = list(simulate(round_, seed=seed).values())
         ends.update(type(result) for result in found)
         if contributors > 1 or isinstance(found[0], p2pavg.Success):
             check_one_result(found, ELEMENTS)
         else:
             assert all(isinstance(result, p2pavg.Failed) for result in found), found
-
-    for seed in range(0, 20, 2):
-        trio.run(main, seed, clock=MockClock(autojump_threshold=0))
     assert ends == ({p2pavg.Success} if contributors > 1 else {p2pavg.Success, p2pavg.Failed})
 
 
 class TestArguments:
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
+    async def test_out_of_range_arguments_are_named(self) -> None:
+        wrong: list[tuple[str, object]] = [
             *[("state", value) for value in (b"x" * 33, "7", 7, None, bytearray(b"7"))],
             *[("group_size", value) for value in (-1, 0, 1, 65, 2.0, "4", True)],
-        ],
-    )
-    async def test_out_of_range_arguments_are_named(
-        self, autojump_clock: MockClock, name: str, value: object
-    ) -> None:
-        arguments: dict[str, Any] = {"wait": 0, name: value}
+            *[("wait", value) for value in (-1.0, float("nan"), "soon", True)],
+        ]
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             averager.accumulate([torch.ones(3)])
-            with pytest.raises(ValueError, match=rf"^{name}\b"):
-                await averager.step(**arguments)
-            assert averager.weight == 1.0
+            for name, value in wrong:
+                arguments: dict[str, Any] = {"wait": 0, name: value}
+                with pytest.raises(ValueError, match=rf"^{name}\b"):
+                    await averager.step(**arguments)
+                assert averager.weight == 1.0
 
     @pytest.mark.parametrize(
         "arguments",
@@ -554,16 +412,15 @@ class TestArguments:
             {"group_size": None},
             {"observe": True},
         ],
+        ids=str,
     )
-    async def test_the_ends_of_the_ranges_are_allowed(
-        self, autojump_clock: MockClock, arguments: dict[str, Any]
-    ) -> None:
+    async def test_the_ends_of_the_ranges_are_allowed(self, arguments: dict[str, Any]) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             averager.accumulate([torch.ones(3)])
             assert isinstance(await averager.step(wait=0, **arguments), p2pavg.InProgress)
             assert averager.weight == (1.0 if "observe" in arguments else 0.0)
 
-    async def test_running_round_keeps_its_arguments(self, autojump_clock: MockClock) -> None:
+    async def test_running_round_keeps_its_arguments(self) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             averager.accumulate([torch.ones(3)])
             await averager.step(wait=0, group_size=3)
@@ -572,18 +429,10 @@ class TestArguments:
             assert again.target_size == 3
             assert averager.weight == 0.0
 
-    @pytest.mark.parametrize("metrics", [{"loss": float("nan")}, {"loss": "1"}, {"": 1.0}])
-    async def test_bad_metrics_accumulate_nothing(
-        self, autojump_clock: MockClock, metrics: dict[str, Any]
-    ) -> None:
+    async def test_bad_metrics_accumulate_nothing(self) -> None:
+        bad: list[dict[str, Any]] = [{"loss": float("nan")}, {"loss": "1"}, {"": 1.0}]
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
-            with pytest.raises(p2pavg.AccumulateError, match="metric"):
-                averager.accumulate([torch.ones(3)], metrics=metrics)
-            assert averager.weight == 0.0
-
-    async def test_closed_averager_refuses_declare(self, autojump_clock: MockClock) -> None:
-        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
-            async with peer.averager(config()) as averager:
-                pass
-            with pytest.raises(p2pavg.ClosedError):
-                averager.declare([torch.ones(3)])
+            for metrics in bad:
+                with pytest.raises(p2pavg.AccumulateError, match="metric"):
+                    averager.accumulate([torch.ones(3)], metrics=metrics)
+                assert averager.weight == 0.0

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg import NoPeersCode
@@ -20,14 +19,14 @@ from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.runs.records.hello import PROTOCOL, QUESTION, PeerHello
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peers
 from p2pavg.testing.simulation import run_on_loop, simulated_signer
+from tests.simulation.swarm import LAN
+from tests.simulation.swarm import config as usual
 
-LAN = (0.0005, 0.002)
 ONES = [torch.ones(1_000)]
 
 
 def config(**changes: object) -> p2pavg.AveragingConfig:
-    chosen = {"run_id": "sim", "group_size": 2, "match_timeout": 15.0, "exchange_timeout": 8.0, **changes}
-    return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
+    return usual(**{"group_size": 2, "match_timeout": 15.0, "exchange_timeout": 8.0, **changes})
 
 
 @asynccontextmanager
@@ -82,7 +81,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_empty_network(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_empty_network(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         [reason] = await reasons(partial(step, peer, config()), codes=[NoPeersCode.NO_PEER_READY])
         alone = f"no other peer is in this network; others join with bootstrap=[{peer.addresses[0]!r}]"
@@ -92,29 +91,21 @@ async def test_empty_network(autojump_clock: MockClock, caplog: pytest.LogCaptur
     assert alone in warned
 
 
-async def test_waiting_is_logged_with_growing_pauses(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_waiting_is_logged_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         await reasons(partial(step, peer, config(match_timeout=200.0)))
-    assert [warned.partition(" s: ")[0].rpartition(" ")[2] for warned in warnings(caplog)] == [
-        "10",
-        "30",
-        "70",
-        "150",
-    ]
+    seconds = [warned.partition(" s: ")[0].rpartition(" ")[2] for warned in warnings(caplog)]
+    assert seconds == ["10", "30", "70", "150"]
 
 
-async def test_a_round_that_forms_soon_warns_of_nothing(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_round_that_forms_soon_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
         for peer in peers:
             nursery.start_soon(step, peer, config())
     assert warnings(caplog) == []
 
 
-async def test_other_peers_in_another_run(autojump_clock: MockClock) -> None:
+async def test_other_peers_in_another_run() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         first, second, _ = await reasons(
             partial(step, peers[0], config(run_id="mine")),
@@ -129,7 +120,7 @@ async def test_other_peers_in_another_run(autojump_clock: MockClock) -> None:
     assert "takes part in run" not in second
 
 
-async def test_other_parameters_and_other_architecture(autojump_clock: MockClock) -> None:
+async def test_other_parameters_and_other_architecture() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         first, second, third = await reasons(
             partial(step, peers[0], config(), state=b"seed 1"),
@@ -144,9 +135,7 @@ async def test_other_parameters_and_other_architecture(autojump_clock: MockClock
 
 
 @pytest.mark.parametrize("seconds", [118.0, -118.0])
-async def test_wrong_clock(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, seconds: float
-) -> None:
+async def test_wrong_clock(caplog: pytest.LogCaptureFixture, seconds: float) -> None:
     """With a fast or a slow clock, its records are refused; version 0.1 did not report it."""
     network = MemoryNetwork(latency=LAN)
     async with (
@@ -160,7 +149,7 @@ async def test_wrong_clock(
     assert said == [f"your clock is 118 s {how} 3 peers; set it"], "once, and by no peer whose clock is right"
 
 
-async def test_other_protocol_version(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_other_protocol_version(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, newer):
 
         async def answer(stream: Stream) -> None:
@@ -175,7 +164,7 @@ async def test_other_protocol_version(autojump_clock: MockClock, caplog: pytest.
     assert any("1 peer speaks match/99.0.0" in warned for warned in warnings(caplog))
 
 
-async def test_a_heavy_peer_is_named_by_the_others_and_gets_the_reason(autojump_clock: MockClock) -> None:
+async def test_a_heavy_peer_is_named_by_the_others_and_gets_the_reason() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, heavy):
 
         async def step_heavily() -> p2pavg.RoundResult:
@@ -191,7 +180,7 @@ async def test_a_heavy_peer_is_named_by_the_others_and_gets_the_reason(autojump_
     assert "is above max_weight 1000" in second
 
 
-async def test_repeated_questions_get_one_answer(autojump_clock: MockClock) -> None:
+async def test_repeated_questions_get_one_answer() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, asker):
         answers = []
         for pause in (2.0, 0.0, 0.0, 1.0):
@@ -207,9 +196,7 @@ async def test_repeated_questions_get_one_answer(autojump_clock: MockClock) -> N
     assert PeerHello.decode(answers[0]).runs == 0
 
 
-async def test_sum_above_max_weight_counts_max_weight(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_sum_above_max_weight_counts_max_weight(caplog: pytest.LogCaptureFixture) -> None:
     results: dict[str, p2pavg.RoundResult] = {}
 
     async def average(peer: Peer, times: int) -> None:

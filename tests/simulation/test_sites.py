@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.context import AttemptPlan
@@ -23,21 +22,18 @@ from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
-from p2pavg.testing import (
-    After,
-    At,
-    Crash,
-    Fault,
-    FaultPlan,
-    MemoryNetwork,
-    Milestone,
-    Stop,
-    Throttle,
-    run_peers,
-    simulated_peers,
-)
+from p2pavg.testing import After, Crash, Fault, MemoryNetwork, Milestone, simulated_peers
 from tests.simulation.liars import name
-from tests.simulation.swarm import check_one_result, config, mean, tensors_of, values
+from tests.simulation.swarm import (
+    check_one_result,
+    config,
+    ids,
+    mean,
+    play_round,
+    successes,
+    tensors_of,
+    values,
+)
 
 SIZE = 6
 ELEMENTS = 30_000
@@ -50,29 +46,18 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 700)
 
 
-def sited(site: str, **changes: Any) -> p2pavg.AveragingConfig:
-    """Return the configuration of one peer."""
-    how = {"group_size": SIZE, "topology": p2pavg.Hierarchical(site), "audit": "off", **changes}
-    return config(**how)
-
-
 async def play(
-    network: MemoryNetwork,
-    plan: FaultPlan | None = None,
-    *,
-    sites: tuple[str, ...] = SITES,
+    *faults: Fault,
+    sites: Sequence[str] = SITES,
     elements: int = ELEMENTS,
+    weights: Sequence[float] = (),
+    observers: Sequence[int] = (),
     **changes: Any,
 ) -> dict[int, RoundResult]:
-    """Return the results of one round of all peers that do not crash. Peers announce themselves in their order."""
-
-    async def average(peer: Peer, index: int) -> RoundResult:
-        async with peer.averager(sited(sites[index], **{"group_size": len(sites), **changes})) as averager:
-            await trio.sleep(0.1 * index)
-            averager.accumulate([values(index, elements)])
-            return await averager.step(wait=None)
-
-    return await run_peers(network, len(sites), average, plan=plan)
+    """Return the results of one round of peers of these sites, of all that do not crash."""
+    how = {"group_size": len(sites), "audit": "off", **changes}
+    hows = [config(**{"topology": p2pavg.Hierarchical(site), **how}) for site in sites]
+    return await play_round(hows, network(), faults, elements=elements, weights=weights, observers=observers)
 
 
 def network() -> MemoryNetwork:
@@ -92,13 +77,9 @@ def network() -> MemoryNetwork:
     ],
     ids=["two of three", "two and one", "two and two alone", "many", "all alone", "one"],
 )
-async def test_the_result_is_the_mean_of_all_members(
-    autojump_clock: MockClock, sites: tuple[str, ...]
-) -> None:
-    found = await play(network(), sites=sites)
-    check_one_result(list(found.values()), ELEMENTS)
-    for result in found.values():
-        assert isinstance(result, Success)
+async def test_the_result_is_the_mean_of_all_members(sites: tuple[str, ...]) -> None:
+    found = await play(sites=sites)
+    for result in check_one_result(found.values(), ELEMENTS):
         assert len(result.peers) == len(sites)
         proof = p2pavg.verify_certificate(result.certificate)
         assert proof.weights == result.weights
@@ -107,7 +88,7 @@ async def test_the_result_is_the_mean_of_all_members(
 
 @pytest.mark.parametrize("topology", ["hierarchical", "butterfly"])
 async def test_each_value_crosses_between_sites_once_in_each_direction(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, topology: str
+    monkeypatch: pytest.MonkeyPatch, topology: str
 ) -> None:
     """In a butterfly, it crosses once for each member of a site."""
     crossed: Counter[tuple[str, str]] = Counter()
@@ -120,56 +101,35 @@ async def test_each_value_crosses_between_sites_once_in_each_direction(
 
     monkeypatch.setattr(Sender, "_send", count)
     changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
-    check_one_result(list((await play(network(), **changes)).values()), ELEMENTS)
+    check_one_result((await play(**changes)).values(), ELEMENTS)
     times = 1 if topology == "hierarchical" else SIZE // 2
     assert crossed["lab-a", "lab-b"] == pytest.approx(times * ELEMENTS, rel=0.02)
     assert crossed["lab-b", "lab-a"] == pytest.approx(times * ELEMENTS, rel=0.02)
 
 
 @pytest.mark.parametrize("compression", ["blockwise8", "int4", "fp16"])
-async def test_the_error_of_a_codec_is_near_that_of_the_butterfly(
-    autojump_clock: MockClock, compression: str
-) -> None:
+async def test_the_error_of_a_codec_is_near_that_of_the_butterfly(compression: str) -> None:
     errors = {}
     for topology in ("hierarchical", "butterfly"):
         changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
-        found = await play(network(), compression=compression, **changes)
+        found = await play(compression=compression, **changes)
         bits = [tensors_of(result)[0] for result in found.values()]
         assert all(torch.equal(bits[0], other) for other in bits)
         errors[topology] = float((bits[0] - mean(range(SIZE), ELEMENTS)).norm())
     assert 0.0 < errors["hierarchical"] < 1.25 * errors["butterfly"]
 
 
-async def test_observers_relay_and_hold_the_result(autojump_clock: MockClock) -> None:
+async def test_observers_relay_and_hold_the_result() -> None:
     """One site has observers only, and one an observer beside a contributor."""
-    sites, watching = ("a", "a", "b", "b", "c", "a"), (1, 2, 3)
-
-    async def average(peer: Peer, index: int) -> RoundResult:
-        async with peer.averager(sited(sites[index])) as averager:
-            averager.declare([torch.empty(ELEMENTS)])
-            await trio.sleep(0.1 * index)
-            if index not in watching:
-                averager.accumulate([values(index, ELEMENTS)])
-            return await averager.step(wait=None, observe=index in watching)
-
-    found = await run_peers(network(), SIZE, average)
-    check_one_result(list(found.values()), ELEMENTS)
-    for result in found.values():
-        assert isinstance(result, Success)
-        assert set(result.observers) == {name(index) for index in watching}
+    watching = (1, 2, 3)
+    found = await play(sites=("a", "a", "b", "b", "c", "a"), observers=watching)
+    for result in check_one_result(found.values(), ELEMENTS):
+        assert set(result.observers) == ids(*watching)
 
 
-async def test_weights_count_across_sites(autojump_clock: MockClock) -> None:
+async def test_weights_count_across_sites() -> None:
     weights = [1.0, 2.0, 30.0, 4.0, 0.5, 6.0]
-
-    async def average(peer: Peer, index: int) -> RoundResult:
-        async with peer.averager(sited(SITES[index])) as averager:
-            await trio.sleep(0.1 * index)
-            averager.accumulate([values(index, ELEMENTS)], weight=weights[index])
-            return await averager.step(wait=None)
-
-    for result in (await run_peers(network(), SIZE, average)).values():
-        assert isinstance(result, Success)
+    for result in successes(await play(weights=weights)):
         assert result.total_weight == sum(weights)
         expected = mean(range(SIZE), ELEMENTS, weights).float()
         torch.testing.assert_close(tensors_of(result)[0], expected, rtol=1e-5, atol=1e-6)
@@ -178,31 +138,14 @@ async def test_weights_count_across_sites(autojump_clock: MockClock) -> None:
 # ------------------------------------------------------------------ kills and stops
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.15, 0.3, 0.45, 0.6, 0.75])
-@pytest.mark.parametrize("victim", [0, 2, 4], ids=["leader", "of its site", "of the other site"])
-async def test_a_member_that_crashes_costs_its_own_contribution_only(
-    autojump_clock: MockClock, victim: int, seconds: float
-) -> None:
-    plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))])
-    found = await play(network(), plan)
-    check_one_result(list(found.values()), ELEMENTS)
-    for result in found.values():
-        assert isinstance(result, Success)
-        assert {name(index) for index in range(SIZE) if index != victim} <= set(result.peers)
-        p2pavg.verify_certificate(result.certificate)
-        if seconds > 0.05 and name(victim) not in result.peers:
-            assert name(victim) in result.lost
-
-
 @pytest.mark.parametrize("seconds", [0.1, 0.4])
-async def test_the_loss_of_a_whole_site_leaves_the_other_one_with_its_mean(
-    autojump_clock: MockClock, seconds: float
-) -> None:
+async def test_the_loss_of_a_whole_site_leaves_the_other_one_with_its_mean(seconds: float) -> None:
     """The others are the greater part only if the leader is among them."""
     lost = [index for index, site in enumerate(SITES) if site == "lab-b"]
-    plan = FaultPlan([Fault(Crash(index), After(Milestone.FORMED, of=0, seconds=seconds)) for index in lost])
-    found = await play(network(), plan)
-    check_one_result(list(found.values()), ELEMENTS)
+    found = await play(
+        *(Fault(Crash(index), After(Milestone.FORMED, of=0, seconds=seconds)) for index in lost)
+    )
+    check_one_result(found.values(), ELEMENTS)
     assert len(found) == SIZE - len(lost)
 
 
@@ -212,54 +155,22 @@ async def test_the_loss_of_a_whole_site_leaves_the_other_one_with_its_mean(
 @pytest.mark.parametrize(
     ("sites", "victim"),
     [
-        *((SITES, victim) for victim in range(SIZE)),
+        *((SITES, victim) for victim in (0, 1, 2, 4)),
         *((("a", "a", "b", "a", "b", "a"), each) for each in (0, 3, 4)),
     ],
 )
 async def test_a_member_that_crashes_late_may_still_be_in_the_result(
-    autojump_clock: MockClock, sites: tuple[str, ...], victim: int, milestone: Milestone
+    sites: tuple[str, ...], victim: int, milestone: Milestone
 ) -> None:
     """Some members hold the result then. They pass on what the lost one would have sent, also as a relay."""
-    plan = FaultPlan([Fault(Crash(victim), After(milestone, of=victim))])
-    found = await play(network(), plan, sites=sites)
-    check_one_result(list(found.values()), ELEMENTS)
-
-
-@pytest.mark.parametrize("stopped", [0, 3], ids=["leader", "follower"])
-async def test_a_silent_member_is_dropped_and_learns_it_later(
-    autojump_clock: MockClock, stopped: int
-) -> None:
-    plan = FaultPlan([Fault(Stop(stopped, seconds=20.0), After(Milestone.FORMED, seconds=0.1))])
-    found = await play(network(), plan, exchange_timeout=60.0)
-    back = found.pop(stopped)
-    assert isinstance(back, p2pavg.Failed)
-    assert back.contribution_used is False
-    check_one_result(list(found.values()), ELEMENTS)
-    assert all(isinstance(result, Success) and result.exchange_duration < 10.0 for result in found.values())
+    found = await play(Fault(Crash(victim), After(milestone, of=victim)), sites=sites)
+    check_one_result(found.values(), ELEMENTS)
 
 
 # ------------------------------------------------------------------ slow members and lies
 
 
-@pytest.mark.parametrize("slow", [2, 4], ids=["of the leader's site", "of the other site"])
-async def test_a_slow_contributor_is_left_behind_by_its_site(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, slow: int
-) -> None:
-    """Its contribution would take 20 s. Members of the other site see only that sums do not come."""
-    large = 240_000
-    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 10_000)
-    plan = FaultPlan([Fault(Throttle(slow, bandwidth=4e4), At(0.0))])
-    found = await play(network(), plan, elements=large, exchange_timeout=20.0)
-    assert isinstance(found.pop(slow), p2pavg.Failed)
-    check_one_result(list(found.values()), large)
-    for result in found.values():
-        assert isinstance(result, Success)
-        assert result.lost.keys() == {name(slow)}
-
-
-async def test_a_relay_whose_sums_do_not_decode_is_excluded(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_relay_whose_sums_do_not_decode_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     liar, sum_of_site = 4, AttemptData.sum_of_site
 
     def false(self: AttemptData, index: int) -> Buffer:
@@ -267,10 +178,9 @@ async def test_a_relay_whose_sums_do_not_decode_is_excluded(
         return b"\xff" * len(payload) if self._ledger.me == name(liar) else payload
 
     monkeypatch.setattr(AttemptData, "sum_of_site", false)
-    found = await play(network(), compression="blockwise8")
+    found = await play(compression="blockwise8")
     assert isinstance(found.pop(liar), p2pavg.Failed)
-    for result in found.values():
-        assert isinstance(result, Success)
+    for result in successes(found):
         assert result.lost.keys() == {name(liar)}
         assert "a part that does not decode" in result.lost[name(liar)]
         assert set(result.peers) == {name(index) for index in range(SIZE) if index != liar}
@@ -278,7 +188,7 @@ async def test_a_relay_whose_sums_do_not_decode_is_excluded(
 
 @pytest.mark.parametrize("victim", [1, 3])
 async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_group(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
+    monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Members that take part in the result hold the same bits, which are the mean of its peers."""
     liar, send_averages, encoded = 4, Sender.send_averages, AttemptData.encoded
@@ -299,16 +209,14 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
 
     monkeypatch.setattr(Sender, "send_averages", note)
     monkeypatch.setattr(AttemptData, "encoded", change)
-    found = await play(network(), sites=("a", "b", "a", "b", "b", "a"))
+    found = await play(sites=("a", "b", "a", "b", "b", "a"))
     assert changed
     results = [result for index, result in found.items() if index != liar and isinstance(result, Success)]
     assert len(results) >= SIZE - 2
     check_one_result(results, ELEMENTS)
 
 
-async def test_a_contribution_from_another_site_excludes_its_sender(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_contribution_from_another_site_excludes_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the relay of a site sends its sum: a member that sent its own values too would count twice."""
     liar, contributions_to = 4, AttemptPlan.contributions_to
 
@@ -319,20 +227,19 @@ async def test_a_contribution_from_another_site_excludes_its_sender(
         return parts, sums_at
 
     monkeypatch.setattr(AttemptPlan, "contributions_to", more)
-    found = await play(network())
+    found = await play()
     assert isinstance(found.pop(liar), p2pavg.Failed)
-    check_one_result(list(found.values()), ELEMENTS)
-    for result in found.values():
-        assert isinstance(result, Success)
+    for result in check_one_result(found.values(), ELEMENTS):
         assert "it opened a lane that is not due" in result.lost[name(liar)]
 
 
-async def test_an_auxiliary_reduces_nothing_between_sites(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_reduces_nothing_between_sites() -> None:
     """Its traffic would cross the links of all sites. The members end their rounds beside it."""
     results: dict[int, list[RoundResult]] = {index: [] for index in range(3)}
 
     async def average(peer: Peer, index: int) -> None:
-        async with peer.averager(sited(("a", "b", "a")[index], group_size=3)) as averager:
+        how = config(group_size=3, topology=p2pavg.Hierarchical("aba"[index]), audit="off")
+        async with peer.averager(how) as averager:
             for _ in range(4):
                 averager.accumulate([values(index, ELEMENTS)])
                 results[index].append(await averager.step(wait=None))
@@ -345,8 +252,6 @@ async def test_an_auxiliary_reduces_nothing_between_sites(autojump_clock: MockCl
                 nursery.start_soon(partial(average, peer, index))
         outer.cancel_scope.cancel()
     rounds = list(zip(*results.values(), strict=True))
-    for each in rounds:
-        check_one_result(each, ELEMENTS)
-    assert any(result.auxiliaries for each in rounds for result in each if isinstance(result, Success))
-    shares = [result.share for result in rounds[-1] if isinstance(result, Success)]
-    assert sum(stop - start for start, stop in shares) == ELEMENTS
+    checked = [check_one_result(each, ELEMENTS) for each in rounds]
+    assert any(result.auxiliaries for each in checked for result in each)
+    assert sum(stop - start for start, stop in (result.share for result in checked[-1])) == ELEMENTS

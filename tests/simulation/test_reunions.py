@@ -1,23 +1,30 @@
-"""Rounds of peers that have finished one together: their leader announces itself, and the others need not."""
+"""Rounds of peers that have finished one together: their leader announces itself, and the others need not.
+
+Records of groups that stand, and of the last round, are still read meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.group.candidate import Candidate
 from p2pavg.group.places.levels import Ladder
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
+from p2pavg.matchmaking.messages import JoinRequest
 from p2pavg.matchmaking.reunion import MOST_OTHERS
 from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.run_records import RunRecords
-from p2pavg.testing import MemoryNetwork, simulated_peers
-from tests.simulation.swarm import LAN, config, values
+from p2pavg.testing import MemoryNetwork, run_peers, simulated_peers
+from p2pavg.testing.simulation import simulated_signer
+from tests.simulation.swarm import LAN, config, successes, values
 
 PEERS = 4
 PAUSE = 5.0
@@ -25,29 +32,49 @@ PAUSE = 5.0
 
 
 class Announcements:
-    """Counts the records by which peers announce themselves."""
+    """The records by which peers announce themselves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
         """By the number of the round."""
         self.keys = set[bytes]()
-        original = AttemptRunner._publish_on
 
-        async def publish(runner: AttemptRunner, level: int) -> bytes:
-            self.counts[int(trio.current_time() / PAUSE)] += 1
-            key = await original(runner, level)
-            self.keys.add(key)
-            return key
 
-        monkeypatch.setattr(AttemptRunner, "_publish_on", publish)
+@pytest.fixture
+def announcements(monkeypatch: pytest.MonkeyPatch) -> Announcements:
+    found = Announcements()
+    original = AttemptRunner._publish_on
+
+    async def publish(runner: AttemptRunner, level: int) -> bytes:
+        found.counts[int(trio.current_time() / PAUSE)] += 1
+        key = await original(runner, level)
+        found.keys.add(key)
+        return key
+
+    monkeypatch.setattr(AttemptRunner, "_publish_on", publish)
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Candidate, Candidate]]:
+    """Return who has asked whom."""
+    found: list[tuple[Candidate, Candidate]] = []
+    original = AttemptRunner._ask
+
+    async def ask(runner: AttemptRunner, candidate: Candidate, message: JoinRequest) -> None:
+        found.append((message.me, candidate))
+        await original(runner, candidate, message)
+
+    monkeypatch.setattr(AttemptRunner, "_ask", ask)
+    return found
+
+
+Results = list[list[p2pavg.RoundResult]]
+"""By the number of the round."""
 
 
 async def live(
-    peer: Peer,
-    results: list[list[p2pavg.RoundResult]],
-    rounds: Sequence[int],
-    late: float = 0.0,
-    **changes: object,
+    peer: Peer, results: Results, rounds: Iterable[int], late: float = 0.0, **changes: object
 ) -> None:
     """Take part in rounds, and keep the result of each."""
     async with peer.averager(config(group_size=PEERS, **changes)) as averager:
@@ -58,30 +85,71 @@ async def live(
             results[number].append(await averager.step(wait=None))
 
 
-def members_of(results: Sequence[p2pavg.RoundResult]) -> set[frozenset[str]]:
-    assert all(isinstance(result, p2pavg.Success) for result in results), results
-    return {frozenset(result.peers) for result in results if isinstance(result, p2pavg.Success)}
+def members_of(results: Iterable[p2pavg.RoundResult]) -> set[frozenset[str]]:
+    return {frozenset(result.peers) for result in successes(dict(enumerate(results)))}
 
 
-async def test_only_the_leader_of_the_last_group_announces_itself(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    announcements = Announcements(monkeypatch)
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(5)]
-    network = MemoryNetwork(latency=LAN)
-    async with simulated_peers(network, PEERS) as peers, trio.open_nursery() as nursery:
+@asynccontextmanager
+async def peers_and_nursery(count: int = PEERS) -> AsyncIterator[tuple[list[Peer], trio.Nursery]]:
+    """Open peers, and a nursery for their rounds."""
+    async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, trio.open_nursery() as nursery:
+        yield peers, nursery
+
+
+async def test_only_the_leader_of_the_last_group_announces_itself(announcements: Announcements) -> None:
+    results: Results = [[] for _ in range(5)]
+    async with peers_and_nursery() as (peers, nursery):
         for peer in peers:
             nursery.start_soon(live, peer, results, range(1, 5))
     assert all(len(members_of(found)) == 1 for found in results[1:])
-    assert announcements.counts[1] == PEERS
-    assert [announcements.counts[number] for number in (2, 3, 4)] == [1, 1, 1]
+    assert [announcements.counts[number] for number in (1, 2, 3, 4)] == [PEERS, 1, 1, 1]
+
+
+async def test_no_peer_is_asked_about_the_last_round(asked: list[tuple[Candidate, Candidate]]) -> None:
+    """Rounds follow each other so soon that the records of the last one are still read."""
+    pause, rounds = 2.0, 5
+
+    async def look(peer: Peer, _index: int) -> None:
+        async with peer.averager(config(group_size=PEERS)) as averager:
+            for number in range(rounds):
+                await trio.sleep_until(pause * (number + 1))
+                averager.accumulate([values(number)])
+                assert isinstance(await averager.step(wait=None), p2pavg.Success)
+
+    await run_peers(MemoryNetwork(latency=LAN), PEERS, look)
+    assert len(asked) >= rounds * (PEERS - 1)
+    assert max(asker.deadline - other.deadline for asker, other in asked) < pause / 2
+
+
+async def test_a_late_peer_asks_one_member_of_each_group(asked: list[tuple[Candidate, Candidate]]) -> None:
+    """All others have a group, and it has seen their records. It need not ask each of them."""
+    last, groups = 3 * PEERS, set[frozenset[str]]()
+    last_is_over = trio.Event()
+
+    async def look(peer: Peer, index: int) -> None:
+        how = config(group_size=PEERS, min_group_size=2, match_timeout=0.9)
+        async with peer.averager(how) as averager:
+            averager.accumulate([values(index)])
+            await trio.sleep(0.2 * (index // PEERS))  # each group's members are ready together
+            result = await averager.step(wait=None)
+            if index == last:
+                assert not isinstance(result, p2pavg.Success)
+                last_is_over.set()
+            else:
+                groups.update(members_of([result]))
+            await last_is_over.wait()
+
+    await run_peers(MemoryNetwork(latency=(0.002, 0.006)), last + 1, look)
+    assert [len(group) for group in groups] == [PEERS] * 3
+    its = [other.peer_id for asker, other in asked if asker.peer_id == simulated_signer(last).peer_id]
+    first_of = [next(group for group in groups if peer in group) for peer in its[:3]]
+    assert len(set(first_of)) == 3, "the first ones that it asks are of different groups"
 
 
 async def test_a_record_of_the_round_before_is_withdrawn(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, announcements: Announcements
 ) -> None:
     """Others would read it for as long as it is valid, and ask peers that are not looking for a group."""
-    announcements = Announcements(monkeypatch)
     withdrawn: Counter[int] = Counter()
     original = RunRecords.withdraw
 
@@ -91,8 +159,8 @@ async def test_a_record_of_the_round_before_is_withdrawn(
 
     monkeypatch.setattr(RunRecords, "withdraw", withdraw)
     monkeypatch.setattr("p2pavg.matchmaking.matchmaker.LINGER_READY_SECONDS", 1.2 * PAUSE)
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
-    async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
+    results: Results = [[] for _ in range(4)]
+    async with peers_and_nursery() as (peers, nursery):
         for peer in peers:
             nursery.start_soon(live, peer, results, range(1, 4))
         await trio.sleep_until(2 * PAUSE)
@@ -102,16 +170,13 @@ async def test_a_record_of_the_round_before_is_withdrawn(
         nursery.cancel_scope.cancel()
 
 
-async def test_the_others_meet_without_a_leader_that_has_left(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    announcements = Announcements(monkeypatch)
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
-    async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
+async def test_the_others_meet_without_a_leader_that_has_left(announcements: Announcements) -> None:
+    results: Results = [[] for _ in range(4)]
+    async with peers_and_nursery() as (peers, nursery):
         first, *others = peers
         nursery.start_soon(live, first, results, [1])  # it begins first, and so it leads
         for peer in others:
-            nursery.start_soon(lambda peer=peer: live(peer, results, [1, 2, 3], late=0.1, match_timeout=3.0))
+            nursery.start_soon(partial(live, peer, results, [1, 2, 3], late=0.1, match_timeout=3.0))
     assert {len(members) for members in members_of(results[1])} == {PEERS}
     for number in (2, 3):
         assert members_of(results[number]) == {frozenset(peer.id for peer in others)}
@@ -120,16 +185,15 @@ async def test_the_others_meet_without_a_leader_that_has_left(
 
 @pytest.mark.parametrize(("late", "announced"), [(0.1 + 0.8 * REUNION_SECONDS, 1), (2.0, PEERS)])
 async def test_a_leader_that_is_late_is_met(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, late: float, announced: int
+    announcements: Announcements, late: float, announced: int
 ) -> None:
     """A little later than the others, it is still before them in the order of candidates."""
-    announcements = Announcements(monkeypatch)
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
-    async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
+    results: Results = [[] for _ in range(4)]
+    async with peers_and_nursery() as (peers, nursery):
         first, *others = peers
         async with first.averager(config(group_size=PEERS)) as averager:
             for peer in others:
-                nursery.start_soon(lambda peer=peer: live(peer, results, [1, 2, 3], late=0.1))
+                nursery.start_soon(partial(live, peer, results, [1, 2, 3], late=0.1))
             for number in (1, 2, 3):
                 await trio.sleep_until(PAUSE * number + (0.0 if number == 1 else late))
                 averager.accumulate([values(number)])
@@ -140,15 +204,12 @@ async def test_a_leader_that_is_late_is_met(
     assert announcements.counts[2] == announced
 
 
-async def test_a_newcomer_sees_that_a_group_is_there_and_is_in_one_soon(autojump_clock: MockClock) -> None:
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(8)]
-    async with (
-        simulated_peers(MemoryNetwork(latency=LAN), PEERS + 1) as peers,
-        trio.open_nursery() as nursery,
-    ):
+async def test_a_newcomer_sees_that_a_group_is_there_and_is_in_one_soon() -> None:
+    results: Results = [[] for _ in range(8)]
+    async with peers_and_nursery(PEERS + 1) as (peers, nursery):
         newcomer, *others = peers
         for peer in others:
-            nursery.start_soon(lambda peer=peer: live(peer, results, range(1, 8), match_timeout=30.0))
+            nursery.start_soon(partial(live, peer, results, range(1, 8), match_timeout=30.0))
         await trio.sleep_until(2.5 * PAUSE)
         async with newcomer.averager(config(group_size=PEERS, match_timeout=PAUSE)) as averager:
             averager.accumulate([values(0)])
@@ -159,16 +220,12 @@ async def test_a_newcomer_sees_that_a_group_is_there_and_is_in_one_soon(autojump
         nursery.cancel_scope.cancel()
 
 
-async def test_peers_that_failed_together_announce_themselves(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    announcements = Announcements(monkeypatch)
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
-    network = MemoryNetwork(latency=LAN)
-    async with simulated_peers(network, PEERS) as peers, trio.open_nursery() as nursery:
+async def test_peers_that_failed_together_announce_themselves(announcements: Announcements) -> None:
+    results: Results = [[] for _ in range(4)]
+    async with peers_and_nursery() as (peers, nursery):
         for peer in peers:
             nursery.start_soon(
-                lambda peer=peer: live(peer, results, [1, 2, 3], exchange_timeout=2.0, min_group_size=PEERS)
+                partial(live, peer, results, [1, 2, 3], exchange_timeout=2.0, min_group_size=PEERS)
             )
         await trio.sleep_until(1.9 * PAUSE)
         with pytest.MonkeyPatch.context() as patch:
@@ -184,8 +241,7 @@ async def test_peers_that_failed_together_announce_themselves(
 class Crowd:
     """Peers of which not all fit in one group, or of which all do, round after round."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.announcements = Announcements(monkeypatch)
+    def __init__(self) -> None:
         self.rounds: Counter[str] = Counter()
         """Number of rounds in which each peer had a result."""
         self.groups = set[frozenset[str]]()
@@ -193,10 +249,7 @@ class Crowd:
         """Seconds of the slowest peer, by the number of the round."""
 
     async def run(self, peers: int, size: int, rounds: int, pause: float = PAUSE) -> None:
-        async with (
-            simulated_peers(MemoryNetwork(latency=LAN), peers) as there,
-            trio.open_nursery() as nursery,
-        ):
+        async with peers_and_nursery(peers) as (there, nursery):
             for index, peer in enumerate(there):
                 nursery.start_soon(self._live, peer, index, size, rounds, pause)
 
@@ -216,71 +269,61 @@ class Crowd:
                         self.took[number] = max(self.took.get(number, 0.0), took)
 
 
-@pytest.mark.parametrize(("peers", "size", "rounds"), [(5, 4, 12), (3, 2, 14), (9, 4, 10)])
+@pytest.mark.parametrize(("peers", "size", "rounds"), [(5, 4, 12), (3, 2, 14)])
 async def test_a_peer_too_many_is_not_left_out_every_time(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, peers: int, size: int, rounds: int
+    announcements: Announcements, peers: int, size: int, rounds: int
 ) -> None:
-    crowd = Crowd(monkeypatch)
+    crowd = Crowd()
     await crowd.run(peers, size, rounds)
     assert len(crowd.rounds) == peers
     assert min(crowd.rounds.values()) >= rounds // 3
-    announced = [crowd.announcements.counts[number] for number in range(3, rounds)]
+    announced = [announcements.counts[number] for number in range(3, rounds)]
     assert min(announced) >= peers - 1, "all but a peer that still waits: no group is the whole run"
 
 
-async def test_groups_of_a_larger_run_mix(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = Crowd(monkeypatch)
+async def test_groups_of_a_larger_run_mix(announcements: Announcements) -> None:
+    crowd = Crowd()
     await crowd.run(8, 4, 10)
     assert len(crowd.groups) >= 8
-    assert all(crowd.announcements.counts[number] == 8 for number in range(2, 11))
+    assert all(announcements.counts[number] == 8 for number in range(2, 11))
     assert set(crowd.rounds.values()) == {10}
 
 
-@pytest.mark.parametrize("peers", [9, 17, 18])
-async def test_no_member_holds_back_in_vain(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, peers: int
-) -> None:
-    """The leader's record reaches all members directly, whatever keeps the run's key; larger groups announce."""
-    crowd = Crowd(monkeypatch)
-    await crowd.run(peers, peers, 4)
-    assert set(crowd.rounds.values()) == {4}
+async def test_no_member_holds_back_in_vain(announcements: Announcements) -> None:
+    """The leader's record reaches all members directly, whatever keeps the run's key."""
+    crowd, peers = Crowd(), MOST_OTHERS + 1
+    await crowd.run(peers, peers, 3)
+    assert set(crowd.rounds.values()) == {3}
     assert all(took < REUNION_SECONDS for took in crowd.took.values()), crowd.took
-    assert crowd.announcements.counts[4] == (1 if peers <= MOST_OTHERS + 1 else peers)
+    assert announcements.counts[3] == 1
 
 
-async def test_no_member_holds_back_away_from_the_common_place(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_member_holds_back_away_from_the_common_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large network, peers begin in places that differ from each other."""
     monkeypatch.setattr("p2pavg.matchmaking.matchmaker.ladder_for", lambda *_: Ladder(1, 1))
-    crowd = Crowd(monkeypatch)
+    crowd = Crowd()
     await crowd.run(PEERS, PEERS, 3)
     assert set(crowd.rounds.values()) == {3}
     assert all(took < REUNION_SECONDS for took in crowd.took.values()), crowd.took
 
 
-async def test_each_member_announces_itself_now_and_then(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_member_announces_itself_now_and_then(announcements: Announcements) -> None:
     """Else it would not see that there are others by now, where it keeps none of the run's records."""
-    crowd = Crowd(monkeypatch)
+    crowd = Crowd()
     await crowd.run(PEERS, PEERS, 9)
-    announced = [crowd.announcements.counts[number] for number in range(1, 10)]
+    announced = [announcements.counts[number] for number in range(1, 10)]
     assert announced[:6] == [PEERS, 1, 1, 1, 1, 1]
     assert sum(announced[6:]) == 3 + PEERS - 1, "the leader each time, and each of the others once after 30 s"
 
 
-async def test_a_newcomer_is_not_left_alone_when_the_leader_is_gone(autojump_clock: MockClock) -> None:
-    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(3)]
-    async with (
-        simulated_peers(MemoryNetwork(latency=LAN), PEERS + 1) as peers,
-        trio.open_nursery() as nursery,
-    ):
+async def test_a_newcomer_is_not_left_alone_when_the_leader_is_gone() -> None:
+    results: Results = [[] for _ in range(3)]
+    async with peers_and_nursery(PEERS + 1) as (peers, nursery):
         leader, newcomer, *others = peers
         nursery.start_soon(live, leader, results, [1])
         for peer in others:
-            nursery.start_soon(lambda peer=peer: live(peer, results, [1, 2], late=0.1, match_timeout=2.0))
-        nursery.start_soon(lambda: live(newcomer, results, [2], match_timeout=2.0))
+            nursery.start_soon(partial(live, peer, results, [1, 2], late=0.1, match_timeout=2.0))
+        nursery.start_soon(partial(live, newcomer, results, [2], match_timeout=2.0))
         await trio.sleep_until(2 * PAUSE + 0.1 + REUNION_SECONDS + 0.1)
         assert members_of(results[2]) == {frozenset(peer.id for peer in (newcomer, *others))}
         assert len(results[2]) == PEERS

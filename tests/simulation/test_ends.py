@@ -59,7 +59,7 @@ def test_without_anything_in_the_way_no_peer_stays() -> None:
         assert end.ended_at < end.last_at + 5.0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 76, 302, 483, 732, 748, 854])
+@pytest.mark.parametrize("seed", [76, 302, 483, 732, 748, 854])
 def test_runs_with_naps_stops_and_kills_end_well(seed: int) -> None:
     """``scripts/faults starts --virtual`` plays more of them. It found 302 and 483, in which peers waited for ever,
     732 and 748, in which peers that had slept were more than those that had gone on, and went on without them, and 76,

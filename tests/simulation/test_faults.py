@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
+import sys
 from collections.abc import Sequence
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.allreduce.vector.accumulation import Accumulation
 from p2pavg.base.errors import UnreachableError
 from p2pavg.peer.peer import Peer
 from p2pavg.round.voting import FIND_OUT_SECONDS
@@ -34,28 +36,43 @@ from p2pavg.testing import (
     simulate,
 )
 from p2pavg.testing.simulation import simulated_signer
-from tests.programs import run_python
+from scripts.fault_search import simulate as simulate_rounds
+from scripts.fault_search.simulate import PART_ELEMENTS
 
 LAN = (0.001, 0.002)
 
 
-def test_rounds_with_faults() -> None:
-    """``scripts/faults simulate`` runs thousands of them; each failure prints the command that repeats it."""
-    command = ("-m", "scripts.fault_search.simulate", "--rounds", "6", "--processes", "2")
-    done = run_python(*command, env={**os.environ, "PYTHONHASHSEED": "0"})
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process have the parts of ``scripts/faults simulate``."""
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PART_ELEMENTS)
 
 
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param("501981", id="a follower is stopped when the commit arrives of a leader that dies"),
-        pytest.param("7001118", id="a leader with its share averaged is cut off", marks=pytest.mark.long),
+        *(0, 1, 2, 5, 7, 8),
+        pytest.param(501981, id="a follower is stopped when the commit arrives of a leader that dies"),
+        pytest.param(7001118, id="a leader with its share averaged is cut off", marks=pytest.mark.long),
     ],
 )
-def test_no_contribution_counts_twice(seed: str) -> None:
-    done = run_python("-m", "scripts.fault_search.simulate", "--seed", seed)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.usefixtures("small_parts")
+def test_rounds_with_faults(seed: int) -> None:
+    """``scripts/faults simulate`` runs thousands of them."""
+    _, _, wrong = simulate_rounds.one(seed)
+    assert not wrong, f"{wrong}; again: scripts/faults simulate --seed {seed} --log"
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_wrong_result_is_found_and_its_seed_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A round that gives back a used contribution is reported with the command that repeats it."""
+    monkeypatch.setattr(Accumulation, "release", Accumulation.give_back)
+    monkeypatch.setattr(multiprocessing, "Pool", ThreadPool)
+    monkeypatch.setattr(sys, "argv", ["simulate", "--rounds", "1", "--first", "0", "--processes", "1"])
+    assert simulate_rounds.main() == 1
+    assert "scripts/faults simulate --seed 0 --log" in capsys.readouterr().out
 
 
 async def play(
@@ -103,19 +120,6 @@ def test_a_contribution_that_never_left_its_peer_is_kept(topology: str) -> None:
     result, weight = found[3]
     assert isinstance(result, p2pavg.Failed)
     assert weight == 1.0
-
-
-def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) -> None:
-    """A round that gives back a used contribution is reported with the command that repeats it."""
-    broken = (
-        "import p2pavg.allreduce.vector.accumulation as a, scripts.fault_search.simulate as s, sys\n"
-        "a.Accumulation.release = a.Accumulation.give_back\n"
-        "sys.argv[1:] = ['--rounds', '1', '--first', '3', '--processes', '1']\n"
-        "sys.exit(s.main())\n"
-    )
-    done = run_python("-c", broken)
-    assert done.returncode == 1
-    assert "scripts/faults simulate --seed 3 --log" in done.stdout
 
 
 def test_plan_is_deterministic() -> None:
@@ -188,7 +192,7 @@ class Watch:
     ids=["cut", "partition", "stop"],
 )
 async def test_silence_begins_and_ends_as_planned(
-    autojump_clock: MockClock, what: Cut | Partition | Stop, silent: set[tuple[int, int]]
+    what: Cut | Partition | Stop, silent: set[tuple[int, int]]
 ) -> None:
     network = MemoryNetwork(latency=LAN)
     watch = Watch(network)
@@ -201,7 +205,7 @@ async def test_silence_begins_and_ends_as_planned(
         assert after, pair
 
 
-async def test_fault_can_wait_for_the_third_part_of_a_reducer(autojump_clock: MockClock) -> None:
+async def test_fault_can_wait_for_the_third_part_of_a_reducer() -> None:
     """A delay after the part is possible too; a fault after a peer's death does not happen."""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     config = p2pavg.AveragingConfig(run_id="third", group_size=3, match_timeout=5.0, compression=None)
@@ -226,7 +230,7 @@ async def test_fault_can_wait_for_the_third_part_of_a_reducer(autojump_clock: Mo
     assert sent == [True, True, False]
 
 
-async def test_lost_connection_can_be_replaced(autojump_clock: MockClock) -> None:
+async def test_lost_connection_can_be_replaced() -> None:
     network = MemoryNetwork(latency=LAN)
     replaced: list[bool] = []
 
@@ -253,7 +257,7 @@ async def test_lost_connection_can_be_replaced(autojump_clock: MockClock) -> Non
     [Throttle(0, bandwidth=1e4, seconds=100.0), Delay(0, (0.2, 0.2), seconds=100.0)],
     ids=["throttle", "delay"],
 )
-async def test_slow_link_only_delays_a_round(autojump_clock: MockClock, what: Throttle | Delay) -> None:
+async def test_slow_link_only_delays_a_round(what: Throttle | Delay) -> None:
     config = p2pavg.AveragingConfig(
         run_id="slow", group_size=2, match_timeout=5.0, compression=None, exchange_timeout=100.0
     )

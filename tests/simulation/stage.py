@@ -146,29 +146,30 @@ class Stage:
 
     def _average(self, group: list[Player]) -> None:
         total = sum(member.given_weight for member in group)
-        names = tuple(member.peer_id for member in group)
-        self.groups.append(names)
+        self.groups.append(tuple(member.peer_id for member in group))
         averaged = [
             sum((m.given[i] * (m.given_weight / total) for m in group), torch.zeros_like(group[0].given[i]))
             for i in range(len(group[0].given))
         ]
         for member in group:
             self.seekers.remove(member)
-            member.end(
-                Success(
-                    averaged=[tensor.clone() for tensor in averaged],
-                    peers=names,
-                    weights={m.peer_id: m.given_weight for m in group},
-                    total_weight=total,
-                    compression_ratio=1.0,
-                    bytes_sent=0,
-                    bytes_received=0,
-                    duration=self.round_seconds,
-                    exchange_duration=self.round_seconds,
-                    group_id=f"{len(self.groups):064x}",
-                    share=(0, 0),
-                )
-            )
+            member.end(self.success(averaged, {m.peer_id: m.given_weight for m in group}, self.round_seconds))
+
+    def success(self, averaged: list[torch.Tensor], weights: Mapping[str, float], seconds: float) -> Success:
+        """Return the result of the last group for one of its members."""
+        return Success(
+            averaged=[tensor.clone() for tensor in averaged],
+            peers=tuple(weights),
+            weights=weights,
+            total_weight=sum(weights.values()),
+            compression_ratio=1.0,
+            bytes_sent=0,
+            bytes_received=0,
+            duration=seconds,
+            exchange_duration=seconds,
+            group_id=f"{len(self.groups):064x}",
+            share=(0, 0),
+        )
 
 
 class Player:
@@ -251,19 +252,7 @@ class Player:
         averaged, weight = [t / self.weight for t in self.sum], self.weight
         self.clear()
         self.stage.groups.append((self.peer_id,))
-        return Success(
-            averaged=averaged,
-            peers=(self.peer_id,),
-            weights={self.peer_id: weight},
-            total_weight=weight,
-            compression_ratio=1.0,
-            bytes_sent=0,
-            bytes_received=0,
-            duration=0.0,
-            exchange_duration=0.0,
-            group_id=f"{len(self.stage.groups):064x}",
-            share=(0, 0),
-        )
+        return self.stage.success(averaged, {self.peer_id: weight}, 0.0)
 
     def _has_result(self) -> bool:
         return self._result is not None

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.errors import ConfigError, InvitationError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import REPLY_SECONDS
@@ -101,9 +100,7 @@ async def refused(network: MemoryNetwork, who: Ed25519Signer, link: InvitationLi
     return str(error.value)
 
 
-async def test_a_link_admits_a_peer_and_the_same_peer_again(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-) -> None:
+async def test_a_link_admits_a_peer_and_the_same_peer_again(network: MemoryNetwork, used_file: Path) -> None:
     async with online(network, make_delegate(used_file)) as transport:
         link = make_link(transport)
         first = await ask(network, ALICE, link)
@@ -119,9 +116,7 @@ async def test_a_link_admits_a_peer_and_the_same_peer_again(
     assert os.stat(used_file).st_mode & 0o077 == 0
 
 
-async def test_two_peers_with_one_link_at_once(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-) -> None:
+async def test_two_peers_with_one_link_at_once(network: MemoryNetwork, used_file: Path) -> None:
     outcomes: dict[str, str] = {}
 
     async def try_it(who: Ed25519Signer, link: InvitationLink) -> None:
@@ -136,9 +131,7 @@ async def test_two_peers_with_one_link_at_once(
     assert sorted(name == admitted for name, admitted in outcomes.items()) == [False, True]
 
 
-async def test_a_delegate_that_starts_again_remembers(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-) -> None:
+async def test_a_delegate_that_starts_again_remembers(network: MemoryNetwork, used_file: Path) -> None:
     delegate = make_delegate(used_file)
     async with online(network, delegate) as transport:
         link = make_link(transport)
@@ -159,16 +152,14 @@ async def test_a_delegate_that_starts_again_remembers(
     ],
 )
 async def test_other_links_are_refused_with_a_sentence(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path, changed: dict[str, Any], reason: str
+    network: MemoryNetwork, used_file: Path, changed: dict[str, Any], reason: str
 ) -> None:
     async with online(network, make_delegate(used_file)) as transport:
         assert reason in await refused(network, ALICE, make_link(transport, **changed))
     assert os.listdir(used_file.parent) == []
 
 
-async def test_a_forged_token_is_refused(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-) -> None:
+async def test_a_forged_token_is_refused(network: MemoryNetwork, used_file: Path) -> None:
     async with online(network, make_delegate(used_file)) as transport:
         genuine = make_link(transport).token
         for token in (b"", genuine[:-1], bytes(16) + genuine[16:]):
@@ -178,7 +169,7 @@ async def test_a_forged_token_is_refused(
 
 
 async def test_a_delegate_whose_certificate_has_expired_admits_no_peer(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
+    network: MemoryNetwork, used_file: Path
 ) -> None:
     async with online(network, make_delegate(used_file, expires=EPOCH + 60.0)) as transport:
         assert (await ask(network, ALICE, make_link(transport))).expires == EPOCH + 60.0
@@ -187,9 +178,7 @@ async def test_a_delegate_whose_certificate_has_expired_admits_no_peer(
         assert reason.startswith("this delegate admits no peer: its certificate expired on 2027-01-15")
 
 
-async def test_a_revoked_delegate_admits_no_peer(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-) -> None:
+async def test_a_revoked_delegate_admits_no_peer(network: MemoryNetwork, used_file: Path) -> None:
     delegate = make_delegate(used_file)
     own = read_certificate(delegate.membership.access.certificate).identifier
     async with online(network, delegate) as transport:
@@ -199,7 +188,7 @@ async def test_a_revoked_delegate_admits_no_peer(
 
 
 async def test_no_peer_is_admitted_while_its_use_cannot_be_written(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
+    network: MemoryNetwork, used_file: Path
 ) -> None:
     folder = used_file.with_name("gone")
     async with online(network, make_delegate(folder / "used")) as transport:
@@ -222,9 +211,7 @@ def test_a_damaged_file_of_used_links_stops_the_delegate(used_file: Path) -> Non
         Invitations(make_delegate(used_file), wall_clock=simulated_clock, run_in_thread=run_on_loop)
 
 
-async def test_a_delegate_that_is_not_online(
-    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-) -> None:
+async def test_a_delegate_that_is_not_online(network: MemoryNetwork, used_file: Path) -> None:
     async with online(network, make_delegate(used_file)) as transport:
         link = make_link(transport)
     with pytest.raises(UnreachableError):
@@ -233,7 +220,7 @@ async def test_a_delegate_that_is_not_online(
 
 class TestLimits:
     async def test_silent_peers_lose_their_streams_and_their_places(
-        self, autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
+        self, network: MemoryNetwork, used_file: Path
     ) -> None:
         async with online(network, make_delegate(used_file)) as transport, trio.open_nursery() as nursery:
             for number in range(MAX_STREAMS):
@@ -245,9 +232,7 @@ class TestLimits:
             assert (await ask(network, ALICE, make_link(transport))).peer_id == ALICE.peer_id
             nursery.cancel_scope.cancel()
 
-    async def test_one_peer_has_one_stream(
-        self, autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
-    ) -> None:
+    async def test_one_peer_has_one_stream(self, network: MemoryNetwork, used_file: Path) -> None:
         async with online(network, make_delegate(used_file)) as transport, network.transport(ALICE) as alice:
             await alice.dial(transport.addresses[0], timeout=5.0)
             first, second = [await open_to_delegate(alice) for _ in range(2)]
@@ -259,7 +244,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("request_bytes", [b"\x00", pack(1, b""), pack(2, "text"), bytes(1000)])
     async def test_a_malformed_request_loses_its_stream(
-        self, autojump_clock: MockClock, network: MemoryNetwork, used_file: Path, request_bytes: bytes
+        self, network: MemoryNetwork, used_file: Path, request_bytes: bytes
     ) -> None:
         async with online(network, make_delegate(used_file)) as transport, network.transport(ALICE) as alice:
             await alice.dial(transport.addresses[0], timeout=5.0)
@@ -284,9 +269,7 @@ class TestHostileDelegates:
             (pack(2, "a" * 301, "", b""), "answer is damaged"),
         ],
     )
-    async def test_a_damaged_answer(
-        self, autojump_clock: MockClock, network: MemoryNetwork, answer: bytes, reason: str
-    ) -> None:
+    async def test_a_damaged_answer(self, network: MemoryNetwork, answer: bytes, reason: str) -> None:
         with pytest.raises(InvitationError, match=reason):
             await ask_liar(network, answer)
 
@@ -301,14 +284,12 @@ class TestHostileDelegates:
         ],
     )
     async def test_a_certificate_that_is_not_valid(
-        self, autojump_clock: MockClock, network: MemoryNetwork, found: Certificate, reason: str
+        self, network: MemoryNetwork, found: Certificate, reason: str
     ) -> None:
         with pytest.raises(InvitationError, match=f"a certificate that is not valid: {reason}"):
             await ask_liar(network, AdmissionAnswer(run_file=RUN_FILE.text, certificate=found.data).encode())
 
-    async def test_a_clock_that_is_slow_by_an_hour_is_named(
-        self, autojump_clock: MockClock, network: MemoryNetwork
-    ) -> None:
+    async def test_a_clock_that_is_slow_by_an_hour_is_named(self, network: MemoryNetwork) -> None:
         found = RUN.certify(
             ALICE.peer_id, not_before=simulated_clock() + 3600.0, expires=simulated_clock() + 1e5
         )
@@ -316,17 +297,12 @@ class TestHostileDelegates:
             await ask_liar(network, AdmissionAnswer(run_file=RUN_FILE.text, certificate=found.data).encode())
         assert "set the clock" in error.value.remedy
 
-    async def test_a_delegate_that_never_answers(
-        self, autojump_clock: MockClock, network: MemoryNetwork
+    @pytest.mark.parametrize("answer", [None, bytes(8193)], ids=["none", "too long"])
+    async def test_no_answer_or_one_that_is_too_long(
+        self, network: MemoryNetwork, answer: bytes | None
     ) -> None:
         with pytest.raises(UnreachableError, match="the delegate gave no answer"):
-            await ask_liar(network, None)
-
-    async def test_an_answer_that_is_too_long(
-        self, autojump_clock: MockClock, network: MemoryNetwork
-    ) -> None:
-        with pytest.raises(UnreachableError, match="the delegate gave no answer"):
-            await ask_liar(network, bytes(8193))
+            await ask_liar(network, answer)
 
 
 async def ask_liar(network: MemoryNetwork, answer: bytes | None) -> None:

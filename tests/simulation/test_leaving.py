@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.auxiliary import HelpedRounds, assist
@@ -29,14 +29,13 @@ class Helper:
         self.has_ended.set()
 
 
-async def until(condition: object) -> None:
-    assert callable(condition)
+async def until(condition: Callable[[], object]) -> None:
     with trio.fail_after(GIVE_UP_SECONDS):
         while not condition():
             await trio.sleep(0.0005)
 
 
-async def test_an_auxiliary_that_leaves_finishes_the_round_that_runs(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_that_leaves_finishes_the_round_that_runs() -> None:
     how = config(group_size=2)
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 3) as (peer, one, two),
@@ -69,7 +68,7 @@ async def test_an_auxiliary_that_leaves_finishes_the_round_that_runs(autojump_cl
         assert min(helping.elements, helping.bytes_sent, helping.bytes_received) > 0
 
 
-async def test_other_peers_see_the_name_of_an_auxiliary(autojump_clock: MockClock) -> None:
+async def test_other_peers_see_the_name_of_an_auxiliary() -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, one),
         one.averager(config(group_size=2)) as averager,
@@ -90,7 +89,7 @@ async def step(averager: p2pavg.DecentralizedAverager, results: list[p2pavg.Roun
     results.append(await averager.step(wait=None))
 
 
-async def test_an_auxiliary_without_a_group_leaves_at_once(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_without_a_group_leaves_at_once() -> None:
     swarm = Swarm()
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, alone),

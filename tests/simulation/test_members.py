@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.limits import CALM_LOOK_SECONDS
@@ -25,19 +26,21 @@ def ids(averager: p2pavg.DecentralizedAverager) -> set[str]:
     return {member.peer_id for member in averager.members()}
 
 
+@asynccontextmanager
 async def opened(
-    stack: AsyncExitStack, peers: list[Peer], **changes: object
-) -> list[p2pavg.DecentralizedAverager]:
-    return [
-        await stack.enter_async_context(peer.averager(config(name=f"peer {index}", **changes)))
-        for index, peer in enumerate(peers)
-    ]
+    count: int, network: MemoryNetwork | None = None, *, averagers: int | None = None, **changes: object
+) -> AsyncIterator[tuple[list[Peer], list[p2pavg.DecentralizedAverager]]]:
+    """Open peers, with an averager of each, or of the first ones only."""
+    network = network or MemoryNetwork(latency=LAN)
+    async with simulated_peers(network, count) as peers, AsyncExitStack() as stack:
+        how = [config(name=f"peer {index}", **changes) for index in range(count)]
+        pairs = list(zip(peers, how, strict=True))[:averagers]
+        yield peers, [await stack.enter_async_context(peer.averager(each)) for peer, each in pairs]
 
 
-async def test_all_peers_are_seen_and_a_dead_one_is_lost(autojump_clock: MockClock) -> None:
+async def test_all_peers_are_seen_and_a_dead_one_is_lost() -> None:
     network = MemoryNetwork(latency=LAN)
-    async with simulated_peers(network, 4) as peers, AsyncExitStack() as stack:
-        averagers = await opened(stack, peers)
+    async with opened(4, network) as (peers, averagers):
         events: list[AnyEvent] = []
         averagers[0].subscribe(events.append)
         await trio.sleep(SOON)
@@ -59,9 +62,8 @@ async def test_all_peers_are_seen_and_a_dead_one_is_lost(autojump_clock: MockClo
         assert [event.peer_id for event in events if isinstance(event, PeerGone)] == [peers[3].id]
 
 
-async def test_peer_that_closes_its_averager_is_gone(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, AsyncExitStack() as stack:
-        averagers = await opened(stack, peers[:2])
+async def test_peer_that_closes_its_averager_is_gone() -> None:
+    async with opened(3, averagers=2) as (peers, averagers):
         async with peers[2].averager(config()):
             await trio.sleep(SOON)
             assert len(ids(averagers[0])) == 3
@@ -69,10 +71,9 @@ async def test_peer_that_closes_its_averager_is_gone(autojump_clock: MockClock) 
         assert ids(averagers[0]) == {peers[0].id, peers[1].id}
 
 
-async def test_status_stays_while_one_of_two_averagers_of_a_peer_is_open(autojump_clock: MockClock) -> None:
+async def test_status_stays_while_one_of_two_averagers_of_a_peer_is_open() -> None:
     """Both would publish under one key, and the one that closes would withdraw what the other has published."""
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, AsyncExitStack() as stack:
-        (watching,) = await opened(stack, peers[:1])
+    async with opened(2, averagers=1) as (peers, [watching]), AsyncExitStack() as stack:
         first = await stack.enter_async_context(peers[1].averager(config(name="first")))
         async with peers[1].averager(config(name="second")) as second:
             await trio.sleep(SOON)
@@ -87,9 +88,8 @@ async def test_status_stays_while_one_of_two_averagers_of_a_peer_is_open(autojum
         assert ids(second) == {peer.id for peer in peers}
 
 
-async def test_auxiliary_has_a_status_while_it_helps(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, AsyncExitStack() as stack:
-        (averager,) = await opened(stack, peers[:1])
+async def test_auxiliary_has_a_status_while_it_helps() -> None:
+    async with opened(2, averagers=1) as (peers, [averager]):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(assist, peers[1], "sim")
             await trio.sleep(SOON)
@@ -99,9 +99,8 @@ async def test_auxiliary_has_a_status_while_it_helps(autojump_clock: MockClock) 
         assert ids(averager) == {peers[0].id}
 
 
-async def test_malformed_status_hides_its_publisher_only(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, AsyncExitStack() as stack:
-        averagers = await opened(stack, peers)
+async def test_malformed_status_hides_its_publisher_only() -> None:
+    async with opened(3) as (peers, averagers):
         board = await averagers[2].board("status")
         await trio.sleep(SOON)
         board.publish(b"\x00 not a status", now=True)
@@ -109,9 +108,8 @@ async def test_malformed_status_hides_its_publisher_only(autojump_clock: MockClo
         assert ids(averagers[0]) == {peers[0].id, peers[1].id}
 
 
-async def test_round_is_an_event_and_a_part_of_the_status(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, AsyncExitStack() as stack:
-        averagers = await opened(stack, peers, group_size=3)
+async def test_round_is_an_event_and_a_part_of_the_status() -> None:
+    async with opened(3, group_size=3) as (peers, averagers):
         events: list[AnyEvent] = []
         averagers[0].subscribe(events.append)
         peers[0].subscribe(events.append)
@@ -143,9 +141,8 @@ async def test_round_is_an_event_and_a_part_of_the_status(autojump_clock: MockCl
         assert set(seen.lanes) | set(seen.streams) == {key_of(peers[1].id), key_of(peers[2].id)}
 
 
-async def test_lonely_round_and_a_subscriber_that_raises(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 1) as peers, AsyncExitStack() as stack:
-        (averager,) = await opened(stack, peers, match_timeout=5.0)
+async def test_lonely_round_and_a_subscriber_that_raises() -> None:
+    async with opened(1, match_timeout=5.0) as (_, [averager]):
         events: list[AnyEvent] = []
 
         def raises(event: AnyEvent) -> None:
@@ -162,20 +159,9 @@ async def test_lonely_round_and_a_subscriber_that_raises(autojump_clock: MockClo
         assert ended.reason
 
 
-async def test_optimizers_events_reach_the_others(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, AsyncExitStack() as stack:
-        averagers = await opened(stack, peers)
-        averagers[0].events.emit(
-            UpdateTaken(
-                time=1.0,
-                run_id="sim",
-                epoch=5,
-                lineage=bytes(32),
-                group_id="",
-                peers=(),
-                samples=1.0,
-                metrics={"loss": 1.0},
-            )
-        )
+async def test_optimizers_events_reach_the_others() -> None:
+    async with opened(2) as (_, averagers):
+        how: dict[str, Any] = {"time": 1.0, "run_id": "sim", "epoch": 5, "samples": 1.0}
+        averagers[0].events.emit(UpdateTaken(lineage=bytes(32), group_id="", peers=(), metrics={}, **how))
         await trio.sleep(SOON)
         assert {member.epoch for member in averagers[1].members()} == {0, 5}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.vector.accumulation import schema_of
@@ -31,28 +30,11 @@ from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
+from tests.simulation.swarm import LAN
 
-LAN = (0.0005, 0.002)
 ONES = [torch.ones(1_000)]
 KEY = ready_key("sim", schema_of(ONES)[0].hash)
 MATCH_TIMEOUT = 30.0
-
-
-def hostile_candidate(index: int, seconds: float, weight: float = 1.0) -> Candidate:
-    """Return the candidate record of the ``index``-th peer, with a deadline some seconds from now."""
-    now = simulated_clock()
-    return sign_candidate(
-        simulated_signer(index),
-        key=KEY,
-        deadline=now + seconds,
-        expiration_time=now + 3560.0,
-        weight=weight,
-        bandwidth=100.0,
-        codec="blockwise8:64",
-        auxiliary=False,
-        addresses=(),
-        state=b"",
-    )
 
 
 class Standing:
@@ -67,13 +49,8 @@ class Standing:
     def __init__(
         self, index: int, *, seconds: float, renews: bool = False, proposes: bool = False, ready: int = 2
     ) -> None:
-        self.index, self.seconds, self.renews, self.proposes, self.ready = (
-            index,
-            seconds,
-            renews,
-            proposes,
-            ready,
-        )
+        self.index, self.seconds, self.renews = index, seconds, renews
+        self.proposes, self.ready = proposes, ready
         self.me: Candidate | None = None
         self.asked = 0
 
@@ -82,19 +59,17 @@ class Standing:
             peer.context.transport.serve(PROTOCOL, self.serve)
             while True:
                 if self.me is None or self.renews:
-                    signed = hostile_candidate(self.index, self.seconds)
-                    record = signed.record
-                    addresses = tuple(peer.addresses)
+                    now = simulated_clock()
                     self.me = sign_candidate(
                         simulated_signer(self.index),
                         key=KEY,
-                        deadline=signed.deadline,
-                        expiration_time=record.expiration_time,
+                        deadline=now + self.seconds,
+                        expiration_time=now + 3560.0,
                         weight=1.0,
                         bandwidth=100.0,
-                        codec=signed.codec,
+                        codec="blockwise8:64",
                         auxiliary=False,
-                        addresses=addresses,
+                        addresses=tuple(peer.addresses),
                     )
                 await peer.records.publish(KEY, self.me.record.value, ttl=30.0)
                 await trio.sleep(2.0)
@@ -124,14 +99,16 @@ class Standing:
         return LeaderStatus(self.ready, False)
 
 
-async def rounds_among(
-    network: MemoryNetwork, peers: Sequence[Peer], rounds: int, size: int
-) -> list[list[tuple[float, p2pavg.RoundResult]]]:
-    """Run rounds; return, for each peer, the seconds from result to result."""
-    found: list[list[tuple[float, p2pavg.RoundResult]]] = [[] for _ in peers]
-    how = p2pavg.AveragingConfig(run_id="sim", group_size=size, match_timeout=MATCH_TIMEOUT)
+Took = tuple[float, p2pavg.RoundResult]
+"""Seconds from result to result, and the result."""
 
-    async def average(peer: Peer, took: list[tuple[float, p2pavg.RoundResult]]) -> None:
+
+async def rounds_among(peers: Sequence[Peer], rounds: int) -> list[list[Took]]:
+    """Run rounds; return the results of each peer."""
+    found: list[list[Took]] = [[] for _ in peers]
+    how = p2pavg.AveragingConfig(run_id="sim", group_size=len(peers), match_timeout=MATCH_TIMEOUT)
+
+    async def average(peer: Peer, took: list[Took]) -> None:
         async with peer.averager(how) as averager:
             for _ in range(rounds):
                 began = trio.current_time()
@@ -147,24 +124,20 @@ async def rounds_among(
     return found
 
 
-async def stand_among_four(
-    hostile: Sequence[Standing], rounds: int = 1
-) -> list[list[tuple[float, p2pavg.RoundResult]]]:
+async def stand_among_four(hostile: Sequence[Standing], rounds: int = 1) -> list[list[Took]]:
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 4) as peers, trio.open_nursery() as nursery:
         for one in hostile:
             nursery.start_soon(partial(one.live, network, peers[0].addresses))
         await trio.sleep(0.5)
-        found = await rounds_among(network, peers, rounds, 4)
+        found = await rounds_among(peers, rounds)
         nursery.cancel_scope.cancel()
     return found
 
 
-@pytest.mark.parametrize("seconds", [1.0, 5.0, 8.0, 12.0, 20.0, 29.0])
+@pytest.mark.parametrize("seconds", [1.0, 8.0, 20.0, 29.0])
 @pytest.mark.parametrize("hostiles", [1, 2])
-async def test_hostile_leaders_cost_seconds_each(
-    autojump_clock: MockClock, hostiles: int, seconds: float
-) -> None:
+async def test_hostile_leaders_cost_seconds_each(hostiles: int, seconds: float) -> None:
     """In version 0.1, one cost each peer 61 s, and two kept the four apart for 3,400 s."""
     hostile = [Standing(10 + index, seconds=seconds) for index in range(hostiles)]
     for [(took, result)] in await stand_among_four(hostile):
@@ -175,16 +148,14 @@ async def test_hostile_leaders_cost_seconds_each(
 
 
 @pytest.mark.parametrize("how", [{"renews": True}, {"proposes": True}, {"ready": 64}], ids=str)
-async def test_variations_of_hostile_leaders_cost_no_more(
-    autojump_clock: MockClock, how: dict[str, Any]
-) -> None:
+async def test_variations_of_hostile_leaders_cost_no_more(how: dict[str, Any]) -> None:
     hostile = [Standing(10 + index, seconds=20.0, **how) for index in range(2)]
     for [(took, result)] in await stand_among_four(hostile):
         assert isinstance(result, p2pavg.Success), result
         assert took <= 40.0, took
 
 
-async def test_peers_that_have_finished_a_round_do_not_pay_again(autojump_clock: MockClock) -> None:
+async def test_peers_that_have_finished_a_round_do_not_pay_again() -> None:
     hostile = [Standing(10 + index, seconds=20.0, renews=True) for index in range(2)]
     for results in await stand_among_four(hostile, rounds=6):
         assert all(isinstance(result, p2pavg.Success) for _, result in results), results

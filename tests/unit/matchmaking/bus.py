@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.participation import Participation, observers
@@ -23,8 +24,8 @@ from p2pavg.matchmaking.actions import (
     Send,
     Settings,
 )
-from p2pavg.matchmaking.attempt_state import Memory
-from p2pavg.matchmaking.messages import Accept, JoinRequest, Message, Nudge, Refuse, decode, encode
+from p2pavg.matchmaking.attempt_state import AttemptPhase, Memory
+from p2pavg.matchmaking.messages import Accept, Joined, JoinRequest, Message, Nudge, Refuse, decode, encode
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg_dht import Ed25519Signer
 
@@ -82,6 +83,44 @@ def candidate(
     )
 
 
+def row(count: int, seconds: float = 1.0, **about: Any) -> list[Candidate]:
+    """Return candidates whose deadlines are one second after the other, the first after some seconds."""
+    return [candidate(index, EPOCH + seconds + index, **about) for index in range(count)]
+
+
+def roster_of(*members: Candidate, proposal: int = 1, observers: Collection[str] = ()) -> Roster:
+    """Return the roster that the first of these members may propose."""
+    shares = settings().cut_shares(members)
+    return Roster(members=members, shares=shares, proposal=proposal, observers=frozenset(observers))
+
+
+def following(
+    leader: Candidate,
+    me: Candidate,
+    *known: Candidate,
+    target: int = 4,
+    rule: Participation | None = None,
+    memory: Memory | None = None,
+) -> Matchmaking:
+    """Return the rules of a peer that follows a leader, and knows other candidates."""
+    rules = Matchmaking(me, settings(target, rule=rule), EPOCH, memory)
+    rules.discovered([leader, *known], EPOCH)
+    assert rules.state.leader == leader
+    rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+    assert rules.state.phase is AttemptPhase.FOLLOWING
+    return rules
+
+
+def sent(actions: Actions) -> list[Message]:
+    """Return the messages that are sent to peers with an open stream."""
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def opened(actions: Actions) -> list[tuple[type[Message], Candidate]]:
+    """Return the kind of each message for which a stream is opened, and the candidate that gets it."""
+    return [(type(action.message), action.candidate) for action in actions if isinstance(action, Open)]
+
+
 @dataclass
 class Attempt:
     """One peer's rules, and the reports to its caller."""
@@ -128,49 +167,29 @@ class Bus:
         self,
         index: int,
         *,
-        auxiliary: bool = False,
         target: int = 4,
         minimum: int = 2,
         contributors: int = 0,
         expected: Collection[str] = (),
-        weight: float = 1.0,
-        state: bytes = b"",
-        tags: tuple[str, ...] = (),
         rule: Participation | None = None,
-        addresses: tuple[str, ...] | None = None,
-        reach: Reach = Reach.DIALABLE,
+        auxiliary: bool = False,
+        **about: Any,
     ) -> Attempt:
+        """Let a peer look for a group; ``about`` it is what :func:`candidate` takes."""
         deadline = self.now + (3000.0 if auxiliary else MATCH_TIMEOUT)
-        me = candidate(
-            index,
-            deadline,
-            auxiliary=auxiliary,
-            weight=weight,
-            state=state,
-            tags=tags,
-            addresses=addresses,
-            reach=reach,
-        )
+        me = candidate(index, deadline, auxiliary=auxiliary, **about)
         how = settings(target, minimum, rule, contributors, expected)
         if auxiliary:
             how = replace(how, choose_observers=None)
         memory = self.memories.setdefault(me.peer_id, Memory())
         attempt = Attempt(me, Matchmaking(me, how, self.now, memory))
-        attempt.again = partial(
-            self.announce,
-            index,
-            auxiliary=auxiliary,
-            target=target,
-            minimum=minimum,
-            contributors=contributors,
-            expected=expected,
-            weight=weight,
-            state=state,
-            tags=tags,
-            rule=rule,
-            addresses=addresses,
-            reach=reach,
-        )
+        options: dict[str, Any] = {
+            "target": target,
+            "minimum": minimum,
+            "contributors": contributors,
+            "expected": expected,
+        }
+        attempt.again = partial(self.announce, index, auxiliary=auxiliary, rule=rule, **options, **about)
         self.attempts[me.peer_id] = attempt
         self.history.append(attempt)
         self.published[me.peer_id] = me
@@ -332,15 +351,9 @@ class Bus:
     def _links_of(self, attempt: Attempt, peer_id: str, upward: bool, inbound: Link | None) -> list[Link]:
         """Return the open streams with a peer in one direction, or ``inbound`` if it is the peer's."""
         if upward:
-            return [
-                link
-                for link in self.links
-                if link.asker is attempt and link.asked.me.peer_id == peer_id and not link.asker_closed
-            ]
+            mine = [link for link in self.links if link.asker is attempt and not link.asker_closed]
+            return [link for link in mine if link.asked.me.peer_id == peer_id]
         if inbound is not None and inbound.asker.me.peer_id == peer_id:
             return [] if inbound.asked_closed else [inbound]
-        return [
-            link
-            for link in self.links
-            if link.asked is attempt and link.asker.me.peer_id == peer_id and not link.asked_closed
-        ]
+        mine = [link for link in self.links if link.asked is attempt and not link.asked_closed]
+        return [link for link in mine if link.asker.me.peer_id == peer_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from p2pavg.base.limits import (
     FORGIVE_SECONDS,
@@ -12,10 +13,9 @@ from p2pavg.base.limits import (
     ROUND_TRIPS_SECONDS,
 )
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import Open, Renew, Send
+from p2pavg.matchmaking.actions import Renew
 from p2pavg.matchmaking.attempt_state import MAX_LATE, MAX_PROVEN, AttemptPhase, Memory
-from p2pavg.matchmaking.known_peers import PAST_SECONDS
+from p2pavg.matchmaking.known_peers import PAST_SECONDS, RECENT_SECONDS
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,
@@ -30,7 +30,19 @@ from p2pavg.matchmaking.messages import (
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import DUE_SECONDS, RENEW_SECONDS, SETTLE_GROUP_SECONDS
 from p2pavg_dht import Ed25519Signer
-from tests.unit.matchmaking.bus import EPOCH, KEY, MATCH_TIMEOUT, Bus, candidate, settings
+from tests.unit.matchmaking.bus import (
+    EPOCH,
+    KEY,
+    MATCH_TIMEOUT,
+    Bus,
+    candidate,
+    following,
+    opened,
+    roster_of,
+    row,
+    sent,
+    settings,
+)
 
 MANY = [Ed25519Signer(bytes([index // 256, index % 256]) * 16) for index in range(MAX_PROVEN + 10)]
 
@@ -49,43 +61,29 @@ def one_of_many(index: int, *, weight: float = 1.0, auxiliary: bool = False) -> 
     )
 
 
-def following(
-    leader: Candidate, me: Candidate, *known: Candidate, memory: Memory | None = None
-) -> Matchmaking:
-    rules = Matchmaking(me, settings(), EPOCH, memory)
-    rules.discovered([leader, *known], EPOCH)
-    assert rules.state.leader == leader
-    rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-    assert rules.state.phase is AttemptPhase.FOLLOWING
-    return rules
-
-
-def proposed(rules: Matchmaking, *members: Candidate, proposal: int = 1) -> str:
+def proposed(rules: Matchmaking, *members: Candidate) -> str:
     """Return the reason for which a roster is refused; empty if it is accepted."""
-    roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=proposal)
-    for action in rules.told_by_leader(members[0].peer_id, GroupProposal(roster), EPOCH):
-        if isinstance(action, Send) and isinstance(action.message, Refuse):
-            return action.message.reason
-        if isinstance(action, Send):
-            assert isinstance(action.message, Accept)
-    return ""
+    proposal = GroupProposal(roster_of(*members))
+    [answer] = sent(rules.told_by_leader(members[0].peer_id, proposal, EPOCH))
+    assert isinstance(answer, Accept | Refuse)
+    return answer.reason if isinstance(answer, Refuse) else ""
 
 
 class TestRosters:
     def test_members_out_of_order_are_refused(self) -> None:
         """Otherwise an auxiliary in second place could come to lead."""
-        leader, me, third = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        leader, me, third = row(3)
         helper = candidate(9, EPOCH + 3000, auxiliary=True)
         assert proposed(following(leader, me), leader, me, third, helper) == ""
         for members in ((leader, helper, me, third), (leader, third, me), (leader, me, helper, third)):
             assert "out of order" in proposed(following(leader, me), *members)
 
     def test_a_member_that_comes_before_the_leader_is_refused(self) -> None:
-        early, leader, me = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        early, leader, me = row(3)
         assert "out of order" in proposed(following(leader, me), leader, early, me)
 
     def test_fewer_members_than_this_peer_takes_part_in_are_refused(self) -> None:
-        leader, me = (candidate(index, EPOCH + 1 + index) for index in range(2))
+        leader, me = row(2)
         rules = following(leader, me)
         rules.state.settings = dataclasses.replace(rules.state.settings, minimum=3)
         assert "a roster of 2; this peer takes part in 3" in proposed(rules, leader, me)
@@ -129,12 +127,7 @@ class TestWeights:
         rules = Matchmaking(me, dataclasses.replace(settings(), max_weight=100.0), EPOCH)
         rules.discovered([heavy], EPOCH)
         assert rules.state.phase is AttemptPhase.LEADING
-        [answer] = [
-            action.message
-            for action in rules.asked(late, EPOCH)
-            if isinstance(action, Send) and isinstance(action.message, Declined)
-        ]
-        assert answer.reason == "its weight of 101 is above max_weight 100"
+        assert sent(rules.asked(late, EPOCH)) == [Declined("its weight of 101 is above max_weight 100")]
         other = candidate(3, EPOCH + 1.5)
         rules.discovered([other], EPOCH)
         rules.told_by_leader(other.peer_id, Declined("follows another leader", heavy), EPOCH)
@@ -143,14 +136,21 @@ class TestWeights:
 
 
 class TestLateLeaders:
+    def wait(self, rules: Matchmaking, until: int, seen: Sequence[Candidate] = (), joined: int = 2) -> None:
+        """Let seconds pass, in which the leader says how many have joined it, as long as this peer follows it."""
+        leader = rules.state.leader
+        assert leader is not None
+        for seconds in range(1, until + 1):
+            rules.discovered(seen, EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, LeaderStatus(joined, False), EPOCH + seconds)
+            rules.tick(EPOCH + seconds)
+            assert rules.state.leader == leader or seconds == until
+
     def test_a_due_leader_that_does_not_propose_is_left_within_seconds(self) -> None:
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
         rules = following(leader, me, *others)
-        for seconds in range(1, int(DUE_SECONDS) + 1):
-            rules.discovered(others, EPOCH + seconds)
-            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
-            rules.tick(EPOCH + seconds)
+        self.wait(rules, int(DUE_SECONDS), others)
         assert rules.state.leader is None
         rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_OFF_SECONDS - 0.1)
         assert rules.state.phase is AttemptPhase.LEADING, "the others find it free"
@@ -160,21 +160,19 @@ class TestLateLeaders:
     def test_a_leader_that_waits_for_more_is_followed_until_its_deadline(self) -> None:
         leader, me, other = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30), candidate(2, EPOCH + 31)
         rules = following(leader, me, other)
-        for seconds in range(1, 30):
-            rules.discovered([other], EPOCH + seconds)
-            rules.told_by_leader(leader.peer_id, LeaderStatus(3, False), EPOCH + seconds)
-            rules.tick(EPOCH + seconds)
-            assert rules.state.leader == leader
+        self.wait(rules, 29, [other], joined=3)
+        assert rules.state.leader == leader
         rules.tick(EPOCH + 25 + DUE_SECONDS)
         assert rules.state.leader is None, "it had enough at its deadline"
 
     def test_members_that_are_gone_make_no_leader_due(self) -> None:
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
-        others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
-        rules = following(leader, me, *others)  # no record names the others any more
-        for seconds in range(1, 20):
-            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
-            rules.tick(EPOCH + seconds)
+        rules = Matchmaking(me, settings(), EPOCH - RECENT_SECONDS)
+        # No record has named the others since then.
+        rules.discovered([candidate(index, EPOCH + 30 + index) for index in (2, 3)], EPOCH - RECENT_SECONDS)
+        rules.discovered([leader], EPOCH)
+        rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+        self.wait(rules, 19)
         assert rules.state.leader == leader
 
     def test_a_leader_that_proposes_repeatedly_is_left(self) -> None:
@@ -182,9 +180,8 @@ class TestLateLeaders:
         rules = following(leader, me)
         now = EPOCH
         for number in range(60):
-            members = (leader, me)
-            roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=number)
-            said = GroupProposal(roster) if number % 2 else LeaderStatus(2, False)
+            proposal = GroupProposal(roster_of(leader, me, proposal=number))
+            said = proposal if number % 2 else LeaderStatus(2, False)
             rules.told_by_leader(leader.peer_id, said, now)
             now += 0.5
             rules.tick(now)
@@ -198,10 +195,7 @@ class TestLateLeaders:
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
         memory.finished_with([candidate(0, EPOCH)])
         rules = following(leader, me, *others, memory=memory)
-        for seconds in range(1, 25):
-            rules.discovered(others, EPOCH + seconds)
-            rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + seconds)
-            rules.tick(EPOCH + seconds)
+        self.wait(rules, 24, others)
         assert rules.state.leader == leader
         rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH + 25)
         rules.tick(EPOCH + 25)
@@ -211,7 +205,7 @@ class TestLateLeaders:
 
     def test_a_backoff_counts_in_the_next_attempt_and_hearsay_does_not_end_it(self) -> None:
         memory = Memory()
-        leader, other, me = (candidate(index, EPOCH + 20 + index) for index in range(3))
+        leader, other, me = row(3, 20)
         memory.wasted(leader.peer_id, EPOCH)
         rules = Matchmaking(me, settings(), EPOCH, memory)
         rules.discovered([leader], EPOCH)
@@ -269,7 +263,7 @@ class TestLateLeaders:
 class TestPreference:
     def test_a_proven_leader_is_asked_before_an_earlier_one(self) -> None:
         memory = Memory()
-        stranger, proven, me = (candidate(index, EPOCH + 20 + index) for index in range(3))
+        stranger, proven, me = row(3, 20)
         memory.finished_with([candidate(1, EPOCH)])
         rules = Matchmaking(me, settings(), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
@@ -277,7 +271,7 @@ class TestPreference:
 
     def test_enough_proven_peers_have_time_before_another_peer_is_asked(self) -> None:
         memory = Memory()
-        stranger, me, proven = (candidate(index, EPOCH + 20 + index) for index in range(3))
+        stranger, me, proven = row(3, 20)
         memory.finished_with([candidate(2, EPOCH)])
         rules = Matchmaking(me, settings(2), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
@@ -301,12 +295,7 @@ class TestPreference:
         asked = []
         for _ in range(3):
             rules.lost_leader(early.peer_id, "refused", EPOCH, reachable=False)
-            asked.append(
-                any(
-                    isinstance(a, Open) and isinstance(a.message, JoinRequest)
-                    for a in rules.nudged(early, EPOCH)
-                )
-            )
+            asked.append((JoinRequest, early) in opened(rules.nudged(early, EPOCH)))
         assert asked == [True, False, False]
         rules.tick(EPOCH + HOLD_OFF_SECONDS)
         assert rules.state.leader == early
@@ -354,16 +343,8 @@ class TestMemory:
     def test_the_backoff_doubles_is_bounded_and_is_forgiven(self) -> None:
         memory, member = Memory(), candidate(0, EPOCH)
         peer_id = member.peer_id
-        assert [memory.wasted(peer_id, EPOCH) - EPOCH for _ in range(8)] == [
-            10,
-            20,
-            40,
-            80,
-            160,
-            320,
-            600,
-            600,
-        ]
+        backoffs = [memory.wasted(peer_id, EPOCH) - EPOCH for _ in range(8)]
+        assert backoffs == [10, 20, 40, 80, 160, 320, 600, 600]
         assert memory.held_until(peer_id, EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
         later = EPOCH + 10 * FORGIVE_SECONDS
         assert memory.wasted(peer_id, later) - later == HOLD_OFF_SECONDS

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.messages import Accept, Declined, GroupProposal, Joined, JoinRequest, Refuse
 from p2pavg.matchmaking.rules import Matchmaking
-from tests.unit.matchmaking.bus import EPOCH, candidate, settings
+from tests.unit.matchmaking.bus import EPOCH, roster_of, row, settings
 
 EXPIRED = "its certificate expired on 2027-01-15 08:00:00 UTC"
-FIRST, ME, THIRD = (candidate(index, EPOCH + 2.0 + index) for index in range(3))
+FIRST, ME, THIRD = row(3, 2.0)
 
 
 def refusing(*refused: Candidate, me: Candidate = ME, minimum: int = 2) -> Matchmaking:
@@ -59,8 +58,7 @@ def test_a_roster_with_a_peer_that_is_no_member_is_refused() -> None:
         rules = refusing(*([refused] if refused else []))
         rules.discovered([FIRST], EPOCH)
         rules.told_by_leader(FIRST.peer_id, Joined(FIRST), EPOCH)
-        members = (FIRST, ME, THIRD)
-        roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=1)
+        roster = roster_of(FIRST, ME, THIRD)
         answers = sent(rules.told_by_leader(FIRST.peer_id, GroupProposal(roster), EPOCH))
         first = answers[0]
         assert type(first) is answer, answers

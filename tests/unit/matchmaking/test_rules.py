@@ -15,7 +15,7 @@ from p2pavg.base.limits import (
 )
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Send
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.known_peers import FORGET_SECONDS
 from p2pavg.matchmaking.messages import (
@@ -31,7 +31,19 @@ from p2pavg.matchmaking.messages import (
 )
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS, PROPOSAL_ANSWER_SECONDS
-from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
+from tests.unit.matchmaking.bus import (
+    EPOCH,
+    MATCH_TIMEOUT,
+    Attempt,
+    Bus,
+    candidate,
+    following,
+    opened,
+    roster_of,
+    row,
+    sent,
+    settings,
+)
 
 
 def announce_all(bus: Bus, *indices: int, target: int = 4, minimum: int = 2) -> list[Attempt]:
@@ -52,32 +64,16 @@ def matchmaking(me: Candidate, *known: Candidate, target: int = 4, minimum: int 
 
 
 def declined(actions: Actions) -> Declined:
-    [answer] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Declined)]
+    [answer] = [message for message in sent(actions) if isinstance(message, Declined)]
     return answer
 
 
-def opened(actions: Actions) -> list[tuple[type, Candidate]]:
-    return [(type(action.message), action.candidate) for action in actions if isinstance(action, Open)]
-
-
-def follower_of(leader: Candidate, me: Candidate, *, target: int = 4) -> Matchmaking:
-    rules = matchmaking(me, leader, target=target)
-    assert rules.state.leader == leader
-    rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-    assert rules.state.phase is AttemptPhase.FOLLOWING
-    return rules
-
-
 class TestForming:
-    def test_a_complete_group_forms_without_waiting(self) -> None:
-        bus = Bus()
-        attempts = announce_all(bus, 0, 1, 2, 3)
-        assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
-        assert bus.now < EPOCH + 1
-
-    def test_the_first_to_announce_leads(self) -> None:
+    def test_a_complete_group_forms_without_waiting_and_the_first_to_announce_leads(self) -> None:
         bus = Bus()
         attempts = announce_all(bus, 3, 2, 1, 0)
+        assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
+        assert bus.now < EPOCH + 1
         assert attempts[0].formed is not None
         assert attempts[0].formed.members[0] == attempts[0].me
 
@@ -92,14 +88,14 @@ class TestForming:
         assert second.formed is not None
 
     def test_a_peer_that_asks_an_earlier_candidate_nudges_later_ones_only_if_it_is_declined(self) -> None:
-        early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        early, me, late = row(3)
         rules = Matchmaking(me, settings(), EPOCH)
         assert opened(rules.discovered([early, late], EPOCH)) == [(JoinRequest, early)]
         answer = rules.told_by_leader(early.peer_id, Declined("full"), EPOCH)
         assert (Nudge, late) in opened(answer)
 
     def test_a_peer_whose_question_is_lost_nudges_later_candidates(self) -> None:
-        early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        early, me, late = row(3)
         rules = Matchmaking(me, settings(), EPOCH)
         rules.discovered([early, late], EPOCH)
         assert (Nudge, late) in opened(rules.lost_leader(early.peer_id, "refused", EPOCH, reachable=False))
@@ -126,45 +122,16 @@ class TestForming:
         assert early.formed is not None
         assert len(early.formed.members) == 4
 
-    def test_of_nine_peers_one_is_left_without_a_group(self) -> None:
-        bus = Bus()
-        attempts = announce_all(bus, *range(9))
-        groups = [attempt.formed.group_id for attempt in attempts if attempt.formed]
-        assert len(groups) == 8
-        assert len(set(groups)) == 2
-
     def test_streams_are_expected_before_the_roster_is_accepted(self) -> None:
-        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
-        rules = follower_of(leader, me)
-        roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
+        leader, me = row(2)
+        rules = following(leader, me)
+        roster = roster_of(leader, me)
         actions = rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         assert [type(action) for action in actions] == [Expect, Send]
         assert actions[0] == Expect(roster.group_id, "others may hear of the commit first")
 
 
 class TestDeadlines:
-    def test_a_peer_alone_gives_up_at_the_deadline_and_not_before(self) -> None:
-        bus = Bus()
-        [lone] = announce_all(bus, 0)
-        bus.advance(MATCH_TIMEOUT - 0.02)
-        assert lone.active
-        bus.advance(0.02)
-        assert lone.gave_up is not None
-
-    def test_enough_members_go_ahead_at_the_deadline(self) -> None:
-        bus = Bus()
-        attempts = announce_all(bus, 0, 1, 2)
-        bus.run(MATCH_TIMEOUT)
-        assert [len(attempt.formed.members) for attempt in attempts if attempt.formed] == [3, 3, 3]
-
-    def test_too_few_members_report_their_number_and_a_fourth_completes_the_group(self) -> None:
-        bus = Bus()
-        attempts = announce_all(bus, 0, 1, 2, minimum=4)
-        bus.run(MATCH_TIMEOUT + ROUND_TRIPS_SECONDS)
-        assert [[report.ready_peers for _, report in attempt.reports] for attempt in attempts] == [[3]] * 3
-        [fourth] = announce_all(bus, 3, minimum=4)
-        assert all(attempt.formed for attempt in [*attempts, fourth])
-
     def test_a_dead_candidate_does_not_count_as_ready(self) -> None:
         bus = Bus()
         dead = bus.announce(0)
@@ -182,7 +149,7 @@ class TestDeadlines:
 
     def test_a_silent_leader_is_left(self) -> None:
         leader, me = candidate(0, EPOCH + 5), candidate(1, EPOCH + 20)
-        rules = follower_of(leader, me)
+        rules = following(leader, me)
         actions = rules.tick(EPOCH + LEADER_SILENCE_SECONDS)
         assert rules.state.phase is AttemptPhase.LEADING
         assert Close(leader.peer_id, "silent for 6 s", upward=True) in actions
@@ -207,7 +174,7 @@ class TestAsking:
 
     def test_a_follower_names_its_leader(self) -> None:
         leader, me, other = (candidate(index, EPOCH + index) for index in (1, 2, 3))
-        rules = follower_of(leader, me)
+        rules = following(leader, me)
         assert declined(rules.asked(other, EPOCH)).leader == leader
         assert not rules.group.followers
 
@@ -263,7 +230,7 @@ class TestAsking:
         assert opened(actions) == []
 
     def test_a_peer_that_declines_and_names_itself_is_not_asked_again_at_once(self) -> None:
-        early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        early, me, late = row(3)
         rules = Matchmaking(me, settings(), EPOCH)
         rules.discovered([early, late], EPOCH)
         answer = opened(rules.told_by_leader(early.peer_id, Declined("follows another leader", early), EPOCH))
@@ -285,17 +252,16 @@ class TestAsking:
         assert rules.state.phase is AttemptPhase.ASKING
 
     def test_a_declined_peer_does_not_ask_the_members_that_the_answer_names(self) -> None:
-        first, second, third, me = (candidate(index, EPOCH + 1 + index) for index in range(4))
+        first, second, third, me = row(4)
         rules = matchmaking(me, first, second, third)
         rules.told_by_leader(first.peer_id, Declined("full", taken=(second.peer_id,)), EPOCH)
         assert rules.state.leader == third
 
     @pytest.mark.parametrize("committed", [False, True])
     def test_a_member_names_the_others_once_their_roster_is_agreed(self, committed: bool) -> None:
-        leader, me, third, stranger = (candidate(index, EPOCH + 1 + index) for index in range(4))
-        rules = follower_of(leader, me)
-        members = (leader, me, third)
-        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
+        leader, me, third, stranger = row(4)
+        rules = following(leader, me)
+        roster = roster_of(leader, me, third)
         assert declined(rules.asked(stranger, EPOCH)).leader == leader
         rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         if committed:
@@ -319,9 +285,9 @@ class TestAsking:
         known, newer, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 3), candidate(1, EPOCH + 9)
         rules = matchmaking(me, known)
         rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
-        roster = Roster(members=(newer, me), shares=settings().cut_shares((newer, me)), proposal=1)
+        roster = roster_of(newer, me)
         actions = rules.told_by_leader(newer.peer_id, GroupProposal(roster), EPOCH)
-        assert Accept(roster.group_id) in [action.message for action in actions if isinstance(action, Send)]
+        assert Accept(roster.group_id) in sent(actions)
 
     def test_the_asked_peer_may_not_be_in_a_later_attempt_than_this_peer(self) -> None:
         known, later, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 10), candidate(1, EPOCH + 9)
@@ -349,19 +315,13 @@ class TestAsking:
 class TestStandingInTheWay:
     """A silent or lying peer must not keep the others from forming a group."""
 
-    def test_statements_of_a_declining_peer_about_others_are_believed_briefly(self) -> None:
-        liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
+    @pytest.mark.parametrize("over", [False, True], ids=["declines", "says that its attempt is over"])
+    def test_a_peers_statements_about_others_are_believed_briefly(self, over: bool) -> None:
+        liar, honest, me = row(3, 50)
         rules = matchmaking(me, liar, honest)
-        rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,)), EPOCH)
+        rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,), over=over), EPOCH)
         rules.tick(EPOCH + ASK_AGAIN_SECONDS)
         assert rules.state.leader == honest, "and not the liar first again"
-
-    def test_a_peer_can_end_only_its_own_attempt(self) -> None:
-        liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
-        rules = matchmaking(me, liar, honest)
-        rules.told_by_leader(liar.peer_id, Declined("over", taken=(honest.peer_id,), over=True), EPOCH)
-        rules.tick(EPOCH + ASK_AGAIN_SECONDS)
-        assert rules.state.leader == honest
 
     def test_names_of_a_peer_whose_attempts_end_again_and_again_count_once(self) -> None:
         """It begins one attempt after the other, and says each time that the honest one was in its group."""
@@ -376,7 +336,7 @@ class TestStandingInTheWay:
         assert rules.state.leader == honest
 
     def test_peers_that_do_not_answer_are_asked_last(self) -> None:
-        silent, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
+        silent, honest, me = row(3, 50)
         rules = matchmaking(me, silent)
         rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
         rules.tick(EPOCH + HOLD_OFF_SECONDS - 1)
@@ -386,7 +346,7 @@ class TestStandingInTheWay:
 
     def test_a_leader_that_forms_no_group_is_left(self) -> None:
         leader, me = candidate(0, EPOCH - 60), candidate(1, EPOCH + MATCH_TIMEOUT)
-        rules = follower_of(leader, me)
+        rules = following(leader, me)
         now = EPOCH
         while rules.state.leader == leader and now < EPOCH + 1000:
             now += 1.0
@@ -407,7 +367,7 @@ class TestStandingInTheWay:
             now = end
 
     def test_a_slow_follower_whose_system_answers_is_waited_for_and_no_other_one_leaves(self) -> None:
-        me, quick, slow = (candidate(index, EPOCH + 500 + index) for index in range(3))
+        me, quick, slow = row(3, 500)
         leader, now = matchmaking(me, target=3), EPOCH
         for each in (quick, slow):
             leader.asked(each, now)
@@ -419,7 +379,7 @@ class TestStandingInTheWay:
             now = leader.wake_at()
             repeated += leader.tick(now, answering=[slow.peer_id])
         # A status would withdraw the proposal, and silence of 6 s would make the quick one leave.
-        assert [a.message for a in repeated if isinstance(a, Send)] == 6 * [GroupProposal(roster)]
+        assert sent(repeated) == 6 * [GroupProposal(roster)]
         assert Formed(roster, "all accepted") in leader.told(slow.peer_id, Accept(roster.group_id), now)
 
     @pytest.mark.parametrize(
@@ -439,7 +399,7 @@ class TestStandingInTheWay:
         assert "no answer" in declined(leader.asked(silent, now + HOLD_OFF_SECONDS - 0.01)).reason
 
     def test_a_second_slow_follower_gets_no_more_patience(self) -> None:
-        me, *others = (candidate(index, EPOCH + 5 + index) for index in range(4))
+        me, *others = row(4, 5)
         leader, now = matchmaking(me, target=4), EPOCH
         for each in others:
             leader.asked(each, now)
@@ -459,8 +419,8 @@ class TestStandingInTheWay:
     @pytest.mark.parametrize("deadline", [1, 5], ids=["a due leader", "a leader that is due later"])
     def test_a_leader_gains_no_time_by_repeating_a_proposal(self, deadline: int) -> None:
         leader, me = candidate(0, EPOCH + deadline), candidate(1, EPOCH + 6)
-        follower, now = follower_of(leader, me, target=2), EPOCH + 3
-        roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
+        follower, now = following(leader, me, target=2), EPOCH + 3
+        roster = roster_of(leader, me)
         for second in (0.0, 2.0, 4.0, 6.0, 8.0, REPLY_SECONDS):
             follower.told_by_leader(leader.peer_id, GroupProposal(roster), now + second)
         now += REPLY_SECONDS + ROUND_TRIPS_SECONDS
@@ -520,7 +480,7 @@ class TestProposing:
         assert attempts[1].formed == attempts[0].formed
 
     def test_a_member_that_does_not_answer_is_left_out(self) -> None:
-        leader, silent, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
+        leader, silent, me = row(3)
         rules = matchmaking(leader)
         rules.asked(silent, EPOCH)
         rules.asked(me, EPOCH)
@@ -531,7 +491,7 @@ class TestProposing:
         assert rules.state.roster.members == (leader, me)
 
     def test_an_answer_to_a_withdrawn_proposal_counts_for_nothing(self) -> None:
-        leader, one, two = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
+        leader, one, two = row(3)
         rules = matchmaking(leader, target=3)
         rules.asked(one, EPOCH)
         rules.asked(two, EPOCH)
@@ -545,9 +505,9 @@ class TestProposing:
         assert rules.state.phase is AttemptPhase.PROPOSING
 
     def test_an_accepted_roster_is_withdrawn_when_the_leader_gathers_again(self) -> None:
-        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
-        rules = follower_of(leader, me)
-        roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
+        leader, me = row(2)
+        rules = following(leader, me)
+        roster = roster_of(leader, me)
         rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         actions = rules.told_by_leader(leader.peer_id, LeaderStatus(2, False), EPOCH)
         assert Expect(None, "the leader withdrew its proposal") in actions
@@ -568,7 +528,7 @@ class TestProposing:
         ],
     )
     def test_a_roster_that_was_not_agreed_is_refused_and_its_leader_left(self, what: str, why: str) -> None:
-        leader, me, third = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
+        leader, me, third = row(3)
         members = {
             "without me": (leader, third),
             "other weight": (leader, candidate(1, EPOCH + 2, weight=7.0)),
@@ -578,12 +538,12 @@ class TestProposing:
         shares = settings().cut_shares(members)
         if what == "greedy shares":
             shares = (0, sum(shares), 0)
-        rules = follower_of(leader, me)
+        rules = following(leader, me)
         if what == "banned member":
             rules.state.peers.ban(third.peer_id, "it lied")
         roster = Roster(members=members, shares=shares, proposal=1)
         actions = rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
-        [refusal] = [a.message for a in actions if isinstance(a, Send)]
+        [refusal] = sent(actions)
         assert isinstance(refusal, Refuse)
         assert why in refusal.reason
         assert rules.state.phase is AttemptPhase.LEADING
@@ -596,13 +556,12 @@ class TestProposing:
         rules = Matchmaking(me, dataclasses.replace(settings(), max_share=100), EPOCH)
         rules.discovered([leader], EPOCH)
         rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-        members = (leader, other, me)
-        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
+        roster = roster_of(leader, other, me)
         actions = rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
-        assert any(isinstance(a, Send) and isinstance(a.message, Refuse) for a in actions)
+        assert any(isinstance(message, Refuse) for message in sent(actions))
 
     def test_a_message_that_does_not_fit_ends_the_conversation(self) -> None:
-        leader, late = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        leader, late = row(2)
         rules = matchmaking(leader)
         rules.asked(late, EPOCH)
         rules.told(late.peer_id, JoinRequest(late), EPOCH)
@@ -610,14 +569,6 @@ class TestProposing:
 
 
 class TestAuxiliaries:
-    def test_an_auxiliary_helps_a_group_without_filling_it(self) -> None:
-        bus = Bus()
-        helper = bus.announce(9, auxiliary=True)
-        attempts = announce_all(bus, 0, 1, 2, 3)
-        assert helper.formed is not None
-        assert [member.auxiliary for member in helper.formed.members] == [False] * 4 + [True]
-        assert all(attempt.formed == helper.formed for attempt in attempts)
-
     def test_an_auxiliary_never_leads_and_never_counts(self) -> None:
         bus = Bus()
         bus.announce(9, auxiliary=True)
@@ -653,11 +604,9 @@ class TestWordOfACommit:
     """A leader may die while it tells one member after another that it has committed."""
 
     def accepted(self) -> tuple[Matchmaking, Candidate, Candidate, bytes]:
-        leader, other, me = (candidate(index, EPOCH + 5 + index) for index in range(3))
-        rules = matchmaking(me, leader)
-        rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-        members = (leader, other, me)
-        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
+        leader, other, me = row(3, 5)
+        rules = following(leader, me)
+        roster = roster_of(leader, other, me)
         rules.told_by_leader(leader.peer_id, GroupProposal(roster), EPOCH)
         assert rules.state.phase is AttemptPhase.ACCEPTED
         return rules, leader, other, roster.group_id

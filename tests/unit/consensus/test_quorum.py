@@ -6,12 +6,9 @@ import pytest
 
 from p2pavg.consensus.choice import ballot_leader, is_quorum, next_ballot
 from p2pavg.consensus.votes import Members
+from tests.unit.consensus.answers import some
 
 NO_MEMBERS: Members = frozenset()
-
-
-def some(*members: int) -> Members:
-    return frozenset(members)
 
 
 def test_more_than_half_are_a_quorum() -> None:

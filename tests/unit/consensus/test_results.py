@@ -22,29 +22,8 @@ RESULT = Complete(0, ALL)
 
 
 class TestPossiblyCommitted:
-    def test_a_result_that_no_member_accepted_was_not_committed(self) -> None:
-        assert possibly_committed(answers({1: promise(), 2: promise(complete=RESULT), 3: promise()})) is None
-
     def test_a_held_result_whose_leader_does_not_answer_may_be_committed(self) -> None:
         assert possibly_committed(answers({1: holds(FIRST), 2: holds(FIRST), 3: holds(FIRST)})) == FIRST
-
-    def test_more_members_that_do_not_answer_change_nothing(self) -> None:
-        assert possibly_committed(answers({2: holds(FIRST), 3: holds(FIRST)})) == FIRST
-
-    def test_a_leader_that_answers_did_not_commit(self) -> None:
-        assert possibly_committed(answers({0: promise(), 1: holds(FIRST), 2: holds(FIRST)})) is None
-
-    def test_the_deciding_leader_knows_that_it_did_not_commit(self) -> None:
-        assert possibly_committed(answers({position: holds(FIRST) for position in range(SIZE)})) is None
-
-    def test_a_view_member_that_holds_nothing_proves_no_commit(self) -> None:
-        assert possibly_committed(answers({1: holds(FIRST), 2: holds(FIRST), 3: promise()})) is None
-
-    def test_a_view_member_behind_a_ballot_proves_that_it_did_not_commit(self) -> None:
-        newer = accepted(ballot=4)
-        assert possibly_committed(answers({1: holds(newer), 2: holds(newer), 3: holds(FIRST)})) == FIRST
-        group = answers({1: holds(newer), 2: holds(newer), 3: promise(complete=RESULT)})
-        assert possibly_committed(group) is None
 
     def test_a_member_outside_the_view_proves_nothing(self) -> None:
         without_three = accepted(view=some(0, 1, 2))
@@ -60,12 +39,6 @@ class TestPossiblyCommitted:
     def test_an_uncommitted_newer_ballot_does_not_hide_an_older_one(self) -> None:
         newer = accepted(ballot=5)  # its leader is member 1, which answers
         assert possibly_committed(answers({1: holds(FIRST), 2: holds(newer), 3: holds(FIRST)})) == FIRST
-
-    def test_a_possible_commit_is_inherited_from_an_older_ballot(self) -> None:
-        """A member that adopts it says so (``must``), even if its own ballot can no longer commit."""
-        adopted = accepted(ballot=6, attempt=0, view=some(1, 2), must=True)  # led by 2, which answers
-        found = possibly_committed(answers({1: holds(adopted), 2: promise(), 3: promise()}))
-        assert found == adopted
 
     def test_a_leader_that_gave_up_did_not_commit(self) -> None:
         group = answers({1: holds(FIRST), 2: holds(FIRST), 3: holds(FIRST)}, left={0: 0})

@@ -33,15 +33,10 @@ from p2pavg.consensus.votes import (
     Vote,
     decode_vote,
 )
+from tests.unit.consensus.answers import ALL, SIZE, some
 
-SIZE = 4
 NO_MEMBERS: Members = frozenset()
-ALL = frozenset(range(SIZE))
 DIGESTS = tuple(bytes([share]) * DIGEST_BYTES for share in range(SIZE))
-
-
-def some(*members: int) -> Members:
-    return frozenset(members)
 
 
 VOTES: dict[str, tuple[Vote, str]] = {
@@ -162,6 +157,21 @@ def test_an_additional_field_is_refused(vote: Vote, golden: str) -> None:
 SIGNED = b"s" * SIGNATURE_BYTES
 HELD = (4, 4, (0, 1), (0, 1), False)
 
+
+def promise(
+    *,
+    ballot: object = 5,
+    attempt: object = 0,
+    accepted: object = None,
+    complete: object = None,
+    apart: object = (),
+    hostile: object = (),
+    digest: bytes = b"",
+) -> tuple[object, ...]:
+    """Return the fields of a promise, of which some may be wrong."""
+    return ("promise", ballot, attempt, accepted, complete, apart, hostile, digest)
+
+
 MALFORMED: dict[str, tuple[object, ...]] = {
     "nothing": (),
     "no kind": (5,),
@@ -174,55 +184,27 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "a ballot that is a boolean": ("gather", True, 0),
     "a question that is older than its leader's attempt": ("gather", 5, 5),
     "a question of a leader in no attempt": ("gather", 5, -1),
-    "a promise of a ballot below 0": ("promise", -1, 0, None, None, (), (), b""),
-    "a promise in an attempt below 0": ("promise", 5, -1, None, None, (), (), b""),
-    "a promise that accepted a part of what is needed": ("promise", 5, 0, HELD[:4], None, (), (), b""),
-    "a promise that accepted a ballot below 0": (
-        "promise",
-        5,
-        0,
-        *((-1, -1, (0,), (0,), False), None, (), (), b""),
-    ),
-    "a promise that accepted an attempt below 0": (
-        "promise",
-        5,
-        0,
-        *((4, -1, (0,), (0,), False), None, (), (), b""),
-    ),
-    "a promise that accepted an attempt of the future": (
-        "promise",
-        5,
-        0,
-        (4, 5, (0,), (0,), False),
-        None,
-        (),
-        (),
-        b"",
-    ),
-    "a promise that accepted strangers": ("promise", 5, 0, (4, 4, (0, SIZE), (0,), False), None, (), (), b""),
-    "a promise that accepted a view of strangers": (
-        "promise",
-        5,
-        0,
-        (4, 4, (0,), (SIZE,), False),
-        None,
-        (),
-        (),
-        b"",
-    ),
-    "a promise that must, by a number": ("promise", 5, 0, (4, 4, (0,), (0,), 1), None, (), (), b""),
-    "a promise that has a part of what is needed": ("promise", 5, 0, None, (4,), (), (), b""),
-    "a promise that has an attempt below 0": ("promise", 5, 0, None, (-1, (0,)), (), (), b""),
-    "a promise that has a result of strangers": ("promise", 5, 0, None, (0, (SIZE,)), (), (), b""),
-    "a promise apart from strangers": ("promise", 5, 0, None, None, (SIZE,), (), b""),
-    "a promise that accuses strangers": ("promise", 5, 0, None, None, (), (SIZE,), b""),
-    "a promise that accuses no list": ("promise", 5, 0, None, None, (), 1, b""),
-    "a promise that accepted an empty list": ("promise", 5, 0, (), None, (), (), b""),
-    "a promise in an attempt of the future": ("promise", 5, 5, None, None, (), (), b""),
-    "a promise that accepted its own ballot": ("promise", 5, 0, (5, 0, (0,), (0,), False), None, (), (), b""),
-    "a promise that accuses a member that it goes on with": ("promise", 5, 0, None, None, (1,), (2,), b""),
-    "a promise with a digest of another length": ("promise", 5, 0, None, (0, (0, 1)), (), (), b"short"),
-    "a promise with the digest of no result": ("promise", 5, 0, None, None, (), (), bytes(DIGEST_BYTES)),
+    "a promise of a ballot below 0": promise(ballot=-1),
+    "a promise in an attempt below 0": promise(attempt=-1),
+    "a promise in an attempt of the future": promise(attempt=5),
+    "a promise that accepted a part of what is needed": promise(accepted=HELD[:4]),
+    "a promise that accepted a ballot below 0": promise(accepted=(-1, -1, (0,), (0,), False)),
+    "a promise that accepted an attempt below 0": promise(accepted=(4, -1, (0,), (0,), False)),
+    "a promise that accepted an attempt of the future": promise(accepted=(4, 5, (0,), (0,), False)),
+    "a promise that accepted strangers": promise(accepted=(4, 4, (0, SIZE), (0,), False)),
+    "a promise that accepted a view of strangers": promise(accepted=(4, 4, (0,), (SIZE,), False)),
+    "a promise that must, by a number": promise(accepted=(4, 4, (0,), (0,), 1)),
+    "a promise that accepted an empty list": promise(accepted=()),
+    "a promise that accepted its own ballot": promise(accepted=(5, 0, (0,), (0,), False)),
+    "a promise that has a part of what is needed": promise(complete=(4,)),
+    "a promise that has an attempt below 0": promise(complete=(-1, (0,))),
+    "a promise that has a result of strangers": promise(complete=(0, (SIZE,))),
+    "a promise apart from strangers": promise(apart=(SIZE,)),
+    "a promise that accuses strangers": promise(hostile=(SIZE,)),
+    "a promise that accuses no list": promise(hostile=1),
+    "a promise that accuses a member that it goes on with": promise(apart=(1,), hostile=(2,)),
+    "a promise with a digest of another length": promise(complete=(0, (0, 1)), digest=b"short"),
+    "a promise with the digest of no result": promise(digest=bytes(DIGEST_BYTES)),
     "a share of a stranger": ("shown", 0, SIZE, bytes(DIGEST_BYTES), bytes(OUTPUT_BYTES)),
     "a share of an attempt below 0": ("shown", -1, 0, bytes(DIGEST_BYTES), bytes(OUTPUT_BYTES)),
     "a share with a digest of another length": ("shown", 0, 0, b"short", bytes(OUTPUT_BYTES)),

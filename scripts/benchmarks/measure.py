@@ -45,7 +45,7 @@ def cold(repeats: int = 7) -> list[tuple[str, str]]:
     for _ in range(repeats):
         began = time.time()
         config = {"group_size": PEERS, "min_group_size": PEERS}
-        with swarm("average_once", elements=1_000_000, config=config) as found:
+        with swarm("average_with", elements=1_000_000, config=config) as found:
             found.start()
             ends = [list(process.events(60.0))[-1] for process in found.processes]
         assert all(end["result"] == "Success" for end in ends), ends

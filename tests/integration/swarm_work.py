@@ -65,38 +65,25 @@ def exact_mean(count: int, elements: int, weights: list[float], seed: int = 0) -
     return total / sum(weights)
 
 
-def average_once(member: Member) -> None:
-    """Run one round of all processes, each with its own values and weight."""
-    run_rounds(member, [member.arguments.get("weights")])
-
-
 def average_on_two_processors(member: Member) -> None:
     """Run one round of all processes, which share two processors with whatever else runs there."""
     os.sched_setaffinity(0, member.arguments["processors"])
-    run_rounds(member, [None])
+    average_with(member)
 
 
 def average_with(member: Member) -> None:
-    """Run one round of all processes for each of the ``weights``, each process with its own values and weight."""
-    run_rounds(member, member.arguments["weights"])
+    """Run one round of all processes for each list of ``weights``, or one of equal weights.
 
-
-def run_rounds(member: Member, rounds: list[list[float] | None]) -> None:
-    """Run one round for each list of the processes' weights. ``None`` stands for equal weights.
-
-    With ``stays``, a process leaves only after a message of the test.
+    Each process has its own values and weight.
     """
     count, elements = member.arguments["count"], member.arguments["elements"]
     with member.averager(configure(member)) as averager:
-        for weights in rounds:
-            weights = weights or [1.0] * count
+        for weights in member.arguments.get("weights", [[1.0] * count]):
             averager.accumulate([values(member.index, elements)], weight=weights[member.index])
             result = averager.step(wait=None)
             while isinstance(result, p2pavg.InProgress):
                 result = averager.step(wait=None)
             member.report(at=time.time(), **describe(result, exact_mean(count, elements, weights)))
-        if member.arguments.get("stays"):
-            member.told(60.0)
 
 
 def tile(peer_id: str) -> torch.Tensor:
@@ -200,15 +187,6 @@ def soak(member: Member) -> None:
                     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 }
                 member.report(round=number, pid=os.getpid(), lost=lost, **held, **describe(result, exact))
-
-
-def lone(member: Member) -> None:
-    """Make a step without any other peer."""
-    with member.averager(configure(member)) as averager:
-        averager.accumulate([torch.ones(3)])
-        began = time.monotonic()
-        result = averager.step(wait=None)
-        member.report(result=type(result).__name__, seconds=time.monotonic() - began)
 
 
 def rounds(member: Member) -> None:

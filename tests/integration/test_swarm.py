@@ -28,21 +28,19 @@ def run(work: str, peers: int, timeout: float = 300.0, **arguments: Any) -> list
         return [list(process.events(timeout)) for process in swarm.processes]
 
 
-@pytest.mark.parametrize(
-    ("compression", "bound"), [(None, 1e-6), ("blockwise8", 0.015)], ids=["fp32", "blockwise8"]
-)
-def test_four_processes_end_with_the_weighted_mean_and_the_same_bits(
-    compression: str | None, bound: float
-) -> None:
-    """The processes run one round for each kind of weights: equal, unequal, and one a thousand times the others."""
+def test_four_processes_end_with_the_weighted_mean_and_the_same_bits() -> None:
+    """They run one round for each kind of weights: equal, unequal, and one a thousand times the others.
+
+    The trials below have a codec too.
+    """
     weights = [[1.0, 1.0, 1.0, 1.0], [1.0, 2.5, 3.0, 0.5], [1000.0, 1.0, 1.0, 1.0]]
-    config = {"group_size": 4, "min_group_size": 4, "compression": compression}
+    config = {"group_size": 4, "min_group_size": 4, "compression": None}
     reports = run("average_with", 4, elements=300_000, weights=weights, config=config)
     for those, *results in zip(weights, *reports, strict=True):
         assert [result["result"] for result in results] == ["Success"] * 4, results
         assert len({result["digest"] for result in results}) == 1
         assert len({tuple(result["peers"]) for result in results}) == 1
-        assert all(result["error"] <= bound for result in results), results
+        assert all(result["error"] <= 1e-6 for result in results), results
         assert all(result["total_weight"] == sum(those) for result in results)
 
 
@@ -75,25 +73,6 @@ def computing_on(processor: int) -> Iterator[None]:
     finally:
         rival.kill()
         rival.wait()
-
-
-def test_two_groups_of_two_out_of_four_processes() -> None:
-    """``simulation/test_averaging.py`` has two groups of four.
-
-    The first group stays in the network until the second one is done: one of its processes is the bootstrap peer.
-    """
-    config = {"group_size": 2, "min_group_size": 2, "match_timeout": 40.0}
-    arguments = {"count": 4, "elements": 5_000, "config": config, "stays": True}
-    with LocalSwarm(WORK + "average_once", peers=4, arguments=arguments) as swarm:
-        swarm.start()
-        results = [process.event(300.0) for process in swarm.processes]
-        for process in swarm.processes:
-            process.tell(leave=True)
-        swarm.wait_ended(180.0)
-    assert [result["result"] for result in results] == ["Success"] * 4, results
-    groups = {result["group_id"]: result["peers"] for result in results}
-    assert sorted(map(len, groups.values())) == [2, 2]
-    assert len({peer for peers in groups.values() for peer in peers}) == 4
 
 
 @pytest.mark.parametrize("compression", [None, "blockwise8"], ids=["fp32", "blockwise8"])
@@ -141,8 +120,3 @@ def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
         assert all("silent" in reason for reason in late["lost"]), late
         assert late["files"] <= early["files"] + 2, (early, late)
         assert late["rss"] <= early["rss"] * 1.1 + 16e6, (early, late)
-
-
-def test_a_lone_process_gets_no_peers() -> None:
-    [[event]] = run("lone", 1, config={"match_timeout": 2.0})
-    assert event["result"] == "NoPeers"

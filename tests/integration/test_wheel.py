@@ -108,6 +108,7 @@ def test_the_quickstart_trains_from_the_wheel(installed: Path, alone: Path) -> N
     with started(path, [], python=installed / "bin/python") as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
+        assert address.startswith("/ip4/127.0.0.1/"), "no other machine can dial it"
         with started(path, [address], python=installed / "bin/python") as second:
             check_that_both_train(first, second)
     assert (alone / "from").read_text().count(f"{installed}/lib/") == 2

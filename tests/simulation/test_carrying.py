@@ -104,12 +104,14 @@ def keep(member: Member) -> None:
 
 async def test_a_member_gets_the_job_and_gives_it_on(tmp_path: Path, autojump_clock: MockClock) -> None:
     async with members(tmp_path, 3) as (first, second, third):
+        # What was changed on the disk is not what was signed: it is fetched again.
+        kept = second.home.job(RELEASE.root)
+        kept.parent.mkdir()
+        kept.write_bytes(b"x")
         async with carrying_job(first.peer, first.home, first.run, first.access):
             assert await second.fetch() == JOB
-        assert second.home.job(RELEASE.root).read_bytes() == JOB
-        assert [each.name for each in second.home.job(RELEASE.root).parent.iterdir()] == [
-            f"{RELEASE.root.hex()}.job"
-        ]
+        assert kept.read_bytes() == JOB
+        assert list(kept.parent.iterdir()) == [kept]
         # The first one is gone: what it gave is here, and is enough for a third.
         async with carrying_job(second.peer, second.home, second.run, second.access):
             assert await third.fetch() == JOB

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from typer.testing import CliRunner
 
-from tests.programs import run_python
+from p2pavg.tools.cli.main import app
 
 COMMAND = [sys.executable, "-m", "p2pavg"]
 WATCHDOG_SECONDS = 240.0
@@ -133,9 +134,10 @@ def started(folder: Path, name: str, *arguments: str, before: tuple[str, ...] = 
 
 
 def call(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "COLUMNS": "200"}
-    done = run_python(*COMMAND[1:], *arguments, cwd=folder, timeout=WATCHDOG_SECONDS, env=environment)
-    assert not done.returncode, done.stderr
+    """Run the command to its end, in this process; return what it prints."""
+    with chdir(folder):
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments, catch_exceptions=False)
+    assert not done.exit_code, done.output
     return done.stdout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,16 +17,18 @@ from tests.integration.jobs.join_work import MANIFEST, make_run, started
 
 pytestmark = pytest.mark.processes
 
-BASE = bytes(range(256)) * 1000
+BASE, TOKENS = bytes(range(256)) * 1000, bytes(range(128)) * 1000
+MANIFEST_LINES = "[[files]]\nname = 'base/{}'\nbytes = {}\nsha256 = '{}'\n"
 TRAIN = """
 import hashlib, os, p2pavg
 with p2pavg.job() as job:
-    base = (job.folder / "base" / "model").read_bytes()
-    print("its digest is", hashlib.sha256(base).hexdigest(), flush=True)
-    try:
-        (job.folder / "base" / "model").write_bytes(b"other")
-    except OSError as error:
-        print("it cannot be changed:", error.strerror, flush=True)
+    for name in ("model", "tokens"):
+        file = job.folder / "base" / name
+        print(f"the digest of {name} is", hashlib.sha256(file.read_bytes()).hexdigest(), flush=True)
+        try:
+            file.write_bytes(b"other")
+        except OSError as error:
+            print(f"{name} cannot be changed:", error.strerror, flush=True)
 """
 
 
@@ -34,44 +37,57 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param("mirror", marks=needs_fence), pytest.param("own", marks=needs_fence), "unfenced"]
-)
-def test_the_program_reads_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[str]:
+    """A mirror that has the model; return its URL."""
     (tmp_path / "web" / "base").mkdir(parents=True)
     (tmp_path / "web" / "base" / "model").write_bytes(BASE)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=tmp_path / "web"))
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        job = tmp_path / "job"
-        job.mkdir()
-        digest = hashlib.sha256(BASE).hexdigest()
-        (job / "job.toml").write_text(
-            f"{MANIFEST}[[files]]\nname = 'base/model'\nbytes = {len(BASE)}\nsha256 = '{digest}'\n"
-            f"urls = ['http://127.0.0.1:{server.server_port}/base/model']\n"
-        )
-        (job / "train.py").write_text(TRAIN)
-        root, _ = make_run(tmp_path, count=1, job=job)
-        # Of this test alone: nothing is there from another one.
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        if source == "unfenced":
-            monkeypatch.setenv("PATH", str(tmp_path))  # no bwrap in it
-        words = ["--files", str(tmp_path / "web")] if source == "own" else []
-        words += ["--no-fence"] if source == "unfenced" else []
-        with started(tmp_path, "one", "join", "lab", "--yes", "--job", root, *words) as one:
-            assert one.end() == 0, one.text
-        assert (
-            f"fetches   1 larger file, 256.0 kB, from http://127.0.0.1:{server.server_port}; kept in"
-            in one.text
-        )
-        assert f"its digest is {digest}" in one.text
-        kept = tmp_path / "cache" / "p2pavg" / "files" / f"{digest}-{len(BASE)}"
-        assert kept.exists() == (source != "own")
-        if source != "unfenced":
-            assert f"it cannot be changed: {os.strerror(30)}" in one.text  # a read-only file system
-            assert (kept if source == "mirror" else tmp_path / "web" / "base" / "model").read_bytes() == BASE
-    finally:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=tmp_path / "web")) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-        server.server_close()
+
+
+@pytest.mark.parametrize("has_fence", [pytest.param(True, marks=needs_fence), False], ids=["fenced", "bare"])
+def test_the_program_reads_a_mirrors_file_and_the_volunteers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: str, has_fence: bool
+) -> None:
+    own = tmp_path / "own" / "base" / "tokens"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(TOKENS)
+    job = tmp_path / "job"
+    job.mkdir()
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in (("model", BASE), ("tokens", TOKENS))}
+    files = [
+        MANIFEST_LINES.format("model", len(BASE), digests["model"]) + f"urls = ['{mirror}/base/model']\n",
+        MANIFEST_LINES.format("tokens", len(TOKENS), digests["tokens"]),
+    ]
+    (job / "job.toml").write_text(MANIFEST + "".join(files))
+    (job / "train.py").write_text(TRAIN)
+    root, _ = make_run(tmp_path, count=1, job=job)
+    # Of this test alone: nothing is there from another one.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["join", "lab", "--yes", "--job", root, "--files", str(tmp_path / "own")]
+    if not has_fence:
+        monkeypatch.setenv("PATH", str(tmp_path))  # no bwrap in it
+        with started(tmp_path, "refused", *words) as refused:
+            assert refused.end() == 1
+            missing = "THERE IS NO FENCE AROUND THIS PROGRAM: the program bwrap is not installed"
+            assert missing in refused.text
+            assert "--yes runs a job behind a fence only" in refused.text
+        assert not (tmp_path / "lab" / "scratch").exists()
+        words.append("--no-fence")
+    with started(tmp_path, "one", *words) as one:
+        assert one.end() == 0, one.text
+    assert f"fetches   2 larger files, 384.0 kB, from {mirror}, your --files; kept in" in one.text
+    for name, digest in digests.items():
+        assert f"the digest of {name} is {digest}" in one.text
+    kept = tmp_path / "cache" / "p2pavg" / "files"
+    assert [file.name for file in kept.glob("*-*0")] == [f"{digests['model']}-{len(BASE)}"]
+    if has_fence:
+        for name in digests:
+            assert f"{name} cannot be changed: {os.strerror(30)}" in one.text  # a read-only file system
+        assert (kept / f"{digests['model']}-{len(BASE)}").read_bytes() == BASE
+        assert own.read_bytes() == TOKENS

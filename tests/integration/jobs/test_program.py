@@ -1,10 +1,9 @@
-"""`p2pavg.job()` in a process of its own, behind a gate, and its exit codes: only a failure starts a program again."""
+"""`p2pavg.job()` behind a gate, and its exit codes: only a failure starts a program again."""
 
 from __future__ import annotations
 
-import os
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,23 +11,39 @@ import pytest
 import torch
 import trio
 
+from p2pavg.base.errors import RunEndedError
 from p2pavg.net.gate.server import open_gate
 from p2pavg.peer.peer import PEER_PROTOCOLS
 from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.strategies.job import CERTIFICATE, GATE, GPU_MEMORY, RUN_FILE, SCRATCH, job
+from p2pavg.strategies.job import CERTIFICATE, GATE, GPU_MEMORY, RUN_FILE, SCRATCH, Job, job
 from p2pavg.testing import MemoryNetwork
-from tests.programs import run_python
 from tests.unit.runs.membership.runs import SECRET, Authority, signer
 
-pytestmark = pytest.mark.processes
-
 WATCHDOG_SECONDS = 120.0
-BODY = """
-import p2pavg
-with p2pavg.job() as job:
-    {}
-"""
+
+
+async def behind_a_gate(folder: Path, monkeypatch: pytest.MonkeyPatch, body: Callable[[Job], None]) -> None:
+    """Run the part of a program that is in its run, as `p2pavg join` starts it."""
+    authority, mine = Authority(), signer(7)
+    run = RunFile(run_id="lab", authority=authority.public, secret=SECRET)
+    (folder / "job.run").write_text(run.text)
+    certificate = authority.certify(mine.peer_id, not_before=time.time() - 1.0, expires=time.time() + 1e4)
+    (folder / "job.cert").write_text(certificate_text(certificate))
+    files = {GATE: "gate", RUN_FILE: "job.run", CERTIFICATE: "job.cert", SCRATCH: "scratch"}
+    for name, file in files.items():
+        monkeypatch.setenv(name, str(folder / file))
+
+    def program() -> None:
+        with job() as found:
+            body(found)
+
+    async with (
+        MemoryNetwork().transport(mine) as network,
+        open_gate(network, mine, folder / "gate", PEER_PROTOCOLS, lambda _: True),
+    ):
+        with trio.fail_after(WATCHDOG_SECONDS):
+            await trio.to_thread.run_sync(program)
 
 
 @pytest.fixture
@@ -37,37 +52,36 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+async def test_a_program_finds_its_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Job] = []
+    await behind_a_gate(folder, monkeypatch, seen.append)
+    assert (seen[0].min_peers, seen[0].strategy, seen[0].scratch) == (2, None, folder / "scratch")
+
+
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("error", "code", "said"),
     [
-        ("print(job.min_peers, job.strategy, job.scratch.name)", 0, "2 None scratch"),
-        ("raise p2pavg.RunEndedError('the run has ended')", 0, "the run has ended"),
-        ("raise KeyboardInterrupt", 0, ""),
-        ("raise ValueError('a bug')", 1, "ValueError: a bug"),
+        (RunEndedError("the run has ended"), 0, "the run has ended"),
+        (KeyboardInterrupt(), 0, ""),
+        (ValueError("a bug"), None, ""),
     ],
+    ids=["the run's end", "the user's wish", "a bug"],
 )
-async def test_exit_codes(folder: Path, body: str, code: int, said: str) -> None:
-    authority, mine = Authority(), signer(7)
-    run = RunFile(run_id="lab", authority=authority.public, secret=SECRET)
-    (folder / "job.run").write_text(run.text)
-    certificate = authority.certify(mine.peer_id, not_before=time.time() - 1.0, expires=time.time() + 1e4)
-    (folder / "job.cert").write_text(certificate_text(certificate))
-    environment = {
-        **os.environ,
-        GATE: str(folder / "gate"),
-        RUN_FILE: str(folder / "job.run"),
-        CERTIFICATE: str(folder / "job.cert"),
-        SCRATCH: str(folder / "scratch"),
-    }
-    async with (
-        MemoryNetwork().transport(mine) as network,
-        open_gate(network, mine, folder / "gate", PEER_PROTOCOLS, lambda _: True),
-    ):
-        run_body = partial(run_python, "-c", BODY.format(body), env=environment, timeout=WATCHDOG_SECONDS)
-        done = await trio.to_thread.run_sync(run_body)
-    assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
-    assert code or "Traceback" not in done.stderr
+async def test_exit_codes(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int | None,
+    said: str,
+) -> None:
+    def body(_: Job) -> None:
+        raise error
+
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        await behind_a_gate(folder, monkeypatch, body)
+    assert getattr(caught.value, "code", None) == code
+    assert capsys.readouterr().out.strip() == said
 
 
 @pytest.mark.parametrize(("declared", "share"), [("4", 0.25), ("64", 1.0), ("0", None), (None, None)])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs.fences import needs_fence
-from tests.integration.jobs.join_work import Started, make_run, started
+from tests.integration.jobs.join_work import make_run, started
 
 pytestmark = [pytest.mark.processes, pytest.mark.long, needs_fence]
 
@@ -22,17 +22,20 @@ STAGES = ("p2pavg|12D3", "the job is here", "the environment is ready", "sees th
 """Words of the command, after each of which it is killed."""
 
 
-@contextmanager
-def operator(folder: Path, root: str) -> Iterator[Started]:
-    with started(folder, "operator", "join", "lab", "--yes", "--job", root) as found:
-        found.until("environment is ready")
-        yield found
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """The command of a volunteer of a run with which its operator trains."""
+    root, (link,) = make_run(tmp_path, count=1)
+    agree = ("--yes", "--job", root)
+    with started(tmp_path, "operator", "join", "lab", *agree) as operator:
+        operator.until("environment is ready")
+        yield ("join", link, "--home", "one", *agree)
 
 
-def without_network() -> tuple[str, ...]:
-    if os.geteuid() or shutil.which("unshare") is None:
-        pytest.skip("needs root and unshare, for a namespace without a network")
-    return ("unshare", "--net")
+def needs(*programs: str) -> None:
+    for each in programs:
+        if shutil.which(each) is None:
+            pytest.skip(f"needs {each}")
 
 
 @contextmanager
@@ -49,91 +52,81 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_it_is_killed_at_each_stage_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    root, links = make_run(tmp_path, count=1)
-    words = ("join", links[0], "--home", "one", "--yes", "--job", root)
-    with operator(tmp_path, root):
-        for stage in STAGES:
-            with started(tmp_path, "killed", *words) as one:
-                one.until(stage)
-                one.process.kill()
-                one.process.wait()
-        with started(tmp_path, "again", *words) as one:
-            one.until(TRAINS)
-            one.process.send_signal(signal.SIGINT)
-            assert one.end() == 0
-            assert "Traceback" not in one.text
+def test_it_is_killed_at_each_stage_and_the_same_command_goes_on(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    for stage in STAGES:
+        with started(tmp_path, "killed", *words) as one:
+            one.until(stage)
+            one.process.kill()
+            one.process.wait()
+    with started(tmp_path, "again", *words) as one:
+        one.until(TRAINS)
+        one.process.send_signal(signal.SIGINT)
+        assert one.end() == 0
+        assert "Traceback" not in one.text
 
 
-@pytest.mark.parametrize("trouble", ["few files", "fast clock"])
-def test_it_trains_all_the_same(tmp_path: Path, trouble: str) -> None:
-    before = ("prlimit", "--nofile=256:256") if trouble == "few files" else ("faketime", "-f", "+1h")
-    if shutil.which(before[0]) is None:
-        pytest.skip(f"needs {before[0]}")
-    root, links = make_run(tmp_path, count=1)
-    with (
-        operator(tmp_path, root),
-        started(
-            tmp_path, "one", "join", links[0], "--home", "one", "--yes", "--job", root, before=before
-        ) as one,
-    ):
+@pytest.mark.parametrize(
+    "before", [("prlimit", "--nofile=256:256"), ("faketime", "-f", "+1h")], ids=["few files", "fast clock"]
+)
+def test_it_trains_all_the_same(tmp_path: Path, words: tuple[str, ...], before: tuple[str, ...]) -> None:
+    needs(before[0])
+    with started(tmp_path, "one", *words, before=before) as one:
         one.until(TRAINS)
 
 
-def test_a_clock_that_is_slow_by_an_hour_is_named(tmp_path: Path) -> None:
-    if shutil.which("faketime") is None:
-        pytest.skip("needs faketime")
-    root, links = make_run(tmp_path, count=1)
-    words = ("join", links[0], "--home", "one", "--yes", "--job", root)
-    with operator(tmp_path, root):
-        with started(tmp_path, "slow", *words, before=("faketime", "-f", "-1h")) as one:
-            assert one.end() not in (0, 70)
-            assert "set the clock, and start the command again: the link is still this peer's" in one.text
-            assert "Traceback" not in one.text
-        with started(tmp_path, "right", *words) as one:
-            one.until(TRAINS)
+@pytest.mark.parametrize(
+    ("before", "sentences"),
+    [
+        (
+            ("faketime", "-f", "-1h"),
+            ["set the clock, and start the command again: the link is still this peer's"],
+        ),
+        (
+            ("unshare", "--net"),  # a namespace without a network
+            ["the peer that made the link did not answer", "and then this one again"],
+        ),
+    ],
+    ids=["slow clock", "no network"],
+)
+def test_what_keeps_it_out_is_named_and_the_link_is_still_good(
+    tmp_path: Path, words: tuple[str, ...], before: tuple[str, ...], sentences: list[str]
+) -> None:
+    needs(before[0])
+    if before[0] == "unshare" and os.geteuid():
+        pytest.skip("needs root, for a namespace")
+    with started(tmp_path, "out", *words, before=before) as one:
+        assert one.end() not in (0, 70)
+        assert all(sentence in one.text for sentence in sentences), one.text
+        assert "Traceback" not in one.text
+    with started(tmp_path, "in", *words) as one:
+        one.until(TRAINS)
 
 
-def test_without_a_network_it_says_so_and_the_link_is_still_good(tmp_path: Path) -> None:
-    root, links = make_run(tmp_path, count=1)
-    words = ("join", links[0], "--home", "one", "--yes", "--job", root)
-    with operator(tmp_path, root):
-        with started(tmp_path, "alone", *words, before=without_network()) as one:
-            assert one.end() not in (0, 70)
-            assert "the peer that made the link did not answer" in one.text
-            assert "and then this one again" in one.text
-            assert "Traceback" not in one.text
-        with started(tmp_path, "online", *words) as one:
-            one.until(TRAINS)
-
-
-def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    root, links = make_run(tmp_path, count=1)
-    words = ("--yes", "--job", root)
-    with small_disk(tmp_path / "full") as full, operator(tmp_path, root):
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path: Path, words: tuple[str, ...]) -> None:
+    with small_disk(tmp_path / "full") as full:
+        there = [str(full / "one") if word == "one" else word for word in words]
         (full / "ballast").write_bytes(bytes(24 * 1024))
-        with started(tmp_path, "first", "join", links[0], "--home", str(full / "one"), *words) as one:
+        with started(tmp_path, "first", *there) as one:
             assert one.end() not in (0, 70)
             assert str(full) in one.text
             assert "Traceback" not in one.text
         (full / "ballast").unlink()
         subprocess.run(["mount", "-o", "remount,size=64m", str(full)], check=True)
-        with started(tmp_path, "second", "join", links[0], "--home", str(full / "one"), *words) as one:
+        with started(tmp_path, "second", *there) as one:
             one.until(TRAINS)
 
 
 @pytest.mark.parametrize("what", ["damaged", "used"])
-def test_a_link_that_is_of_no_use_is_named(tmp_path: Path, what: str) -> None:
-    root, links = make_run(tmp_path, count=1)
-    words = ("--yes", "--job", root)
-    with operator(tmp_path, root):
-        link = links[0]
-        if what == "damaged":
-            link = link[:-5] + ("aaaaa" if link[-5:] != "aaaaa" else "bbbbb")
-        else:
-            with started(tmp_path, "other", "join", link, "--home", "other", *words) as other:
-                other.until("the job is here")
-        with started(tmp_path, "one", "join", link, "--home", "one", *words) as one:
-            assert one.end() not in (0, 70), one.text
-            assert "link" in one.text
-            assert "Traceback" not in one.text
+def test_a_link_that_is_of_no_use_is_named(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+    command, link, *rest = words
+    if what == "damaged":
+        link = link[:-5] + ("aaaaa" if link[-5:] != "aaaaa" else "bbbbb")
+    else:
+        with started(tmp_path, "other", command, link, *rest) as other:
+            other.until("the job is here")
+    with started(tmp_path, "two", command, link, "--home", "two", *rest[2:]) as two:
+        assert two.end() not in (0, 70), two.text
+        assert "link" in two.text
+        assert "Traceback" not in two.text

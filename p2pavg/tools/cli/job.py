@@ -56,7 +56,8 @@ def pack(
 @app.command()
 def show(file: FileArgument) -> None:
     """Print what a job's file holds, and its root. Nothing of it runs."""
-    from p2pavg.tools.jobs.words import describe, read_job
+    from p2pavg.tools.jobs.archive import describe
+    from p2pavg.tools.jobs.folder import read_job
 
     for line in describe(read_job(file)[0]):
         typer.echo(line)
@@ -68,8 +69,7 @@ def unpack(
 ) -> None:
     """Write the files of a job into a new folder, to look at them. Nothing of it runs."""
     from p2pavg.tools.jobs.archive import unpack_job
-    from p2pavg.tools.jobs.folder import write_folder
-    from p2pavg.tools.jobs.words import read_job
+    from p2pavg.tools.jobs.folder import read_job, write_folder
 
     _, files = unpack_job(read_job(file)[0])
     write_folder(folder, files)

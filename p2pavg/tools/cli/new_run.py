@@ -35,7 +35,7 @@ from p2pavg.tools.cli.authority import (
     refuse_to_overwrite,
     seconds_of,
 )
-from p2pavg.tools.jobs.words import read_job
+from p2pavg.tools.jobs.folder import read_job
 from p2pavg_dht import Ed25519Signer
 
 # Invitation links, behind `p2pavg run link`.

@@ -28,8 +28,8 @@ from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.runs.records.notices import releases_of, revocations_of, spread
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.tools.cli.authority import Authority, open_authority
+from p2pavg.tools.jobs.folder import read_job
 from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
-from p2pavg.tools.jobs.words import read_job
 from p2pavg_dht import Ed25519Signer
 
 PUBLISH_LIST_SECONDS = 60.0

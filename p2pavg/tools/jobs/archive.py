@@ -12,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
+from p2pavg.base.formats import count, in_bytes
 from p2pavg.base.messages import Message
 from p2pavg.state.tree import chunk_digests, root_of
 from p2pavg.tools.jobs.manifest import (
@@ -84,3 +85,24 @@ def unpack_job(data: bytes) -> tuple[JobManifest, dict[str, bytes]]:
 def job_root(data: bytes) -> bytes:
     """Return the 32 bytes that name a job's file; they are what the authority of a run signs."""
     return root_of(chunk_digests(data), len(data))
+
+
+def describe(data: bytes) -> list[str]:
+    """Return a job's file as lines of text: who made it, what it does, and what it needs."""
+    manifest, files = unpack_job(data)
+    needs = manifest.needs
+    gpu = f", {needs.gpu_memory_gb:g} GB of a GPU's" if needs.gpu_memory_gb else ""
+    lines = [
+        f"{manifest.name}, by {manifest.author}",
+        *manifest.about.splitlines(),
+        f"runs {manifest.program}, with {'connections of its own' if manifest.network else 'no connection of its own'}",
+        f"needs {needs.memory_gb:g} GB of memory{gpu}, and {needs.disk_gb:g} GB of the disk",
+        f"packages: {manifest.packages or 'none'}",
+    ]
+    lines.append(f"{count(len(files), 'file')}, {in_bytes(sum(map(len, files.values())))}:")
+    lines += [
+        f"  {file.name} ({in_bytes(file.bytes)}, of its own: {' '.join(file.urls) or 'no mirror'})"
+        for file in manifest.files
+    ]
+    lines += [f"  {name} ({in_bytes(len(content))})" for name, content in sorted(files.items())]
+    return [*lines, f"root {job_root(data).hex()}"]

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import what_to_do
 from p2pavg.tools.jobs.fence import own_roots, site_folders
-from p2pavg.tools.jobs.packages import PinnedPackage, packages_text
+from p2pavg.tools.jobs.folder import naming_errors
 
 INSTALL_SECONDS = 3600.0
 """For all packages of a job: 5 GB at 12 Mbit/s."""
@@ -31,11 +30,12 @@ def cache_folder() -> Path:
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "p2pavg"
 
 
-def make_environment(packages: Sequence[PinnedPackage] | None, folder: Path | None = None) -> Path:
+def make_environment(packages: Sequence[str] | None, folder: Path | None = None) -> Path:
     """Return the interpreter of an environment with these packages; make it if it is not there.
 
     Args:
-        packages: ``None``: the interpreter that runs p2pavg.
+        packages: lines of :func:`~p2pavg.tools.jobs.manifest.read_packages`; ``None``: the interpreter that runs
+            p2pavg.
         folder: where environments are kept; ``None``: one of :func:`cache_folder`.
 
     Raises:
@@ -44,29 +44,24 @@ def make_environment(packages: Sequence[PinnedPackage] | None, folder: Path | No
     if packages is None:
         return Path(sys.executable)
     folder = cache_folder() / "environments" if folder is None else folder
-    listed = packages_text(list(packages))
+    listed = "".join(f"{each}\n" for each in packages).encode()
     # Another interpreter, or another install of p2pavg, has another one.
     named = hashlib.sha256(f"{sys.version}\0{sys.prefix}\0".encode() + listed).hexdigest()[:24]
     place = folder / named
     python = place / "bin" / "python"
     if python.exists():
         return python
-    try:
+    with naming_errors("cannot be made", folder):
         folder.mkdir(parents=True, exist_ok=True)
         # A draft beside it: one that was cut off half way never counts as made.
         draft = Path(tempfile.mkdtemp(prefix=f"{named}.", dir=folder))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make an environment in {folder}: {error.strerror}", remedy=what_to_do(error, folder)
-        ) from None
     try:
-        _install(draft, listed)
-        draft.rename(place)
-    except OSError as error:
+        with naming_errors("cannot be made", place):
+            _install(draft, listed)
+            draft.rename(place)
+    except ConfigError:
         if not python.exists():  # another process has made it meanwhile
-            raise ConfigError(
-                f"cannot make the environment {place}: {error.strerror}", remedy=what_to_do(error, place)
-            ) from None
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return python

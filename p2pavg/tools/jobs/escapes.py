@@ -114,37 +114,33 @@ def connect_abstract(places: dict[str, str]) -> str:
     return "connected to a socket of this machine's session"
 
 
-def mount(_places: dict[str, str]) -> str:
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the C library; raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", SCRATCH.encode(), b"tmpfs", 0, None) != 0:
+    if getattr(libc, name)(*arguments) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def mount(_places: dict[str, str]) -> str:
+    call("mount", b"none", SCRATCH.encode(), b"tmpfs", 0, None)
     return "mounted a file system"
 
 
 def make_namespace(_places: dict[str, str]) -> str:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(0x10000000) != 0:  # CLONE_NEWUSER
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    call("unshare", 0x10000000)  # CLONE_NEWUSER
     return "made a namespace in which it is root"
 
 
 def trace(_places: dict[str, str]) -> str:
-    libc = ctypes.CDLL(None, use_errno=True)
     # PTRACE_SEIZE of bubblewrap's first process, which could then be told not to end with its parent.
-    if libc.ptrace(0x4206, 1, None, None) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    call("ptrace", 0x4206, 1, None, None)
     return "traces the first process"
 
 
 def read_keyring(_places: dict[str, str]) -> str:
-    libc = ctypes.CDLL(None, use_errno=True)
     number = DENIED["keyctl"][0 if platform.machine() == "x86_64" else 1]
-    if libc.syscall(number, 6, -3, None, 0) < 0:  # KEYCTL_DESCRIBE of the session's keyring
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    call("syscall", number, 6, -3, None, 0)  # KEYCTL_DESCRIBE of the session's keyring
     return "reads the keyring of your session"
 
 

@@ -1,4 +1,4 @@
-"""The folder of a job: read to pack it, written to run it."""
+"""The folder of a job, read to pack it and written to run it, and the job's file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import what_to_do
+from p2pavg.tools.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
 from p2pavg.tools.jobs.manifest import (
     LARGER_DATA,
     MANIFEST,
@@ -26,6 +28,35 @@ LEFT_OUT = frozenset({"__pycache__"})
 """Folders that are no part of a job, beside those and files whose names begin with a dot."""
 
 
+@contextmanager
+def naming_errors(what: str, place: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the place, and the file in it.
+
+    Args:
+        what: what cannot be done, such as ``"cannot be read"``.
+        place: a file, or a folder that has it.
+    """
+    try:
+        yield
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename not in (None, os.fspath(place)) else ""
+        raise ConfigError(
+            f"{place} {what}: {error.strerror}{file}", remedy=what_to_do(error, place)
+        ) from None
+
+
+def read_job(file: Path) -> tuple[bytes, bytes]:
+    """Return the bytes of a job's file, and its root.
+
+    Raises:
+        ConfigError: it cannot be read, or is no job's file.
+    """
+    with naming_errors("cannot be read", file), file.open("rb") as opened:
+        data = opened.read(MAX_ARCHIVE_BYTES + 1)
+    unpack_job(data)
+    return data, job_root(data)
+
+
 def read_folder(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder by name, with ``/`` between folders, but for those that members do not carry.
 
@@ -34,7 +65,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     """
     found: dict[str, bytes] = {}
     left = MAX_JOB_BYTES
-    try:
+    with naming_errors("cannot be read", folder):
         large = {file.name for file in large_files(folder)}
         for path in _files(folder):
             name = path.relative_to(folder).as_posix()
@@ -45,9 +76,6 @@ def read_folder(folder: Path) -> dict[str, bytes]:
                     f"{folder} has more than {MAX_FILES} files or {MAX_JOB_BYTES} bytes: {LARGER_DATA}"
                 )
             found[name] = path.read_bytes()
-    except OSError as error:
-        file = error.filename or folder
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; {what_to_do(error, file)}") from None
     return found
 
 
@@ -87,15 +115,12 @@ def wrong_copies(folder: Path) -> list[str]:
         ConfigError: one cannot be read.
     """
     found = []
-    try:
+    with naming_errors("cannot be read", folder):
         for file in large_files(folder):
             place = folder / file.name
             if place.is_file() and not has_bytes(place, file):
                 own = f"bytes = {place.stat().st_size}, sha256 = {_digest(place)!r}"
                 found.append(f"{place} has {own}, and {MANIFEST} names others")
-    except OSError as error:
-        named = error.filename or folder
-        raise ConfigError(f"{named} cannot be read: {error.strerror}; {what_to_do(error, named)}") from None
     return found
 
 
@@ -128,13 +153,11 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         raise ConfigError(f"{folder} exists; name a folder that does not")
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
-        for name, content in files.items():
-            path = draft / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        draft.rename(folder)
-    except OSError as error:
+        with naming_errors("cannot be written", folder):
+            for name, content in files.items():
+                path = draft / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            draft.rename(folder)
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise ConfigError(
-            f"{folder} cannot be written: {error.strerror}; {what_to_do(error, folder)}"
-        ) from None

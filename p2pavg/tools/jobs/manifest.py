@@ -18,7 +18,6 @@ from msgspec import Meta
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.formats import PeerText
-from p2pavg.tools.jobs.packages import read_packages
 
 MANIFEST = "job.toml"
 MAX_MANIFEST_BYTES = 64 * 1024
@@ -36,7 +35,16 @@ MAX_DEPTH = 16
 MAX_ABOUT_LINES = 20
 """More would scroll away what the page says before."""
 MAX_ERROR_CHARS = 300
+MAX_PACKAGES = 1000
+MAX_HASHES = 200
+"""Of one package: one for each system and version of Python."""
+_MAX_SHOWN_CHARS = 80
 
+_WANTED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[A-Za-z0-9._,-]*\])?==([A-Za-z0-9.!+_]+)")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+# Of an environment marker, such as python_version < "3.12" and sys_platform == 'linux'. It has no sign with which an
+# option, a URL or a comment begins.
+_MARKER = re.compile(r"[A-Za-z0-9_.'\"<>=!()~ ]{1,200}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 FileName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -204,3 +212,42 @@ def _clashes(names: Iterable[str]) -> list[str]:
                 found.append(f"{other!r} and {name!r} are one place on some systems")
                 break
     return found
+
+
+def read_packages(content: bytes) -> list[str]:
+    """Read a list of packages as ``uv pip compile --generate-hashes`` writes it; return a line for each.
+
+    An installer reads far more in such a list than names: options, URLs, other lists. So it never gets the author's
+    bytes, but lines that are made of what was understood here.
+
+    Raises:
+        ConfigError: a line is anything else than ``NAME==VERSION ; MARKER --hash=sha256:…``; the message shows it.
+    """
+    try:
+        text = content.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError("it is no plain text") from None
+    # A comment ends its own line, whatever stands at its end. A line that ends with a backslash goes on in the next.
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in re.split(r"\r\n|\n", text)]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    found = [_package(line.strip()) for line in joined.split("\n") if line.strip()]
+    if len(found) > MAX_PACKAGES:
+        raise ConfigError(f"it has {len(found)} packages, and a job may have {MAX_PACKAGES}")
+    return found
+
+
+def _package(line: str) -> str:
+    """Return a package at one version, with the digests of its files, as installers read it."""
+    wanted, *hashes = re.split(r"\s+(?=--hash=)", line)
+    requirement, semicolon, marker = (part.strip() for part in wanted.partition(";"))
+    if (
+        _WANTED.fullmatch(requirement) is None
+        or not 0 < len(hashes) <= MAX_HASHES
+        or (semicolon and _MARKER.fullmatch(marker) is None)
+        or not all(map(_HASH.fullmatch, hashes))
+    ):
+        raise ConfigError(
+            f"{PeerText(line[:_MAX_SHOWN_CHARS])!r} must be NAME==VERSION with --hash=sha256:…, as `uv pip compile"
+            " --generate-hashes` writes it"
+        )
+    return " ".join([requirement, *([f"; {marker}"] if marker else []), *hashes])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,11 +17,11 @@ import httpx
 import trio
 
 from p2pavg.base.errors import BusyError, ConfigError, StateError
-from p2pavg.base.files import locked, what_to_do
+from p2pavg.base.files import locked
 from p2pavg.base.formats import PeerText, in_bytes
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, STALL_SECONDS
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.tools.jobs.folder import has_bytes
+from p2pavg.tools.jobs.folder import has_bytes, naming_errors
 from p2pavg.tools.jobs.manifest import LargeFile, origin_of
 
 PIECE_BYTES = 64 * 1024
@@ -92,7 +92,7 @@ class MirrorFiles:
     async def _find(self, file: LargeFile) -> Path:
         if self._own is not None:
             place = self._own / file.name
-            with _naming(file, self._own):
+            with naming_errors(f"cannot be read, for the job's file {file.name}", self._own):
                 if await _is(place, file):
                     return place.resolve()
                 is_there = place.exists()
@@ -100,7 +100,7 @@ class MirrorFiles:
                 await self._say(f"{place} is another file than the job's, and is not used")
         # With its size: a manifest that names another one must not make this machine drop what a run has.
         place = self._kept / f"{file.sha256}-{file.bytes}"
-        with _naming(file, self._kept):
+        with naming_errors(f"cannot be written, for the job's file {file.name}", self._kept):
             self._kept.mkdir(parents=True, exist_ok=True)
             async with self._alone(place):
                 if not await _is(place, file):
@@ -262,18 +262,6 @@ def _total(answer: httpx.Response, begins: int) -> int | None:
 
 def _size(part: Path) -> int:
     return part.stat().st_size if part.exists() else 0
-
-
-@contextmanager
-def _naming(file: LargeFile, folder: Path) -> Iterator[None]:
-    """Turn an error of the disk into one that names the file and the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"the job's file {file.name} cannot be read or kept in {folder}: {error.strerror}",
-            remedy=what_to_do(error, folder),
-        ) from None
 
 
 async def _is(place: Path, file: LargeFile) -> bool:

@@ -13,7 +13,7 @@ import trio
 
 from p2pavg import verify_certificate
 from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, RemoteProtocolError, StateError
-from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text, what_to_do
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text
 from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, REPLY_SECONDS, RETRY_SECONDS, START_SECONDS
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
@@ -36,10 +36,9 @@ from p2pavg.tools.daemon.life import TOTALS_SECONDS
 from p2pavg.tools.jobs.archive import unpack_job
 from p2pavg.tools.jobs.environment import cache_folder, make_environment
 from p2pavg.tools.jobs.fence import FencedPlaces, missing_fence, python_places
-from p2pavg.tools.jobs.folder import write_folder
+from p2pavg.tools.jobs.folder import naming_errors, write_folder
 from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
-from p2pavg.tools.jobs.manifest import JobManifest
-from p2pavg.tools.jobs.packages import read_packages
+from p2pavg.tools.jobs.manifest import JobManifest, read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
 from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
 
@@ -263,14 +262,10 @@ class JobVersions:
         shutil.rmtree(folder, ignore_errors=True)
         # Where the fence shows the larger files. Without one, links to them.
         write_folder(folder, files | dict.fromkeys(larger, b""))
-        try:
+        with naming_errors("cannot be written", folder):
             for name, place in larger.items() if has_links else ():
                 (folder / name).unlink()
                 (folder / name).symlink_to(place)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot link to {place} in {folder}: {error.strerror}", remedy=what_to_do(error, folder)
-            ) from None
         return folder
 
     @property
@@ -283,14 +278,8 @@ class JobVersions:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        try:
+        with naming_errors("cannot be written", self._home.folder):
             return await trio.to_thread.run_sync(self._lay_out, job)
-        except OSError as error:
-            folder = self._home.folder
-            raise ConfigError(
-                f"cannot write the job's files in {folder}: {error.strerror}",
-                remedy=what_to_do(error, folder),
-            ) from None
 
     def _lay_out(self, job: ReadyJob) -> FencedPlaces:
         # Not all that is unknown: the operator's machine may just be publishing the next version.
@@ -393,14 +382,11 @@ def _files_folder() -> Path:
 
 def _given_before(file: Path) -> GivenWork:
     try:
-        return (
-            read_given(read_text(file, "file of what was given", max_bytes=MAX_GIVEN_BYTES))
-            if file.exists()
-            else GivenWork()
-        )
+        if file.exists():
+            return read_given(read_text(file, "file of what was given", max_bytes=MAX_GIVEN_BYTES))
     except ConfigError as error:
         logger.warning("what this machine gave before is not counted: %s: %s", file, error)
-        return GivenWork()
+    return GivenWork()
 
 
 async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:

@@ -133,12 +133,12 @@ def started(folder: Path, name: str, *arguments: str, before: tuple[str, ...] = 
         found.close()
 
 
-def call(folder: Path, *arguments: str) -> str:
+def call(folder: Path, *arguments: str, code: int = 0) -> str:
     """Run the command to its end, in this process; return what it prints."""
     with chdir(folder):
         done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments, catch_exceptions=False)
-    assert not done.exit_code, done.output
-    return done.stdout
+    assert done.exit_code == code, done.output
+    return done.output
 
 
 def eventually(found: Callable[[], object]) -> None:

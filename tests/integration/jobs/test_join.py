@@ -156,9 +156,8 @@ def test_a_packed_job_trains_in_launch_as_on_the_desk(
 ) -> None:
     folder, _, _ = run
     monkeypatch.setenv("UPDATES", str(FEW_UPDATES))
-    with started(folder, "launched", "launch", "-n", "2", "--job", "job") as launched:
-        assert launched.end() == 0
-    ends = re.findall(r"^\[([01])\] ended with (.*)$", launched.text, re.MULTILINE)
+    launched = call(folder, "launch", "-n", "2", "--job", "job")
+    ends = re.findall(r"^\[([01])\] ended with (.*)$", launched, re.MULTILINE)
     assert sorted(number for number, _ in ends) == ["0", "1"]
     assert len({digest for _, digest in ends}) == 1
     shutil.rmtree(folder / "job" / ".scratch")
@@ -180,11 +179,7 @@ def test_a_peer_that_fails_ends_the_others_unless_they_are_elastic(
         "if number == '1' and not again: raise SystemExit(3)\n"
         "time.sleep(0 if again or os.environ.get('SHORT') else 60)\n"
     )
-    with started(tmp_path, "out", "launch", "-n", "2", "fails.py") as out:
-        assert out.end() == 1
-        assert "[1] the program ended with exit code 3" in out.text
+    assert "[1] the program ended with exit code 3" in call(tmp_path, "launch", "-n", "2", "fails.py", code=1)
     shutil.rmtree(tmp_path / ".scratch")
     monkeypatch.setenv("SHORT", "1")
-    with started(tmp_path, "elastic", "launch", "-n", "2", "--elastic", "fails.py") as out:
-        assert out.end() == 0
-        assert "[1] again" in out.text
+    assert "[1] again" in call(tmp_path, "launch", "-n", "2", "--elastic", "fails.py")

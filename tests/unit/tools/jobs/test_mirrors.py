@@ -219,40 +219,35 @@ async def test_what_was_fetched_before_is_not_fetched_again(mirror: Mirror, arou
         ("/breaks", f"bytes={begins}-" if begins else None)
         for begins in range(0, len(CONTENT), 2 * module.PIECE_BYTES)
     ]
-    # Also by the next start, at a mirror that knows no ranges too.
-    for path in ("good", "no-ranges"):
-        file = large(mirror, path)
-        found["base/model"].unlink()
-        keep_part(around, file, CONTENT[:HALF])
-        found = await around.files.find([file])
-        assert found["base/model"].read_bytes() == CONTENT
-        assert mirror.asked[-1] == (f"/{path}", f"bytes={HALF}-")
 
 
-async def test_a_file_that_was_complete_when_the_process_ended_is_taken(
-    mirror: Mirror, around: SimpleNamespace
+FROM_HALF = f"bytes={HALF}-"
+
+
+@pytest.mark.parametrize(
+    ("paths", "part", "asked"),
+    [
+        (["good"], CONTENT[:HALF], [("/good", FROM_HALF)]),
+        (["no-ranges"], CONTENT[:HALF], [("/no-ranges", FROM_HALF)]),
+        (["good"], CONTENT, []),  # the process was ended before it gave it its name
+        (["good"], bytes(HALF), [("/good", FROM_HALF), ("/good", None)]),  # the mirror's file has changed
+        (["shifted", "good"], bytes(HALF), [("/shifted", FROM_HALF), ("/good", None)]),
+        # No mirror goes on with the bytes of another.
+        (["missing", "good"], bytes(HALF), [("/missing", FROM_HALF), ("/good", None)]),
+    ],
+    ids=["half", "no ranges", "whole", "changed", "shifted", "another mirror"],
+)
+async def test_the_next_start_goes_on_with_the_bytes_of_a_mirror(
+    mirror: Mirror,
+    around: SimpleNamespace,
+    paths: list[str],
+    part: bytes,
+    asked: list[tuple[str, str | None]],
 ) -> None:
-    file = large(mirror, "good")
-    keep_part(around, file, CONTENT)
+    file = large(mirror, *paths)
+    keep_part(around, file, part)
     assert (await around.files.find([file]))["base/model"].read_bytes() == CONTENT
-    assert mirror.asked == []
-
-
-@pytest.mark.parametrize("path", ["good", "shifted"])
-async def test_a_mirror_whose_file_has_changed_begins_anew(
-    mirror: Mirror, around: SimpleNamespace, path: str
-) -> None:
-    file = large(mirror, path, "good")
-    keep_part(around, file, bytes(HALF))
-    assert (await around.files.find([file]))["base/model"].read_bytes() == CONTENT
-    assert mirror.asked == [(f"/{path}", f"bytes={HALF}-"), ("/good", None)]
-
-
-async def test_no_mirror_goes_on_with_the_bytes_of_another(mirror: Mirror, around: SimpleNamespace) -> None:
-    file = large(mirror, "missing", "good")
-    keep_part(around, file, bytes(HALF))
-    assert (await around.files.find([file]))["base/model"].read_bytes() == CONTENT
-    assert mirror.asked == [("/missing", f"bytes={HALF}-"), ("/good", None)]
+    assert mirror.asked == asked
 
 
 async def test_a_file_that_no_mirror_has_is_named_with_every_reason(
@@ -288,7 +283,9 @@ async def test_a_folder_that_cannot_be_read_or_written_is_named(
 ) -> None:
     around.own.write_text("no folder")
     around.kept.write_text("no folder")
-    with pytest.raises(ConfigError, match="cannot be read or kept in"):
+    with pytest.raises(
+        ConfigError, match="kept cannot be written, for the job's file base/model: File exists"
+    ):
         await around.files.find([large(mirror, "good")])
 
 

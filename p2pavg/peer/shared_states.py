@@ -24,7 +24,9 @@ from p2pavg.state.average import Expected
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.shelf import Shelf
 from p2pavg.state.donor.uploads import Uploads
-from p2pavg.state.history.recording import HistoryRecorder, HistorySettings, RecordedRun
+from p2pavg.state.history.entries import SegmentBeginning
+from p2pavg.state.history.recording import HistoryRecorder, HistorySettings
+from p2pavg.state.history.rules import dtype_names
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.transfers import SharedRun
 from p2pavg.state.sharing import StateSharing
@@ -107,7 +109,11 @@ async def _open_history(
     if settings is None:
         yield None
         return
-    recorded = RecordedRun(
+    context = host.context
+    like = SegmentBeginning(
+        number=0,
+        time=0.0,
+        archivist=context.signer.peer_id,
         run_id=config.run_id,
         authority=b"" if config.access is None else config.access.authority,
         certificate=b"" if config.access is None else config.access.certificate,
@@ -115,10 +121,11 @@ async def _open_history(
         rule=config.rule,
         aggregation=config.aggregation.text,
         version=config.version,
-        schema=schema,
+        shapes=schema.shapes,
+        dtypes=dtype_names(schema),
+        names=settings.names,
     )
-    context = host.context
-    recorder = HistoryRecorder(settings, recorded, context.signer, context.wall_clock)
+    recorder = HistoryRecorder(settings, like, context.signer, context.wall_clock)
     await context.run_in_thread(recorder.open)  # it may read the last segment
     async with trio.open_nursery() as nursery:
 

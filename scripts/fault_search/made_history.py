@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from blake3 import blake3
 from torch.optim import Optimizer
@@ -49,8 +50,8 @@ from p2pavg.state.history.entries import (
     merkle_root,
     sealed,
 )
-from p2pavg.state.history.recording import HistoryRecorder, HistorySettings, RecordedRun
-from p2pavg.state.history.rules import rules_of
+from p2pavg.state.history.recording import HistoryRecorder, HistorySettings
+from p2pavg.state.history.rules import dtype_names, rules_of
 from p2pavg.state.history.segments import Segment
 from p2pavg.state.nested import flatten
 from p2pavg.state.snapshot import Content, copy_of
@@ -131,15 +132,19 @@ class MadeRun:
         self.origin = _origin(first, self._recipe)
         """The origin in its snapshots."""
         self.lineage = lineage_from(first, self._recipe.digest)
-        self.recorded = RecordedRun(
+        self.recorded = SegmentBeginning(
+            number=0,
+            time=0.0,
+            archivist=simulated_signer(ARCHIVIST).peer_id,
             run_id=RUN_ID,
             authority=self.authority,
             certificate=self.certificate(ARCHIVIST),
             codec=self._codec.name,
             rule="",
             aggregation=aggregation.text,
-            version=0,
-            schema=self.schema,
+            shapes=shapes,
+            dtypes=dtype_names(self.schema),
+            names=("weight", "bias"),
         )
 
     @property
@@ -293,11 +298,11 @@ class MadeArchivist:
         starts: bool = True,
     ) -> None:
         self._run = run
-        names = ("weight", "bias")
-        recorded = replace(run.recorded, certificate=run.certificate(number))
-        self.recorder = HistoryRecorder(
-            HistorySettings(directory, keep, names), recorded, simulated_signer(number), lambda: run.now
+        signer = simulated_signer(number)
+        recorded = msgspec.structs.replace(
+            run.recorded, archivist=signer.peer_id, certificate=run.certificate(number)
         )
+        self.recorder = HistoryRecorder(HistorySettings(directory, keep), recorded, signer, lambda: run.now)
         self.recorder.open()
         self._used: Callable[[], float] = lambda: 0.0
         self._thread = threading.Thread(target=self._write)

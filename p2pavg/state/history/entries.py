@@ -20,6 +20,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
@@ -172,18 +173,7 @@ class Seal(Message, frozen=True, kw_only=True, tag="seal"):
     @property
     def statement(self) -> bytes:
         """The bytes that are signed."""
-        return (
-            _SEAL
-            + Seal(
-                time=self.time,
-                archivist=self.archivist,
-                run_id=self.run_id,
-                number=self.number,
-                entries=self.entries,
-                root=self.root,
-                credits=self.credits,
-            ).encode()
-        )
+        return _SEAL + msgspec.structs.replace(self, signature=b"").encode()
 
 
 Entry: TypeAlias = SegmentBeginning | Snapshot | Update | HistoryNotice | Seal
@@ -247,8 +237,7 @@ def hash_of(previous: bytes, body: bytes) -> bytes:
 
 def sealed(signer: Signer, seal: Seal) -> Seal:
     """Return a seal with its archivist's signature."""
-    fields = {name: getattr(seal, name) for name in seal.__struct_fields__}
-    return Seal(**{**fields, "signature": signer.sign(seal.statement)})
+    return msgspec.structs.replace(seal, signature=signer.sign(seal.statement))
 
 
 # Merkle trees, as in certificate transparency (RFC 9162, section 2.1): the root over a list of leaves, and a proof that

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from blake3 import blake3
 
-from p2pavg.allreduce.vector.accumulation import Schema
 from p2pavg.base.errors import P2PAvgError, RemoteProtocolError, StateError
 from p2pavg.base.files import locked, what_to_do
 from p2pavg.base.limits import STALL_SECONDS
@@ -40,7 +40,7 @@ from p2pavg.state.history.entries import (
     merkle_root,
     sealed,
 )
-from p2pavg.state.history.rules import SegmentRules, dtype_names, rules_of
+from p2pavg.state.history.rules import SegmentRules, rules_of
 from p2pavg.state.history.segments import (
     LOCK_NAME,
     RecoveredSegment,
@@ -58,40 +58,6 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2**28
 """Averages that wait for the disk. With more, the disk is slower than the run, and a hole is better than no memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """The facts that each segment repeats; see :class:`~p2pavg.state.history.entries.SegmentBeginning`."""
-
-    run_id: str
-    authority: bytes
-    certificate: bytes
-    codec: str
-    rule: str
-    aggregation: str
-    version: int
-    schema: Schema
-
-    def beginning(
-        self, *, number: int, time: float, archivist: str, names: Sequence[str]
-    ) -> SegmentBeginning:
-        """Return the first entry of a segment."""
-        return SegmentBeginning(
-            number=number,
-            time=time,
-            archivist=archivist,
-            certificate=self.certificate,
-            run_id=self.run_id,
-            authority=self.authority,
-            codec=self.codec,
-            rule=self.rule,
-            aggregation=self.aggregation,
-            version=self.version,
-            shapes=self.schema.shapes,
-            dtypes=dtype_names(self.schema),
-            names=tuple(names),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +83,19 @@ class HistoryRecorder:
 
     Args:
         settings: of the folder.
-        run: the run.
+        like: what each segment begins with, besides its number and time. Its archivist is ``signer``.
         signer: this peer's, which seals the segments.
         wall_clock: seconds since 1970.
     """
 
     def __init__(
-        self, settings: HistorySettings, run: RecordedRun, signer: Signer, wall_clock: Callable[[], float]
+        self,
+        settings: HistorySettings,
+        like: SegmentBeginning,
+        signer: Signer,
+        wall_clock: Callable[[], float],
     ) -> None:
-        self._settings, self._run, self._signer, self._wall_clock = settings, run, signer, wall_clock
+        self._settings, self._like, self._signer, self._wall_clock = settings, like, signer, wall_clock
         self._resources = ExitStack()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # Held while work is given, so that entries stand in that order: notices come from trio's thread.
@@ -202,7 +172,14 @@ class HistoryRecorder:
         self._previous = newest.placed[-1].hash
         updates = list(newest.updates)
         self._tip = updates[-1].after if updates else newest.snapshot.state
-        if last is not None and last.can_go_on and self._has_same_rules(last.beginning):
+        if last is None or not last.can_go_on:
+            return
+        # A run that has changed its rules meanwhile needs another beginning.
+        like = self._like
+        begin = msgspec.structs.replace(
+            last.beginning, number=like.number, time=like.time, certificate=like.certificate
+        )
+        if begin == like:
             self._go_on(own[-1], last)
 
     def _check_run(self, path: Path) -> None:
@@ -213,23 +190,10 @@ class HistoryRecorder:
         except (StateError, StopIteration):
             return  # it is damaged; `p2pavg history verify` reports it
         assert isinstance(beginning, SegmentBeginning)
-        if (beginning.run_id, beginning.authority) != (self._run.run_id, self._run.authority):
+        if (beginning.run_id, beginning.authority) != (self._like.run_id, self._like.authority):
             raise StateError(
                 f"{self._settings.directory} has the history of another run, {beginning.run_id!r}: name another folder"
             )
-
-    def _beginning(self) -> SegmentBeginning:
-        return self._run.beginning(
-            number=self._number,
-            time=self._wall_clock(),
-            archivist=self._signer.peer_id,
-            names=self._settings.names,
-        )
-
-    def _has_same_rules(self, one: SegmentBeginning) -> bool:
-        mine = self._beginning()
-        names = [name for name in one.__struct_fields__ if name not in ("number", "time", "certificate")]
-        return all(getattr(one, name) == getattr(mine, name) for name in names)
 
     def _go_on(self, path: Path, found: RecoveredSegment) -> None:
         try:
@@ -405,7 +369,7 @@ class HistoryRecorder:
             found = recover(self._path)
             self._previous = self._before if found is None else found.placed[-1].hash
         self._before = self._previous
-        beginning = self._beginning()
+        beginning = msgspec.structs.replace(self._like, number=self._number, time=self._wall_clock())
         # A number is never used twice: the file of a segment that failed stays, with what is whole of it.
         path = self._settings.directory / segment_name(self._number, self._signer.peer_id)
         self._path, self._rules = path, None
@@ -459,7 +423,7 @@ class HistoryRecorder:
         seal = Seal(
             time=self._wall_clock(),
             archivist=self._signer.peer_id,
-            run_id=self._run.run_id,
+            run_id=self._like.run_id,
             number=int(self._path.stem[:8]),
             entries=len(self._leaves),
             root=merkle_root(self._leaves),

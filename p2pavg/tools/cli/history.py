@@ -46,7 +46,7 @@ def archive(
 
     A peer that trains keeps one with RunState(history=DIR). `p2pavg history verify DIR` checks it.
     """
-    from p2pavg.tools.history.archiving import run_archive
+    from p2pavg.tools.history.archivist import run_archive
 
     log_to_stderr(log_format, log_level)
     run_archive(run, folder, home=home, keep=keep)

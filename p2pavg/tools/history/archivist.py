@@ -1,4 +1,4 @@
-"""An archivist that trains nothing: it follows a run from update to update, and keeps its history.
+"""An archivist that trains nothing, for ``p2pavg archive``: it follows a run's updates, and keeps its history.
 
 It holds a replica of the run's state, for the snapshots of the history. It publishes nothing but the wish for a
 snapshot, so the run's peers neither wait for it nor count it.
@@ -7,17 +7,21 @@ snapshot, so the run's peers neither wait for it nor count it.
 from __future__ import annotations
 
 import logging
+import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import trio
 
-from p2pavg.base.errors import RemoteProtocolError, StateError
+from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, WARN_WAIT_SECONDS
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.optim.base.recipe import numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
-from p2pavg.peer.peer import Peer
+from p2pavg.peer.joining.member import join_run, open_peer_of
+from p2pavg.peer.peer import Peer, PeerOptions
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.state.average import read_numbers
@@ -36,18 +40,43 @@ LOG_BYTES = 1
 _UNKNOWN = (torch.zeros(1, dtype=torch.float32, device="cpu"),)
 """Stands for the run's tensors until the first snapshot says what they are."""
 
-OnUpdate = Callable[[int], None]
 
-
-async def archive(
-    peer: Peer, config: AveragingConfig, settings: HistorySettings, on_update: OnUpdate = lambda _epoch: None
-) -> None:
-    """Keep the history of a run until cancelled.
+def run_archive(run: str, directory: Path, *, home: Path | None, keep: int | None) -> None:
+    """Keep the history of a run until SIGINT or SIGTERM.
 
     Args:
-        config: of the run, as its members have it.
-        settings: of the folder.
-        on_update: called after each update, with its number.
+        run: folder, run file or invitation link, as for ``p2pavg join``.
+        directory: of the history.
+        home: folder of this peer; ``None`` for the usual one.
+        keep: updates that stay.
+
+    Raises:
+        P2PAvgError: the run cannot be joined, the folder cannot be used, or the run's optimizer is not known here.
+    """
+    if keep is not None and keep < 1:
+        raise ConfigError(f"--keep must be at least 1, got {keep}")
+    config = join_run(run, home=home)
+    settings = HistorySettings(directory, keep)
+
+    async def main() -> None:
+        with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(live)
+                async for number in signals:
+                    logger.info("leaving: %s", signal.Signals(number).name)
+                    nursery.cancel_scope.cancel()
+                    return
+
+    async def live() -> None:
+        async with open_peer_of(config, None, PeerOptions()) as peer:
+            print(f"keeping the history of {config.run_id!r} in {directory}", flush=True)
+            await _archive(peer, config, settings)
+
+    trio.run(main)
+
+
+async def _archive(peer: Peer, config: AveragingConfig, settings: HistorySettings) -> None:
+    """Keep the history of a run until cancelled.
 
     Raises:
         StateError: the folder cannot be used, or the run's optimizer is not known here: then one of its members can
@@ -61,7 +90,7 @@ async def archive(
         async with peer.averager(config) as averager:
             averager.declare(list(like))
             sharing = await averager.share_states(kept)
-            archivist = _Archivist(sharing, on_update)
+            archivist = _Archivist(sharing)
             if replica is None:
                 replica = await archivist.first_state()
             else:
@@ -69,9 +98,8 @@ async def archive(
 
 
 class _Archivist:
-    def __init__(self, sharing: StateSharing, on_update: OnUpdate) -> None:
+    def __init__(self, sharing: StateSharing) -> None:
         self._sharing = sharing
-        self._on_update = on_update
         self._refused: deque[bytes] = deque(maxlen=64)
         self._said_at = -WARN_WAIT_SECONDS
         self._reason = ""
@@ -185,7 +213,7 @@ class _Archivist:
                 # In a thread: decoding and the step take as long as in training.
                 transfers.popleft()
                 await trio.to_thread.run_sync(self._record, replica, first)
-                self._on_update(replica.lineage.epoch)
+                logger.info("recorded update %d", replica.lineage.epoch)
         except (StateError, RemoteProtocolError) as error:
             logger.warning("update %d cannot be recorded: %s", replica.lineage.epoch + 1, error)
         finally:

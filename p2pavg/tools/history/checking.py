@@ -20,10 +20,10 @@ from p2pavg.group.roster import Roster
 from p2pavg.optim.base.recipe import Settings, numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
 from p2pavg.runs.membership.certificate import refusal
-from p2pavg.state.average import decode, read_numbers
+from p2pavg.state.average import ProvenAverage, decode, read_numbers
 from p2pavg.state.history.entries import Update, credits_of, credits_root
 from p2pavg.state.history.rules import Contributions
-from p2pavg.state.history.segments import PlacedEntry, check_payload, parts_of, proven_average
+from p2pavg.state.history.segments import check_payload, parts_of, proven_average
 from p2pavg.state.snapshot import Content, read
 from p2pavg.tools.history.reading import HistoryReader, HistoryReport, Place, ReadSegment, SealedCredits
 from p2pavg.tools.history.replica import Replica
@@ -71,41 +71,28 @@ def check_history(
     options: CheckOptions = CheckOptions(),
     *,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-    on_verified: Callable[[str], None] = lambda _name: None,
 ) -> HistoryReport:
     """Check a history.
 
     Args:
         on_progress: called with the number of updates that are done, and that of all.
-        on_verified: called with the name of each segment of which everything was verified and replayed.
 
     Raises:
         StateError: there is no history in this folder.
     """
-    check = _Check(directory, options, on_progress, on_verified)
-    with closing(check):
-        return check.run()
+    with closing(HistoryReader(directory, options.run)) as reader:
+        return _Check(reader, options, on_progress).run()
 
 
 class _Check:
     def __init__(
-        self,
-        directory: Path,
-        options: CheckOptions,
-        on_progress: Callable[[int, int], None],
-        on_verified: Callable[[str], None],
+        self, reader: HistoryReader, options: CheckOptions, on_progress: Callable[[int, int], None]
     ) -> None:
-        self._options = options
-        self._on_progress, self._on_verified = on_progress, on_verified
-        self._reader = HistoryReader(directory, options.run)
-        self._segments = self._reader.segments
-        self.report = self._reader.report
+        self._reader, self._options, self._on_progress = reader, options, on_progress
+        self._segments = reader.segments
+        self.report = reader.report
         self._random = random.Random(options.seed)
         self._done = 0
-
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()
 
     def run(self) -> HistoryReport:
         """Do all of it."""
@@ -201,9 +188,7 @@ class _Check:
         self.report.replica = replica
         if self._options.last is not None or self._options.first is not None:
             return  # the rest of these files was not looked at
-        for name, is_whole in whole.items():
-            if is_whole:
-                self._on_verified(name)
+        self.report.verified += [name for name, is_whole in whole.items() if is_whole]
 
     def _at_snapshot(self, found: ReadSegment, replica: Replica | None) -> Replica | None:
         if self._options.sample is not None or not self._options.averages:
@@ -216,7 +201,7 @@ class _Check:
             return None
 
     def _content(self, found: ReadSegment) -> Content:
-        payload = self._reader.file(found).payload(found.snapshot)
+        payload = self._reader.file(found.path).payload(found.snapshot)
         check_payload(found.said, payload)
         return read(payload)
 
@@ -303,25 +288,31 @@ class _Check:
         self._credit(segment, place, found.contributions)
         return found
 
-    def _entry(self, place: Place) -> tuple[ReadSegment, PlacedEntry, Update]:
-        """Read the entry of an update again: the index has only its place."""
-        found = self._segments[place.segment]
-        placed = self._reader.file(found).entry_at(place.at)
-        if not isinstance(placed.entry, Update):
-            raise StateError(f"update {place.epoch}: the file was changed while it was checked")
-        return found, placed, placed.entry
-
     def _check_update(self, place: Place) -> CheckedUpdate:
         """Check everything that an update proves by itself."""
-        found, placed, update = self._entry(place)
-        if not self._options.averages:
-            return self._check_certificate(place)
-        proven = proven_average(update, found.rules.expected())
-        if proven.state != update.before:
+        # Its entry is read again: the index has only its place.
+        found = self._segments[place.segment]
+        placed = self._reader.file(found.path).entry_at(place.at)
+        update = placed.entry
+        if not isinstance(update, Update):
+            raise StateError(f"update {place.epoch}: the file was changed while it was checked")
+        proven: ProvenAverage | None = None
+        if self._options.averages:
+            proven = proven_average(update, found.rules.expected())
+            roster = proven.roster
+        else:
+            try:
+                roster = found.rules.committed(update.certificate)
+            except RemoteProtocolError as error:
+                raise StateError(str(error)) from None
+        said = found.rules.contributions_in(roster)
+        # Else one certificate could stand for many updates, and be credited as often.
+        if said.before != update.before:
             raise StateError("its members have signed another state before it")
-        said = found.rules.contributions_in(proven.roster)
-        self._check_members(proven.roster, said.time, place)
-        payload = self._reader.file(found).payload(placed)
+        self._check_members(roster, said.time, place)
+        if proven is None:
+            return CheckedUpdate([], (), Lineage(update.epoch, update.after), said)
+        payload = self._reader.file(found.path).payload(placed)
         parts = parts_of(proven, payload, update.epoch)
         check_payload(update, payload)
         vector = torch.empty(found.rules.schema.elements, dtype=torch.float32, device="cpu")
@@ -336,19 +327,6 @@ class _Check:
                 "the state after it does not follow from the one before, its average and its rates"
             )
         return CheckedUpdate(averaged, numbers, after, said)
-
-    def _check_certificate(self, place: Place) -> CheckedUpdate:
-        found, _, update = self._entry(place)
-        try:
-            roster = found.rules.committed(update.certificate)
-        except RemoteProtocolError as error:
-            raise StateError(str(error)) from None
-        said = found.rules.contributions_in(roster)
-        # Else one certificate could stand for many updates, and be credited as often.
-        if said.before != update.before:
-            raise StateError("its members have signed another state before it")
-        self._check_members(roster, said.time, place)
-        return CheckedUpdate([], (), Lineage(update.epoch, update.after), said)
 
     def _check_members(self, roster: Roster, time: float, place: Place) -> None:
         authority = self._segments[place.segment].beginning.authority

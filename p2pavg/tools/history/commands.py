@@ -16,11 +16,11 @@ import trio
 import typer
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.base.files import PUBLIC, create_file, keep_file, replacing, what_to_do
+from p2pavg.base.files import PUBLIC, create_file, keep_file, replacing
 from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
-from p2pavg.state.history.segments import read_segment, segment_files
+from p2pavg.state.history.segments import RecoveredSegment, read_segment, segment_files
 from p2pavg.state.layout import read_header
 from p2pavg.state.snapshot import tensors_in
 from p2pavg.tools.history.checking import CheckOptions, check_history
@@ -36,6 +36,7 @@ from p2pavg.tools.history.credits_page import (
 from p2pavg.tools.history.reading import HistoryReport
 from p2pavg.tools.history.replica import Replica
 from p2pavg.tools.jobs.environment import cache_folder
+from p2pavg.tools.jobs.folder import naming_errors
 from p2pavg_dht import Ed25519Signer
 
 _SHOWN_HOLES = 5
@@ -86,9 +87,9 @@ def verify(
         device=device,
     )
     with _progress() as on_progress:
-        report = check_history(folder, options, on_progress=on_progress, on_verified=kept.note)
+        report = check_history(folder, options, on_progress=on_progress)
     if not report.faults:
-        kept.save()
+        kept.keep(report.verified)
     lines = list(_said(report, options))
     if model is not None:
         differences = _differences(report.replica, model)
@@ -148,11 +149,9 @@ def _differences(replica: Replica | None, file: Path) -> list[str]:
     """Return what is different between the replayed state and a model's file."""
     if replica is None:
         return [f"{file} is not compared: the history could not be replayed to its end"]
+    data = memoryview(_bytes_of(file))
     try:
-        data = memoryview(file.read_bytes())
         found = tensors_in(data, read_header(data))
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
     except StateError as error:
         raise ConfigError(f"{file} is no file of safetensors: {error}") from None
     if any(name.startswith("common/") for name in found):
@@ -222,14 +221,9 @@ class VerifiedSegments:
         """Return those that have not changed since."""
         return frozenset(name for name, mark in self._kept.items() if self._mark(name) == mark)
 
-    def note(self, name: str) -> None:
-        """Note that a segment was verified."""
-        mark = self._mark(name)
-        if mark is not None:
-            self._kept[name] = mark
-
-    def save(self) -> None:
-        """Remember them."""
+    def keep(self, names: Sequence[str]) -> None:
+        """Remember some more."""
+        self._kept |= {name: mark for name in names if (mark := self._mark(name)) is not None}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             keep_file(self._file, json.dumps(self._kept).encode(), mode=0o600)
@@ -405,10 +399,8 @@ def _of_receipt(receipt: Receipt) -> list[str]:
 
 
 def _bytes_of(file: Path) -> bytes:
-    try:
+    with naming_errors("cannot be read", file):
         return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
 
 
 # Several archivists.
@@ -421,18 +413,15 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         StateError: a folder has no history, one in which something is wrong, or they are of different runs.
         ConfigError: the folder cannot be written.
     """
-    try:
+    with naming_errors("cannot be made", output):
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make {output}: {error.strerror}", remedy=what_to_do(error, output)
-        ) from None
     known: set[tuple[bytes, bytes]] = set()
     there = {path.name: path for path in segment_files(output)}
     for path in there.values():
-        known |= _updates_in(path) or set()
+        if (held := read_segment(path)) is not None:
+            known |= _updates_in(held)
     runs: set[tuple[str, bytes]] = set()
-    waiting: list[Path] = []
+    waiting: list[tuple[Path, bool, set[tuple[bytes, bytes]]]] = []
     for folder in [*([output] if there else []), *folders]:
         # Updates count only if their members have signed them: made-up ones would keep the genuine ones out.
         report = check_history(folder, CheckOptions(averages=False))
@@ -440,17 +429,17 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
             raise StateError(f"{folder} is not merged: {report.faults[0]}")
         runs.add((report.run_id, report.authority))
         if folder is not output:
-            waiting += segment_files(folder)
+            for path in segment_files(folder):
+                if (found := read_segment(path)) is not None:  # else it has not even a snapshot
+                    waiting.append((path, bool(found.beginning.names), _updates_in(found)))
     if len(runs) > 1:
         raise StateError(
             f"these histories are of {len(runs)} different runs: {', '.join(sorted(run for run, _ in runs))}"
         )
     copied = 0
     # Those that know the model's names come first, and of the same segment the longest.
-    for path in sorted(waiting, key=lambda path: (not _has_names(path), path.name, -path.stat().st_size)):
-        more = _updates_in(path)
-        if more is None:
-            continue  # not even a snapshot was written
+    waiting.sort(key=lambda each: (not each[1], each[0].name, -each[0].stat().st_size))
+    for path, _, more in waiting:
         if path.name in there:
             # The same segment may be there from an earlier time, when it was shorter. Nothing else is replaced.
             if not _goes_on(there[path.name], path):
@@ -458,8 +447,14 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         elif more <= known:
             continue
         known |= more
-        _copy(path, output / path.name)
-        there[path.name] = output / path.name
+        target = output / path.name
+        with (
+            naming_errors("cannot be copied", target),
+            path.open("rb") as opened,
+            replacing(target, mode=PUBLIC) as copy,
+        ):
+            shutil.copyfileobj(opened, copy)
+        there[path.name] = target
         copied += 1
     report = check_history(output, CheckOptions(averages=False))
     missing = [f"missing: updates {first} to {last}" for first, last in report.holes]
@@ -471,10 +466,9 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _updates_in(path: Path) -> set[tuple[bytes, bytes]] | None:
-    """Return the updates of a segment, by the states before and after; ``None`` if it has not even a snapshot."""
-    found = read_segment(path)
-    return None if found is None else {(update.before, update.after) for update in found.updates}
+def _updates_in(found: RecoveredSegment) -> set[tuple[bytes, bytes]]:
+    """Return the updates of a segment, by the states before and after."""
+    return {(update.before, update.after) for update in found.updates}
 
 
 def _goes_on(one: Path, other: Path) -> bool:
@@ -489,22 +483,6 @@ def _goes_on(one: Path, other: Path) -> bool:
         )
 
 
-def _has_names(path: Path) -> bool:
-    """Return whether a segment has the names of the model's parameters."""
-    found = read_segment(path)
-    return found is not None and bool(found.beginning.names)
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        with source.open("rb") as opened, replacing(target, mode=PUBLIC) as copy:
-            shutil.copyfileobj(opened, copy)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot copy {source}: {error.strerror}", remedy=what_to_do(error, target)
-        ) from None
-
-
 def write_same(output: Path, identities: Sequence[Path]) -> str:
     """Write the statement that several identities are one contributor; return a line about it.
 
@@ -513,12 +491,9 @@ def write_same(output: Path, identities: Sequence[Path]) -> str:
         ConfigError: the file exists or cannot be written.
     """
     said = same_peers([Ed25519Signer(load_seed(file)) for file in identities])
-    try:
-        create_file(output, said.encode(), mode=PUBLIC)
-    except FileExistsError:
-        raise ConfigError(f"{output} exists; choose another name") from None
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
-        ) from None
+    with naming_errors("cannot be written", output):
+        try:
+            create_file(output, said.encode(), mode=PUBLIC)
+        except FileExistsError:
+            raise ConfigError(f"{output} exists; choose another name") from None
     return f"made {output}: {len(said.peers)} identities of one contributor"

@@ -156,6 +156,8 @@ class HistoryReport:
     """Of the updates on the line. Of updates that are missing there is nothing."""
     sealed: list[SealedCredits] = field(default_factory=list)
     """Of each sealed segment of which all updates were checked."""
+    verified: list[str] = field(default_factory=list)
+    """Names of the segments of which everything was verified and replayed."""
 
 
 class HistoryReader:
@@ -187,15 +189,12 @@ class HistoryReader:
             self._read(path)
         self._check_links()
 
-    def file(self, segment: ReadSegment) -> Segment:
+    def file(self, path: Path) -> Segment:
         """Return the file of a segment. A few stay open: a long run has more segments than a process may have files.
 
         Raises:
-            StateError: it cannot be read any more.
+            StateError: it cannot be read, or not any more.
         """
-        return self._open(segment.path)
-
-    def _open(self, path: Path) -> Segment:
         with self._opening:
             found = self._opened.pop(path, None) or Segment(path)
             self._opened[path] = found
@@ -217,7 +216,7 @@ class HistoryReader:
     def _read(self, path: Path) -> None:
         """Read the entries of a segment; check its chain, its notices and its seal."""
         try:
-            segment = self._open(path)
+            segment = self.file(path)
         except TornSegmentError as error:
             self._cut(path, error)
             return

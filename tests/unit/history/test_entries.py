@@ -155,11 +155,9 @@ def test_a_seal_signs_all_of_its_fields() -> None:
         "number": 4,
         "entries": 5,
         "root": bytes(32),
-        "credits": bytes(32),
+        "credits": HASH[::-1],
     }
-    statements = {
-        msgspec.structs.replace(signed, **{name: value}).statement for name, value in changes.items()
-    }
+    statements = {msgspec.structs.replace(signed, **{name: each}).statement for name, each in changes.items()}
     assert len(statements) == len(changes)
     assert signed.statement not in statements
 

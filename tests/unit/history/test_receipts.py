@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2pavg.base.errors import StateError
 from p2pavg.state.history.entries import DayCredit
@@ -24,7 +24,7 @@ from p2pavg.testing.simulation import simulated_signer
 from p2pavg.tools.history.checking import CheckOptions, check_history
 from scripts.fault_search.made_history import ARCHIVIST, MadeRun, record
 
-PEER = simulated_signer(2).peer_id
+PEER, OTHER = simulated_signer(2).peer_id, simulated_signer(3).peer_id
 
 
 @pytest.fixture(scope="module")
@@ -60,34 +60,18 @@ def test_a_peer_that_is_not_in_a_segment_has_no_part_of_it(receipt: Receipt) -> 
 
 
 def _part(receipt: Receipt, **changes: Any) -> Receipt:
-    first = msgspec.structs.replace(receipt.parts[0], **changes)
-    return msgspec.structs.replace(receipt, parts=(first, *receipt.parts[1:]))
+    first = replace(receipt.parts[0], **changes)
+    return replace(receipt, parts=(first, *receipt.parts[1:]))
 
 
 def _more_samples(receipt: Receipt) -> Receipt:
     credit = receipt.parts[0].credit
     days = tuple(DayCredit(day.day, day.updates, day.samples + 1) for day in credit.days)
-    return _part(receipt, credit=msgspec.structs.replace(credit, days=days))
+    return _part(receipt, credit=replace(credit, days=days))
 
 
 def _other_seal(receipt: Receipt) -> Receipt:
-    return _part(receipt, seal=msgspec.structs.replace(receipt.parts[0].seal, credits=bytes(32)))
-
-
-def _other_archivist(receipt: Receipt) -> Receipt:
-    return msgspec.structs.replace(receipt, archivist=simulated_signer(3).peer_id)
-
-
-def _other_peer(receipt: Receipt) -> Receipt:
-    return msgspec.structs.replace(receipt, peer_id=simulated_signer(3).peer_id)
-
-
-def _twice(receipt: Receipt) -> Receipt:
-    return msgspec.structs.replace(receipt, parts=(receipt.parts[0],) * 2)
-
-
-def _no_member(receipt: Receipt) -> Receipt:
-    return msgspec.structs.replace(receipt, certificate=MadeRun().certificate(4))
+    return _part(receipt, seal=replace(receipt.parts[0].seal, credits=bytes(32)))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +81,13 @@ def _no_member(receipt: Receipt) -> Receipt:
         (lambda receipt: _part(receipt, proof=()), "a proof of 0 hashes"),
         (lambda receipt: _part(receipt, index=1), "the credit is not under the seal"),
         (_other_seal, "segment 0: the seal is forged"),
-        (_other_archivist, "a seal of another archivist or run"),
-        (_other_peer, "the credit of another peer"),
-        (_twice, "stand twice"),
-        (_no_member, "the archivist is no member of the run: its certificate is for another peer"),
+        (lambda receipt: replace(receipt, archivist=OTHER), "a seal of another archivist or run"),
+        (lambda receipt: replace(receipt, peer_id=OTHER), "the credit of another peer"),
+        (lambda receipt: replace(receipt, parts=(receipt.parts[0],) * 2), "stand twice"),
+        (
+            lambda receipt: replace(receipt, certificate=MadeRun().certificate(4)),
+            "the archivist is no member of the run: its certificate is for another peer",
+        ),
     ],
 )
 def test_what_was_changed_proves_nothing(

@@ -6,10 +6,10 @@ import logging
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -75,25 +75,6 @@ def test_a_segment_ends_when_its_averages_weigh_as_much_as_some_snapshots(tmp_pa
     assert max(sizes) < 20 * 2**16
 
 
-def test_updates_that_are_recorded_are_passed_over(tmp_path: Path) -> None:
-    """A peer that begins again at a checkpoint takes its last updates again."""
-    run = MadeRun()
-    taken = []
-    with MadeArchivist(tmp_path, run) as archivist:
-        for _ in range(6):
-            archivist.before()
-            taken.append(run.round())
-            archivist.take(*taken[-1])
-    with MadeArchivist(tmp_path, run) as archivist:
-        for average, after in taken[3:]:
-            assert not archivist.recorder.needs_snapshot(average.state)
-            archivist.take(average, after)
-        archivist.before()
-        archivist.take(*run.round())
-    report = good(tmp_path)
-    assert (report.updates, report.replayed, report.last) == (7, 7, 7)
-
-
 def test_an_update_without_a_proof_is_a_hole(tmp_path: Path) -> None:
     run = MadeRun()
     with MadeArchivist(tmp_path, run) as archivist:
@@ -108,32 +89,21 @@ def test_an_update_without_a_proof_is_a_hole(tmp_path: Path) -> None:
     assert (report.holes, report.replayed, report.last) == ([(4, 4), (6, 6)], 7, 9)
 
 
-def test_what_members_learned_is_recorded(tmp_path: Path) -> None:
-    run = MadeRun()
-    revoked = run.revocation([7])
-    with MadeArchivist(tmp_path, run) as archivist:
-        archivist.recorder.note([revoked])  # before there is a segment
-        archivist.before()
-        archivist.take(*run.round())
-        archivist.recorder.note([revoked])  # again
-    (path,) = segment_files(tmp_path)
-    assert [type(piece.entry).__name__ for piece in taken_apart(path)].count("HistoryNotice") == 1
-    record(run, tmp_path, 1)
-    good(tmp_path)
-
-
-def test_each_segment_has_the_present_list_of_revoked_certificates(
+def test_each_segment_has_the_present_list_of_revoked_certificates_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "SEGMENT_ENTRIES", 8)
     run = MadeRun()
     with MadeArchivist(tmp_path, run) as archivist:
-        archivist.recorder.note([run.revocation([7])])
+        archivist.recorder.note([run.revocation([7])])  # before there is a segment
         for _ in range(10):
             archivist.before()
             archivist.take(*run.round())
+            archivist.recorder.note([run.revocation([7])])  # again
     for path in segment_files(tmp_path):
-        assert isinstance(taken_apart(path)[2].entry, HistoryNotice)
+        notices = [isinstance(piece.entry, HistoryNotice) for piece in taken_apart(path)]
+        assert (notices[2], notices.count(True)) == (True, 1)
+    good(tmp_path)
 
 
 def test_old_segments_are_removed(tmp_path: Path) -> None:
@@ -164,7 +134,7 @@ def torn(tmp_path: Path) -> tuple[MadeRun, Path, list[int]]:
     return run, path, ends
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_crash_at_any_byte_costs_the_last_entry(tmp_path: Path, seed: int) -> None:
     run, path, ends = torn(tmp_path)
     size = random.Random(seed).randrange(ends[2], ends[-1] + 1)
@@ -208,7 +178,7 @@ def test_a_process_goes_on_in_the_segment_that_a_crash_has_left(tmp_path: Path) 
 
 def test_a_process_with_other_rules_begins_a_segment(tmp_path: Path) -> None:
     run, _, _ = torn(tmp_path)
-    run.recorded = replace(run.recorded, version=1)
+    run.recorded = msgspec.structs.replace(run.recorded, version=1)
     record(run, tmp_path, 2)
     beginnings = [taken_apart(path)[0].entry for path in segment_files(tmp_path)]
     assert [each.version for each in beginnings if isinstance(each, SegmentBeginning)] == [0, 1]

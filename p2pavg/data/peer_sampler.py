@@ -165,15 +165,12 @@ class PeerSampler(Sampler[int]):
         epoch, place = divmod(self._position, self._length)
         start = self._position - place % _BLOCK
         if start != self._block_start:
-            self._block = self._computed(epoch, place - place % _BLOCK)
+            begin = place - place % _BLOCK
+            first = (self._order.first_place(epoch, self._peer_id) + begin) % self._length
+            self._block = self._order.samples(epoch, first, min(_BLOCK, self._length - begin))
             self._block_start = start
         self._position += 1
         return self._block[place % _BLOCK]
-
-    def _computed(self, epoch: int, start: int) -> list[int]:
-        count = min(_BLOCK, self._length - start)
-        first = (self._order.first_place(epoch, self._peer_id) + start) % self._length
-        return self._order.samples(epoch, first, count)
 
 
 @overload

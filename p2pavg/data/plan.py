@@ -19,8 +19,11 @@ So an epoch's samples are all covered, and none twice, except where two such pee
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import Any, TypeAlias
+from itertools import chain, pairwise
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from p2pavg.data.order import SCHEME, SampleOrder
 
@@ -38,6 +41,19 @@ MAX_EPOCHS = 2**40
 
 Piece: TypeAlias = tuple[int, int, int]
 """Epoch, first place, and the place after the last one."""
+
+
+class _SavedPlan(msgspec.Struct, forbid_unknown_fields=True):
+    """A plan as plain values, which another peer may have made up."""
+
+    scheme: int
+    length: int
+    seed: int
+    begun: Annotated[int, Meta(ge=0, le=MAX_EPOCHS)]
+    lanes: Annotated[dict[str, list[Piece]], Meta(max_length=MAX_LANES)]
+    absent: dict[str, Annotated[int, Meta(ge=0, le=KEPT_UPDATES)]]
+    rest: list[Piece]
+    early: list[tuple[int, int]]
 
 
 class EpochPlan:
@@ -85,14 +101,17 @@ class EpochPlan:
                 # At most an epoch, so that no claim uses up more.
                 lane += self._deal(min(MANY_UPDATES * count, self.order.length) - _size(lane))
 
+    @property
+    def _free(self) -> list[tuple[int, int]]:
+        """The places of the epoch to come that are not covered yet."""
+        length = self.order.length
+        covered = [(0, 0), *self._early, (length, length)]
+        return [(end, first) for (_, end), (first, _) in pairwise(covered) if end < first]
+
     def _early_places(self, peer: str) -> Iterator[Piece]:
         """Return the places that a peer takes from the epoch that has not begun."""
         start = self.order.first_place(self.begun, peer)
-        free, before = [], 0
-        for first, end in (*self._early, (self.order.length, self.order.length)):
-            if before < first:
-                free.append((before, first))
-            before = end
+        free = self._free
         for first, end in free:
             if end > start:
                 yield self.begun, max(first, start), end
@@ -103,19 +122,12 @@ class EpochPlan:
     def _deal(self, count: int) -> list[Piece]:
         found: list[Piece] = []
         while (missing := count - _size(found)) > 0:
-            if not self._rest:
-                self._begin_epoch()
+            if not self._rest:  # the next epoch begins
+                self._rest = [(self.begun, first, end) for first, end in self._free]
+                self._early = []
+                self.begun += 1
             found += _cut(self._rest, missing)
         return found
-
-    def _begin_epoch(self) -> None:
-        before = 0
-        for first, end in (*self._early, (self.order.length, self.order.length)):
-            if before < first:
-                self._rest.append((self.begun, before, first))
-            before = end
-        self._early = []
-        self.begun += 1
 
     def room(self, peer: str) -> int:
         """Return the number of places in a peer's lane."""
@@ -156,55 +168,27 @@ class EpochPlan:
         Raises:
             ValueError: they are malformed, or of other data.
         """
-        names = {*self.identity, "begun", "lanes", "absent", "rest", "early"}
-        if not isinstance(saved, Mapping) or set(saved) != names:
-            raise ValueError("data: it is no plan of an epoch")
+        try:
+            values = msgspec.convert(saved, _SavedPlan)
+        except msgspec.ValidationError:  # it quotes the peer, whose words a terminal must not obey
+            raise ValueError("data: it is no plan of an epoch, or a value in it is malformed") from None
         if not self.is_of(saved):
             raise ValueError(f"data: it is of other data than {self.identity}")
-        found = EpochPlan(self.order)
-        if not _is_number(saved["begun"], MAX_EPOCHS):
-            raise ValueError("data: it has no number of epochs")
-        found.begun = saved["begun"]
-        lanes = saved["lanes"]
-        if not isinstance(lanes, Mapping) or len(lanes) > MAX_LANES:
-            raise ValueError("data: its lanes are malformed")
-        pieces = [saved["rest"], *lanes.values()]
-        if not all(isinstance(each, list) for each in (*pieces, saved["early"])):
-            raise ValueError("data: its lanes are malformed")
-        if sum(map(len, pieces)) + len(saved["early"]) > MAX_PIECES:
+        pieces = [*values.rest, *chain.from_iterable(values.lanes.values())]
+        if len(pieces) + len(values.early) > MAX_PIECES:
             raise ValueError(f"data: it has more than {MAX_PIECES} pieces")
-        found._rest, *own = [[self._piece(piece, found.begun) for piece in each] for each in pieces]
-        for peer, lane in zip(lanes, own, strict=True):
-            if not isinstance(peer, str):
-                raise ValueError("data: its lanes are malformed")  # noqa: TRY004 - what a peer sends is no type of ours
-            found._lanes[peer] = lane
-        absent = saved["absent"]
-        if not isinstance(absent, Mapping) or not all(
-            peer in found._lanes and _is_number(updates, KEPT_UPDATES) for peer, updates in absent.items()
-        ):
-            raise ValueError("data: its absent members are malformed")
-        found._absent = dict(absent)
-        early = [
-            self._piece([0, *each] if isinstance(each, list) else each, 1)[1:] for each in saved["early"]
-        ]
-        if _joined(early) != early:
-            raise ValueError("data: the places that are covered early are out of order")
-        found._early = early
-        return found
-
-    def _piece(self, saved: object, begun: int) -> Piece:
-        if not isinstance(saved, list) or len(saved) != 3:
-            raise ValueError("data: a piece of its plan is malformed")
-        epoch, first, end = saved
-        if not (
-            _is_number(epoch, begun - 1) and _is_number(end, self.order.length) and _is_number(first, end - 1)
-        ):
+        spans = [*((first, end) for _, first, end in pieces), *values.early]
+        is_dealt = all(0 <= epoch < values.begun for epoch, _, _ in pieces)
+        if not is_dealt or not all(0 <= first < end <= self.order.length for first, end in spans):
             raise ValueError("data: a piece of its plan is out of range")
-        return epoch, first, end
-
-
-def _is_number(value: object, most: int) -> bool:
-    return type(value) is int and 0 <= value <= most
+        if not values.absent.keys() <= values.lanes.keys():
+            raise ValueError("data: members are absent that have no lane")
+        if _joined(values.early) != values.early:
+            raise ValueError("data: the places that are covered early are out of order")
+        found = EpochPlan(self.order)
+        found.begun, found._lanes, found._absent = values.begun, values.lanes, values.absent
+        found._rest, found._early = values.rest, values.early
+        return found
 
 
 def _size(pieces: list[Piece]) -> int:

@@ -36,11 +36,6 @@ def fair(counts: Iterable[int], cells: int) -> bool:
 
 
 class TestCompleteness:
-    @pytest.mark.parametrize("length", [*range(1, 130), 1023, 1024, 1025, 2047, 2048, 2049, 4096, 4099])
-    def test_an_epoch_has_every_sample_once(self, length: int) -> None:
-        for epoch in (0, 1):
-            assert sorted(PeerSampler(length, peer_id="a", epoch=epoch)) == list(range(length))
-
     @given(length=st.integers(1, 5000), peer_id=texts, seed=seeds, epoch=epochs)
     def test_an_epoch_of_any_length_peer_seed_and_number_has_every_sample_once(
         self, length: int, peer_id: str, seed: int, epoch: int
@@ -99,13 +94,6 @@ class TestStability:
         self, length: int, peer_id: str, seed: int, epoch: int, samples: list[int]
     ) -> None:
         assert taken(PeerSampler(length, peer_id=peer_id, seed=seed, epoch=epoch), 5) == samples
-
-    def test_a_whole_epoch(self) -> None:
-        samples = np.array(list(PeerSampler(5000, peer_id="a", seed=1)), dtype="<u4")
-        assert (
-            hashlib.sha256(samples.tobytes()).hexdigest()
-            == "a0098bab56b1ec10be901d543e880385c6d0b9bc6bcad42108555a010f83947a"
-        )
 
     @given(length=st.integers(1, 2**62), peer_id=texts, seed=seeds, epoch=epochs)
     @example(length=2**62, peer_id="a", seed=0, epoch=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from itertools import combinations, islice
 from statistics import fmean
 
@@ -87,12 +86,3 @@ class TestExpectedOverlap:
             len(set().union(*(samples[:count] for samples in peers))) == PEERS * count for peers in trials()
         ]
         assert fmean(apart) == pytest.approx((1 - PEERS * count / LENGTH) ** (PEERS - 1), abs=0.06)
-
-    @pytest.mark.parametrize(
-        ("work", "repeated"), [(0.01, 0.005), (0.1, 0.048), (0.5, 0.21), (1, 0.37), (2, 0.57)]
-    )
-    def test_the_documented_table(self, work: float, repeated: float) -> None:
-        peers = 10_000
-        distinct = 1 - (1 - work / peers) ** peers
-        assert 1 - distinct / work == pytest.approx(repeated, abs=0.005 if repeated > 0.1 else 0.0005)
-        assert 1 - distinct / work == pytest.approx(1 - (1 - math.exp(-work)) / work, abs=1e-4)

@@ -34,12 +34,6 @@ def test_a_shard_of_the_largest_length_takes_no_memory() -> None:
     assert part[-1] < 2**62 <= part[-1] + 3
 
 
-def test_each_shard_of_a_sorted_data_set_is_like_the_whole() -> None:
-    kinds = [sample // 100 for sample in range(1000)]
-    for index in range(10):
-        assert [kinds[sample] for sample in shard(1000, index, 10)].count(7) == 10
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

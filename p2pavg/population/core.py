@@ -9,22 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from p2pavg.base.errors import ConfigError, StateError
+from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.population.history import MAX_ANCESTORS, Ancestor, GenerationReport, History
 from p2pavg.population.rules import Counted, counted, decide, ranked, worst
 from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Value
+from p2pavg.population.space import Value, is_number
 from p2pavg.population.weights import Weights
-from p2pavg.population.words import (
-    MAX_MEMBER_CHARS,
-    Decision,
-    Standing,
-    Word,
-    in_order,
-    lineage_after,
-    read_words,
-)
+from p2pavg.population.words import MAX_MEMBER_CHARS, Standing, Word, in_order, is_member_name, lineage_after
 from p2pavg.runs.records.board import Topic
 from p2pavg.state.choice import SnapshotOffer
 from p2pavg.state.donor.shelf import HeldSnapshot
@@ -64,16 +56,10 @@ class MemberOptions:
     def __post_init__(self) -> None:
         name = self.member
         # The same limits as for the words of others: they would refuse a word with any other name.
-        if (
-            not isinstance(name, str)
-            or not (name.isascii() and name.isprintable())
-            or len(name) > MAX_MEMBER_CHARS
-        ):
+        if not isinstance(name, str) or (name and not is_member_name(name)):
             raise ConfigError(f"member must be text of at most {MAX_MEMBER_CHARS} printable ASCII characters")
         for what, seconds in (("wait", self.wait), ("copy_timeout", self.copy_timeout)):
-            # bool is a kind of int, and `wait=True` is a mistake.
-            number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-            if not number or not 0 <= seconds < math.inf:
+            if not is_number(seconds) or not 0 <= seconds < math.inf:
                 raise ConfigError(f"{what} must be a number of seconds from 0, got {seconds!r}")
         if isinstance(self.members, bool) or not isinstance(self.members, int) or self.members < 0:
             raise ConfigError(f"members must be a whole number from 0, got {self.members!r}")
@@ -159,7 +145,10 @@ class Core:
                 # The next decision then keeps this member's own weights, for a reason that other members can
                 # repeat, too.
                 failed |= {its.digest for its in found.words.values()}
-        self._conclude(mine, made, reason, None if donor is None else found.words[donor])
+        self._adopt(mine if donor is None else found.words[donor], dict(made.hyperparameters))
+        # With the same standing: the decisions of other members rest on its digest.
+        self._publish_word(Word(standing=mine, decision=made))
+        logger.info("generation %d, score %g: %s", mine.generation, mine.score, reason)
         return GenerationReport(
             generation=mine.generation,
             score=score,
@@ -258,17 +247,16 @@ class Core:
             version = self._board.version
             self.poll()
             found = self._counted(mine).words
-            late = any(self._is_late(peer, its, mine) for peer, its in found.items())
+            # Some are late: behind this member, with nothing new since the last decision. A member that joined late
+            # stays behind in steps, so any new word of it is enough.
+            late = any(
+                its.steps < mine.steps and self._used.get(peer) == its.digest for peer, its in found.items()
+            )
             if not late and self._heard.members(mine) >= members and (found or mine.generation > 1):
                 return
             # A peer that stores no entries of this topic hears of new ones only when it asks.
             self._board.poll()
             self._board.wait(version, min(left, GLANCE_SECONDS))
-
-    def _is_late(self, peer: str, its: Standing, mine: Standing) -> bool:
-        """Return whether another member is behind this one, and has said nothing new since the last decision."""
-        # A member that joined late stays behind in steps, so any new word of it is enough.
-        return its.steps < mine.steps and self._used.get(peer) == its.digest
 
     def _counted(self, mine: Standing) -> Counted:
         self.poll()
@@ -278,12 +266,6 @@ class Core:
         found = counted(mine, trusted, self._settings)
         barred = {peer: self._distrusted[peer] for peer in words.keys() - trusted.keys()}
         return Counted(found.words, {**self._heard.malformed, **found.refused, **barred})
-
-    def _conclude(self, mine: Standing, made: Decision, reason: str, donor: Standing | None) -> None:
-        self._adopt(donor or mine, dict(made.hyperparameters))
-        # With the same standing: the decisions of other members rest on its digest.
-        self._publish_word(Word(standing=mine, decision=made))
-        logger.info("generation %d, score %g: %s", mine.generation, mine.score, reason)
 
     def _adopt(self, its: Standing, hyperparameters: dict[str, Value]) -> None:
         """Go on with weights that are loaded, and with other hyperparameters."""
@@ -304,7 +286,7 @@ class Core:
             mine: the word whose weights this member has now.
             present: those weights, as a snapshot.
         """
-        self.life.former = self.life.ancestors
+        former = self.life.ancestors
         try:
             failure = self._load(donor, its)
             if failure:
@@ -316,12 +298,12 @@ class Core:
             score = float(evaluate())
         # The caller must not be left with the weights of two members, or with some that no score has confirmed.
         except BaseException:  # the evaluation failed, or Ctrl-C interrupted it or the copy
-            self._take_back(present)
+            self._take_back(present, former)
             raise
         # The donor's claim does not count here: only what its weights score on this member.
         if math.isfinite(score) and not self._settings.better(mine.score, score):
             return ""
-        self._take_back(present)
+        self._take_back(present, former)
         scores = f"it says {its.score:g}, and they scored {score:g} here"
         failure = f"its weights are worse than this member's own, which scored {mine.score:g}: {scores}"
         self._distrust(donor, failure)
@@ -366,7 +348,15 @@ class Core:
         while not transfer.ended:
             now = time.monotonic()
             # Anew in each turn: donors come and go while the copy runs.
-            donors = self._donors(donor, its.root)
+            self.poll()
+            news = self._sharing.news()
+            same = {
+                peer: said.addresses
+                for peer, said in news.items()
+                if said.snapshot is not None and said.snapshot.root == its.root
+            }
+            # The publisher counts even if its news name a later snapshot: it keeps the former one.
+            donors = {donor: news[donor].addresses if donor in news else ()} | same
             transfer.set_donors(donors)
             useful = useful if transfer.stands_still else now
             # Any peer with the same snapshot can finish the copy, also after the member has left.
@@ -379,22 +369,10 @@ class Core:
             transfer.wait(GLANCE_SECONDS)
         return transfer.failure
 
-    def _donors(self, publisher: str, root: bytes) -> dict[str, tuple[str, ...]]:
-        """Return the addresses of a snapshot's publisher and of all other peers that offer the same one, by peer id."""
-        self.poll()
-        news = self._sharing.news()
-        same = {
-            peer: said.addresses
-            for peer, said in news.items()
-            if said.snapshot is not None and said.snapshot.root == root
-        }
-        # The publisher counts even if its news name a later snapshot: it keeps the former one.
-        return {publisher: news[publisher].addresses if publisher in news else ()} | same
-
-    def _take_back(self, present: memoryview) -> None:
+    def _take_back(self, present: memoryview, ancestors: tuple[Ancestor, ...]) -> None:
         """Load the weights that this member had before it copied another one's."""
         self._weights.restore(read(present))
-        self.life.ancestors = self.life.former
+        self.life.ancestors = ancestors
 
     def _distrust(self, peer: str, reason: str) -> None:
         self._distrusted[peer] = reason
@@ -416,8 +394,6 @@ class Life:
         """Steps of this generation."""
         self.lineage = ORIGIN
         self.ancestors: tuple[Ancestor, ...] = ()
-        self.former: tuple[Ancestor, ...] = ()
-        """The ancestors of the weights that a copy has replaced."""
 
 
 class _ReadRecords:
@@ -447,9 +423,14 @@ class _ReadRecords:
             return
         self._version = version
         fresh = {peer: said.value for peer, said in entries.items() if self._seen.get(peer) != said.sequence}
-        found, malformed = read_words(fresh)
-        for peer, word in found.items():
-            self._history.note(peer, word)
+        found, malformed = {}, {}
+        for peer, value in fresh.items():
+            try:
+                found[peer] = Word.decode(value)
+            except RemoteProtocolError as error:
+                malformed[peer] = str(error)
+            else:
+                self._history.note(peer, found[peer])
         self._seen = {peer: said.sequence for peer, said in entries.items()}
         changed = {**self.words, **found}
         # A member whose newest word is malformed counts with none: its older word is no longer what it says.

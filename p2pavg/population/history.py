@@ -15,7 +15,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.population.rules import is_of
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import MAX_HYPERPARAMETERS, Value, is_name, is_value
-from p2pavg.population.words import MAX_GENERATION, MAX_MEMBER_CHARS, MAX_STEPS, Standing, Word
+from p2pavg.population.words import MAX_GENERATION, MAX_STEPS, Standing, Word, is_member_name
 
 MAX_ANCESTORS = 1024
 """Generations that a snapshot names; the oldest are left out."""
@@ -89,10 +89,14 @@ def _ancestor(value: object) -> Ancestor:
     if type(value) is not list or list(map(type, value)) != [str, int, int, float, dict]:
         raise RemoteProtocolError("the state has a generation that is malformed")
     member, generation, steps, score, hyperparameters = value
-    good = 0 < len(member) <= MAX_MEMBER_CHARS and member.isascii() and member.isprintable()
-    good = good and 0 < generation <= MAX_GENERATION and 0 <= steps <= MAX_STEPS and math.isfinite(score)
-    good = good and 0 < len(hyperparameters) <= MAX_HYPERPARAMETERS
-    if not good or not all(is_name(name) and is_value(each) for name, each in hyperparameters.items()):
+    if not (
+        is_member_name(member)
+        and 0 < generation <= MAX_GENERATION
+        and 0 <= steps <= MAX_STEPS
+        and math.isfinite(score)
+        and 0 < len(hyperparameters) <= MAX_HYPERPARAMETERS
+        and all(is_name(name) and is_value(each) for name, each in hyperparameters.items())
+    ):
         raise RemoteProtocolError("the state has a generation with values out of range")
     return Ancestor(member, generation, steps, score, hyperparameters)
 
@@ -156,24 +160,26 @@ class History:
     def generations(self) -> tuple[Generation, ...]:
         """All generations, by publisher and in their order."""
         known = self.known()
-        return tuple(_generation(peer, word, known) for peer, word in self.words())
+        found = []
+        for peer_id, word in self.words():
+            said, donor = word.standing, b"" if word.decision is None else word.decision.donor
+            # Empty for one that kept its own weights; and the donor's word may not be known.
+            copied_from = known[donor][0] if donor in known else None
+            found.append(
+                Generation(
+                    peer_id,
+                    said.member,
+                    said.generation,
+                    said.steps,
+                    said.score,
+                    dict(said.hyperparameters),
+                    copied_from,
+                )
+            )
+        return tuple(found)
 
     @property
     def best(self) -> Generation | None:
         """The generation with the best score; ``None`` before the first one."""
         sign = 1.0 if self._settings.mode == "min" else -1.0
         return min(self.generations, key=lambda each: (sign * each.score, each.peer_id), default=None)
-
-
-def _generation(peer_id: str, word: Word, known: Mapping[bytes, tuple[str, Standing]]) -> Generation:
-    standing, made = word.standing, word.decision
-    donor = known.get(made.donor) if made is not None and made.donor else None
-    return Generation(
-        peer_id,
-        standing.member,
-        standing.generation,
-        standing.steps,
-        standing.score,
-        dict(standing.hyperparameters),
-        None if donor is None else donor[0],
-    )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from p2pavg.base.messages import pack
@@ -153,7 +153,11 @@ def _truncation(
         return None, "no word of another member counts"
     if me not in order[:size]:
         return None, f"{place}, above the lowest {size}"
-    able = _able(order[-size:], mine, words, settings, failed)
+    able = [
+        peer
+        for peer in order[-size:]
+        if settings.better(words[peer].score, mine.score) and words[peer].digest not in failed
+    ]
     if not able:
         return None, f"{place}, and none of the highest {size} is better and can be copied"
     donor = draws.choose(able)
@@ -176,17 +180,6 @@ def _tournament(
     if not settings.better(its.score, mine.score):
         return None, f"drew {its.member}, whose score {its.score:g} is not better than {mine.score:g}"
     return rival, f"drew {its.member}, whose score {its.score:g} is better than {mine.score:g}"
-
-
-def _able(
-    peers: Sequence[str],
-    mine: Standing,
-    words: Mapping[str, Standing],
-    settings: PopulationSettings,
-    failed: Collection[bytes],
-) -> list[str]:
-    better = [peer for peer in peers if settings.better(words[peer].score, mine.score)]
-    return [peer for peer in better if words[peer].digest not in failed]
 
 
 def explored(

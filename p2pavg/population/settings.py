@@ -20,6 +20,7 @@ from p2pavg.population.space import (
     Uniform,
     Value,
     is_name,
+    is_number,
 )
 
 Exploit = Literal["truncation", "tournament"]
@@ -86,9 +87,9 @@ class PopulationSettings:
         _check_one_of("mode", self.mode, MODES)
         _check_one_of("exploit", self.exploit, EXPLOIT)
         _check_one_of("explore", self.explore, EXPLORE)
-        if not _is_number(self.quantile) or not 0 < self.quantile <= 0.5:
+        if not is_number(self.quantile) or not 0 < self.quantile <= 0.5:
             raise ConfigError(f"quantile must be a number above 0 and at most 0.5, got {self.quantile!r}")
-        if not _is_number(self.resample_probability) or not 0 <= self.resample_probability <= 1:
+        if not is_number(self.resample_probability) or not 0 <= self.resample_probability <= 1:
             raise ConfigError(
                 f"resample_probability must be a number from 0 to 1, got {self.resample_probability!r}"
             )
@@ -96,7 +97,7 @@ class PopulationSettings:
             raise ConfigError(
                 f"factors must be a tuple of 1 to {MAX_HYPERPARAMETERS} numbers, got {self.factors!r}"
             )
-        if not all(_is_number(factor) and 0 < factor <= MAX_FACTOR for factor in self.factors):
+        if not all(is_number(factor) and 0 < factor <= MAX_FACTOR for factor in self.factors):
             raise ConfigError(
                 f"each of factors must be above 0 and at most {MAX_FACTOR:g}, got {self.factors!r}"
             )
@@ -124,22 +125,17 @@ class PopulationSettings:
             raise ConfigError(f"the hyperparameter {missing[0]!r} is missing")
         if unknown := sorted(hyperparameters.keys() - self.space.keys()):
             raise ConfigError(f"the hyperparameter {unknown[0]!r} is not in the population's space")
-        found = {name: _as_of(self.space[name], hyperparameters[name]) for name in self.space}
-        for name, value in found.items():
-            if not self.space[name].holds(value):
-                raise ConfigError(
-                    f"the hyperparameter {name} = {value!r} is not in its range: {self.space[name]}"
-                )
+        found = {}
+        for name, range_ in self.space.items():
+            value = hyperparameters[name]
+            found[name] = float(value) if is_number(value) and not isinstance(range_, Choice) else value
+            if not range_.holds(found[name]):
+                raise ConfigError(f"the hyperparameter {name} = {value!r} is not in its range: {range_}")
         return found
 
     def better(self, one: float, other: float) -> bool:
         """Return whether the first score is better than the second one."""
         return one < other if self.mode == "min" else one > other
-
-
-def _as_of(range_: Range, value: Value) -> Value:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_whole and not isinstance(range_, Choice) else value
 
 
 def _check_space(space: object) -> None:
@@ -162,7 +158,3 @@ def _check_whole(name: str, value: object, least: int, most: int) -> None:
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeGuard, TypeVar
 
 from p2pavg.base.errors import ConfigError
 
@@ -141,17 +141,13 @@ class Choice:
 
     def perturbed(self, value: Value, factor: float, fraction: float) -> Value:  # noqa: ARG002
         """Return the next or the previous value, as a draw from 0 to 1 says; at an end, the value itself."""
-        index = self._index(value) + (1 if fraction >= 0.5 else -1)
+        index = next(at for at, own in enumerate(self.values) if type(own) is type(value) and own == value)
+        index += 1 if fraction >= 0.5 else -1
         return self.values[min(max(index, 0), len(self.values) - 1)]
 
     def holds(self, value: object) -> bool:
         """Return whether it is one of the values, also by its type."""
         return any(type(value) is type(own) and value == own for own in self.values)
-
-    def _index(self, value: Value) -> int:
-        return next(
-            index for index, own in enumerate(self.values) if type(own) is type(value) and own == value
-        )
 
     @property
     def fields(self) -> tuple[Value, ...]:
@@ -170,6 +166,11 @@ def is_name(name: object) -> bool:
     )
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number; truth values are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_value(value: object) -> bool:
     """Return whether a hyperparameter may have this value."""
     if isinstance(value, str):
@@ -180,7 +181,7 @@ def is_value(value: object) -> bool:
 
 def _check_bounds(low: object, high: object) -> None:
     for name, bound in (("low", low), ("high", high)):
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not abs(bound) <= MAX_MAGNITUDE:
+        if not is_number(bound) or not abs(bound) <= MAX_MAGNITUDE:
             raise ConfigError(
                 f"{name} must be a number of at most {MAX_MAGNITUDE:g} in magnitude, got {bound!r}"
             )

@@ -13,7 +13,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Hash, Message, pack
 from p2pavg.population.space import MAX_HYPERPARAMETERS, MAX_MAGNITUDE, Value, is_name, is_value
 
@@ -71,7 +70,7 @@ class Standing(Message, frozen=True, kw_only=True):
     """Bytes of the snapshot."""
 
     def __post_init__(self) -> None:
-        if not (self.member.isascii() and self.member.isprintable()):
+        if not is_member_name(self.member):
             raise ValueError("a member whose name is not printable")
         _check_hyperparameters(self.hyperparameters)
 
@@ -126,21 +125,14 @@ def in_order(hyperparameters: Mapping[str, Value]) -> Hyperparameters:
     return tuple(sorted(hyperparameters.items()))
 
 
-def read_words(said: Mapping[str, bytes]) -> tuple[dict[str, Word], dict[str, str]]:
-    """Return each peer's word, and the reason for which the others are malformed, by peer id."""
-    found, refused = {}, {}
-    for peer_id, value in said.items():
-        try:
-            found[peer_id] = Word.decode(value)
-        except RemoteProtocolError as error:
-            refused[peer_id] = str(error)
-    return found, refused
+def is_member_name(name: str) -> bool:
+    """Return whether a member may have this name."""
+    return 0 < len(name) <= MAX_MEMBER_CHARS and name.isascii() and name.isprintable()
 
 
 def _check_hyperparameters(pairs: Hyperparameters) -> None:
     """Raise ValueError if the hyperparameters of a word are out of range or order."""
     if not all(is_name(name) and is_value(value) for name, value in pairs):
         raise ValueError("a member's word with a hyperparameter out of range")
-    names = [name for name, _ in pairs]
-    if any(one >= other for one, other in pairwise(names)):
+    if any(one >= other for (one, _), (other, _) in pairwise(pairs)):
         raise ValueError("a member's word whose hyperparameters are not in order")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
-from typing import TypeGuard
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.topology import resolve_topology
 from p2pavg.optim import Cells
+from p2pavg.population.space import is_number
 
 MEAN = "mean"
 MAX_COUNT = 2**40
 MAX_NUMBER = 1e15
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number; truth values are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_number(name: str, value: object) -> None:

@@ -20,6 +20,7 @@ from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, MixedUpdates
 from p2pavg.optim.local import recipes
 from p2pavg.optim.local.local_options import LocalOptions, SyncEvery
+from p2pavg.population.space import is_number
 from p2pavg.strategies.base import Given, Strategy
 from p2pavg.strategies.checks import (
     MAX_NUMBER,
@@ -30,7 +31,6 @@ from p2pavg.strategies.checks import (
     check_one_of,
     checked_cells,
     checked_topology,
-    is_number,
 )
 
 # The table of the recipes that a federated strategy can name. Their options are read from their signatures.

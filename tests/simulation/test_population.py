@@ -48,6 +48,18 @@ class Task(torch.nn.Module):
         return (self.at - 1.0).square().mean()
 
 
+def member_of(
+    loop: SimulatedLoop, at: float = 3.0, settings: PopulationSettings = SETTINGS, **options: Any
+) -> tuple[Task, Population, Callable[[], float]]:
+    """Return a model that begins somewhere and does not learn, its member of a population, and its score."""
+    model = Task()
+    with torch.no_grad():
+        model.at.fill_(at)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    population = Population(loop.averager, model, optimizer, settings, **{"wait": 20.0, **options})
+    return model, population, lambda: float(model().detach())
+
+
 @dataclass
 class Outcome:
     """The results of one peer."""
@@ -136,28 +148,19 @@ async def test_members_copy_the_better_ones_and_any_observer_repeats_each_decisi
     assert check_all_decisions(found) == 6 * len(copies)
     assert all(len(outcome.generations) == 36 for outcome in found.values())
     assert all(outcome.generations == found[0].generations for outcome in found.values())
+    for outcome in found.values():
+        assert len(outcome.ancestors) == 6
+        for report in outcome.reports[:-1]:
+            if report.copied_from is not None:
+                own = outcome.words[outcome.peer_id]
+                donor = outcome.words[report.copied_from][report.generation - 1]
+                decision = own[report.generation - 1].decision
+                assert decision is not None
+                assert decision.donor == donor.standing.digest
+                assert own[report.generation].standing.parent == donor.standing.lineage
     worst = [min(own.reports, key=lambda each: each.generation).score for own in found.values()]
     ends = [own.reports[-1].score for own in found.values()]
     assert max(ends) < max(worst)
-
-
-async def test_a_copy_has_the_weights_the_momentum_and_the_lineage_of_its_donor(
-    autojump_clock: MockClock,
-) -> None:
-    """With an interval of one step and a rate of 0 after the copy, the weights are the donor's to the bit."""
-    settings = replace(SETTINGS, resample_probability=0.0, factors=(1.0,))
-    found = await run(4, generations=3, settings=settings)
-    for outcome in found.values():
-        assert len(outcome.ancestors) == 3
-        for report in outcome.reports:
-            if report.copied_from is not None:
-                own = outcome.words[outcome.peer_id][report.generation - 1]
-                donor = outcome.words[report.copied_from][report.generation - 1]
-                assert own.decision is not None
-                assert own.decision.donor == donor.standing.digest
-                if report.generation < 3:
-                    after = outcome.words[outcome.peer_id][report.generation]
-                    assert after.standing.parent == donor.standing.lineage
 
 
 async def test_a_member_comes_late_and_copies_the_training_of_the_others(autojump_clock: MockClock) -> None:
@@ -210,16 +213,7 @@ async def test_a_member_that_lies_about_its_score_is_copied_once_by_each_and_by_
     def train_or_lie(loop: SimulatedLoop) -> Outcome:
         if loop.index:
             return train(loop, generations=5, members=4)
-        model = Task()
-        with torch.no_grad():
-            model.at.fill_(100.0)
-        population = Population(
-            loop.averager,
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
-            SETTINGS,
-            wait=20.0,
-        )
+        model, population, _ = member_of(loop, at=100.0)
         while population.generation < 5:
             loop.sleep(1.0)
             population.step(0.0)  # the best score that there is
@@ -292,15 +286,7 @@ async def test_a_score_that_is_not_finite_counts_nothing_and_its_member_copies_a
 
 async def test_all_members_can_end_with_the_best_weights(autojump_clock: MockClock) -> None:
     def play(loop: SimulatedLoop) -> tuple[str, str | None, torch.Tensor, torch.Tensor]:
-        model = Task()
-        with torch.no_grad():
-            model.at.fill_(10.0 * (loop.index + 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        population = Population(loop.averager, model, optimizer, settings, wait=20.0, members=3)
-
-        def score() -> float:
-            return float(model().detach())
-
+        model, population, score = member_of(loop, 10.0 * (loop.index + 1), settings, members=3)
         with pytest.raises(ValueError, match="has not finished a generation"):
             population.take_best(score)
         population.step(score)
@@ -323,16 +309,8 @@ async def test_a_copy_of_the_best_that_fails_leaves_what_was_copied_before(autoj
     """A member that has copied another one, and then cannot take the best, has the weights and the life of that one."""
 
     def play(loop: SimulatedLoop) -> tuple[torch.Tensor, int, torch.Tensor, int, str | None] | None:
-        model = Task()
-        with torch.no_grad():
-            # The second is the best when all decide. The third has better weights for a moment, and claims so later.
-            model.at.fill_([50.0, 20.0, 30.0][loop.index])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        population = Population(loop.averager, model, optimizer, settings, wait=20.0, members=3)
-
-        def score() -> float:
-            return float(model().detach())
-
+        # The second is the best when all decide. The third has better weights for a moment, and claims so later.
+        model, population, score = member_of(loop, [50.0, 20.0, 30.0][loop.index], settings, members=3)
         report = population.step(score)
         loop.sleep(5.0)
         if loop.index == 2:
@@ -363,15 +341,6 @@ def trained_well(loop: SimulatedLoop) -> Outcome:
     return train(loop, generations=2, members=2, settings=HALVES, start={"lr": 0.1, "weight_decay": 1e-6})
 
 
-def far_off(loop: SimulatedLoop) -> tuple[Task, Population]:
-    """Return a model that is far from the best one and does not learn, and its member of a population of two."""
-    model = Task()
-    with torch.no_grad():
-        model.at.fill_(50.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    return model, Population(loop.averager, model, optimizer, HALVES, wait=20.0, members=2)
-
-
 async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,13 +359,13 @@ async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
     def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
         if loop.index:
             return trained_well(loop)
-        model, population = far_off(loop)
+        model, population, score = member_of(loop, 50.0, HALVES, members=2)
         for _ in range(HALVES.interval - 1):
             loop.sleep(1.0)
-            population.step(lambda: float(model().detach()))
+            population.step(score)
         monkeypatch.setattr(Weights, "prepare", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            population.step(lambda: float(model().detach()))
+            population.step(score)
         assert len(population.lineage) == 1, "the generation of its own weights"
         return model.at.detach().clone()
 
@@ -410,14 +379,14 @@ async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clo
     def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
         if loop.index:
             return trained_well(loop)
-        model, population = far_off(loop)
+        model, population, measured = member_of(loop, 50.0, HALVES, members=2)
         calls = []
 
         def score() -> float:
             calls.append(float(model.at.detach()[0]))
             if len(calls) == 2:
                 raise RuntimeError("no data")
-            return float(model().detach())
+            return measured()
 
         for _ in range(HALVES.interval - 1):
             loop.sleep(1.0)

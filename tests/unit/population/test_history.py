@@ -26,14 +26,8 @@ def history() -> History:
 
 def test_generations_are_in_order_with_the_copies() -> None:
     found = history().generations
-    assert [(each.peer_id, each.generation) for each in found] == [
-        ("peer 0", 1),
-        ("peer 0", 2),
-        ("peer 0", 3),
-        ("peer 1", 1),
-        ("peer 1", 2),
-        ("peer 1", 3),
-    ]
+    expected = [(peer, number) for peer in ("peer 0", "peer 1") for number in (1, 2, 3)]
+    assert [(each.peer_id, each.generation) for each in found] == expected
     assert [each.copied_from for each in found] == [None, None, None, None, "peer 0", None]
 
 

@@ -88,27 +88,11 @@ def _without(content: Content, name: str) -> dict[str, torch.Tensor]:
     return {each: tensor for each, tensor in content.tensors.items() if each != name}
 
 
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    _, _, weights = member(0)
-    model = member(1)[0]
-    other = Weights(model, torch.optim.SGD(model.parameters(), lr=0.1), None, ["lr"])
-    with pytest.raises(StateError):
-        weights.prepare(other.content(GENERATIONS))
+OPTIONS = {"maximize": True, "weight_decay": 1e3, "betas": (0.0, 0.0), "eps": 1e3, "amsgrad": True, "lr": 1e3}
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"maximize": True},
-        {"weight_decay": 1e3},
-        {"betas": (0.0, 0.0)},
-        {"eps": 1e3},
-        {"amsgrad": True},
-        {"lr": 1e3},
-        {"lr": "fast"},
-        {"betas": None},
-    ],
-    ids=str,
+    "changed", [OPTIONS, {"lr": "fast"}, {"betas": None}], ids=["numbers", "text", "none"]
 )
 def test_no_option_of_the_optimizer_is_taken_from_another_member(changed: dict[str, Any]) -> None:
     """Those that the population explores come with the donor's signed word, inside their ranges."""
@@ -156,14 +140,6 @@ def test_a_tensor_of_another_member_is_not_copied_again_and_again() -> None:
     assert same(before, state(model, optimizer))
 
 
-def test_an_optimizer_that_cannot_be_saved_is_refused_when_the_member_begins() -> None:
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["filter"] = print
-    with pytest.raises(StateError, match="'param_groups/0/filter'"):
-        Weights(model, optimizer, None, ["lr"])
-
-
 def test_the_own_state_comes_back_also_if_it_is_not_finite() -> None:
     model, optimizer, weights = member(0)
     with torch.no_grad():
@@ -186,16 +162,17 @@ def test_hyperparameters_are_set_in_all_groups_or_by_the_caller() -> None:
     assert taken == {"dropout": 0.3}
 
 
-def test_a_hyperparameter_that_the_optimizer_lacks_is_named() -> None:
-    model = torch.nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match="SGD has no option 'dropout': give apply="):
-        Weights(model, torch.optim.SGD(model.parameters(), lr=0.1), None, ["lr", "dropout"])
-
-
-def test_a_model_or_optimizer_of_another_type_is_refused() -> None:
+def test_what_cannot_be_copied_is_refused_when_the_member_begins() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
-        Weights(optimizer, optimizer, None, ["lr"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer"):
-        Weights(model, model, None, ["lr"])  # type: ignore[arg-type]
+    wrong: list[tuple[Any, Any, str, type[Exception], str]] = [
+        (model, optimizer, "dropout", ConfigError, "SGD has no option 'dropout': give apply="),
+        (optimizer, optimizer, "lr", TypeError, r"model must be a torch\.nn\.Module"),
+        (model, model, "lr", TypeError, r"optimizer must be a torch\.optim\.Optimizer"),
+    ]
+    for its_model, its_optimizer, name, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            Weights(its_model, its_optimizer, None, [name])
+    optimizer.param_groups[0]["filter"] = print
+    with pytest.raises(StateError, match="'param_groups/0/filter'"):
+        Weights(model, optimizer, None, ["lr"])

@@ -120,8 +120,3 @@ def test_an_averager_of_another_strategy_is_refused_by_the_field() -> None:
     other_thing = cast(Any, torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"averager must be one of p2pavg\.blocking, got Linear"):
         strategy.optimizer(torch.nn.Linear(2, 1), other_thing, cast(Any, None), place=strategy.place())
-
-
-def test_the_ranks_of_a_peer_are_counted() -> None:
-    federated = Federated(rule="fedavg", sync_every="30s", fragments=1)
-    assert ModelParallel(training=federated, shards=2).ranks == 2

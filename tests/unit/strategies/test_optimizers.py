@@ -17,15 +17,9 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, RunState
 from p2pavg.population import PopulationSettings
-from p2pavg.strategies import Custom, DataParallel, Federated, Local, PopulationBased, Strategy, read_json
+from p2pavg.strategies import Custom, DataParallel, Federated, PopulationBased, Strategy, read_json
 from tests.unit.optim.fakes import Alone
-from tests.unit.strategies.samples import FUNCTION, STRATEGIES
-
-AVERAGING = [
-    each
-    for each in STRATEGIES
-    if each.kind in ("data_parallel", "federated", "custom") and getattr(each, "cells", None) is None
-]
+from tests.unit.strategies.samples import FUNCTION
 
 
 def averager_of(config: AveragingConfig) -> Averager:
@@ -42,15 +36,6 @@ def made_by(strategy: Strategy, config: AveragingConfig, **options: Any) -> Any:
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return strategy.optimizer(model, averager_of(config), inner, **options)
-
-
-@pytest.mark.parametrize("strategy", AVERAGING, ids=lambda strategy: strategy.kind)
-def test_the_optimizer_is_of_the_class_and_takes_a_step(strategy: Strategy) -> None:
-    model = torch.nn.Linear(2, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = strategy.optimizer(model, averager_of(config_of(strategy)), inner, peers_to_start=2)
-    assert isinstance(optimizer, AveragedOptimizer if strategy.kind == "data_parallel" else LocalUpdates)
-    assert optimizer.inner is inner
 
 
 def test_a_strategy_with_cells_makes_their_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +55,6 @@ def test_a_strategy_with_cells_makes_their_optimizer(monkeypatch: pytest.MonkeyP
     numbers = {"target_batch_size": 64, "max_grad_norm": 2.0, "cells": Cells(count=3, every=5)}
     common = {"inner": inner, "averager": averager, **numbers}
     assert given == [{**common, "state": model}, {**common, "state": state, "peers_to_start": 6}]
-
-
-def test_a_local_strategy_is_the_inner_optimizer_and_needs_no_averager() -> None:
-    model = torch.nn.Linear(2, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert Local().optimizer(model, None, inner) is inner
 
 
 def test_the_configuration_has_the_rules_of_the_strategy() -> None:

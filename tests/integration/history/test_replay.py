@@ -17,7 +17,7 @@ from tests.integration.optim.company import Batches, config, loss_of, small_mode
 
 pytestmark = pytest.mark.one_worker
 
-PEERS, UPDATES = 2, 8
+PEERS, UPDATES = 2, 4
 
 
 def with_buffers() -> torch.nn.Module:

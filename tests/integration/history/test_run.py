@@ -7,8 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 WORK = [sys.executable, "-m", "tests.integration.history.work"]
 PEERS = 4
-UPDATES = {"averaged": 60, "diloco": 30}
+UPDATES = 60
 ROOT = Path(__file__).parents[3]
 
 
 class Stage:
     """The folder of a run, and its processes."""
 
-    def __init__(self, folder: Path, recipe: str, stack: ExitStack) -> None:
-        self.folder, self._recipe, self._stack = folder, recipe, stack
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
         self.command("run", "create", "lab", "--address", "127.0.0.1")
         said = self.command("run", "link", "lab", "--count", "6")
         self._links = re.findall(r"p2pavg:\S+", said)
@@ -50,8 +49,7 @@ class Stage:
         given = {
             "seed": number,
             "peers": PEERS,
-            "recipe": self._recipe,
-            "updates": UPDATES[self._recipe],
+            "updates": UPDATES,
             "out": str(self.folder / f"{name}.safetensors"),
             **options,
         }
@@ -61,15 +59,8 @@ class Stage:
 
     def archivist(self, name: str) -> Started:
         """Start an archivist that trains nothing."""
-        words = (
-            "archive",
-            "--run",
-            self._links[5],
-            "--home",
-            str(self.folder / "homeA"),
-            str(self.folder / "other"),
-        )
-        return self._started(name, *words, command=COMMAND)
+        homes = ("--home", str(self.folder / "homeA"), str(self.folder / "other"))
+        return self._started(name, "archive", "--run", self._links[5], *homes, command=COMMAND)
 
     def _started(self, name: str, *words: str, command: list[str]) -> Started:
         found = Started(self.folder, name, *words, command=command)
@@ -77,19 +68,12 @@ class Stage:
         return found
 
 
-@contextmanager
-def stage(folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def test_a_run_is_verified_from_its_first_update_to_its_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with ExitStack() as stack:
-        yield Stage(folder, recipe, stack)
-
-
-@pytest.mark.parametrize("recipe", ["averaged", "diloco"])
-def test_a_run_is_verified_from_its_first_update_to_its_last_bit(
-    tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    updates = UPDATES[recipe]
-    with stage(tmp_path, recipe, monkeypatch) as here:
+        here = Stage(tmp_path, stack)
         evidence = tmp_path / "evidence"
         first = here.peer(0, history=str(tmp_path / "one"), evidence=str(evidence))
         address = first.until(r"peer 12D3\S+ at (\S+)")[1]
@@ -116,7 +100,7 @@ def test_a_run_is_verified_from_its_first_update_to_its_last_bit(
         draft.rename(evidence)
         first.until("ended")
         late.until("ended")
-        archivist.until(f"recorded update {updates}")
+        archivist.until(f"recorded update {UPDATES}")
         archivist.process.send_signal(signal.SIGTERM)
         assert archivist.end() == 0
         assert (first.end(), late.end()) == (0, 0)
@@ -127,14 +111,14 @@ def test_a_run_is_verified_from_its_first_update_to_its_last_bit(
                 *("--model", "late.safetensors"),
                 OMP_NUM_THREADS=threads,
             )
-            assert (
-                f"{updates} updates of 4 peers, from the snapshot of update 0 to update {updates}: replayed"
-                in said
+            whole = (
+                f"{UPDATES} updates of 4 peers, from the snapshot of update 0 to update {UPDATES}: replayed"
             )
+            assert whole in said
             assert "missing" not in said
             assert "the parameters in late.safetensors are these" in said
             assert f"{liar.peer_id} was excluded: it signed that it holds two" in said
         said_by = json.loads(here.command("history", "credits", "both", "--format", "json"))
         by_peer = {each["peers"][0]: each for each in said_by["contributors"]}
         assert by_peer[liar.peer_id]["struck_out"]
-        assert 0 < by_peer[revoked]["updates"] < updates
+        assert 0 < by_peer[revoked]["updates"] < UPDATES

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import p2pavg
-from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco
+from p2pavg.optim import AveragedOptimizer, RunState
 
 
 def model_of() -> torch.nn.Module:
@@ -26,26 +26,6 @@ def model_of() -> torch.nn.Module:
     return model
 
 
-def optimizer_of(
-    recipe: str, model: torch.nn.Module, averager: p2pavg.blocking.Averager, history: str | None, peers: int
-) -> AveragedOptimizer | LocalUpdates:
-    """Return the optimizer of a recipe."""
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    state = RunState(model, history=history)
-    if recipe == "diloco":
-        return diloco(inner, averager, sync_every=10, state=state, peers_to_start=peers)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 0.02, 1000)
-    return AveragedOptimizer(
-        inner,
-        averager,
-        target_batch_size=64,
-        scheduler=schedule,
-        max_grad_norm=1.0,
-        state=state,
-        peers_to_start=peers,
-    )
-
-
 def train(run: str, home: str | None, options: dict[str, Any]) -> None:
     """Train, and write the model at the end."""
     torch.set_num_threads(1)
@@ -54,7 +34,16 @@ def train(run: str, home: str | None, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(options["seed"])
     with p2pavg.blocking.open_averager(config) as averager:
         print("peer", averager.peer_id, "at", averager.addresses[0], flush=True)
-        optimizer = optimizer_of(options["recipe"], model, averager, options.get("history"), options["peers"])
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = AveragedOptimizer(
+            inner,
+            averager,
+            target_batch_size=64,
+            scheduler=torch.optim.lr_scheduler.OneCycleLR(inner, 0.02, 1000),
+            max_grad_norm=1.0,
+            state=RunState(model, history=options.get("history")),
+            peers_to_start=options["peers"],
+        )
         said, evidence = -1, options.get("evidence")
         while optimizer.epoch < options["updates"]:
             inputs = torch.randn(8, 16, generator=generator)
@@ -70,12 +59,7 @@ def train(run: str, home: str | None, options: dict[str, Any]) -> None:
                 # As if it had found the lie in a round: nothing of a real peer lies as easily.
                 averager._call(partial(accuse, averager, Path(evidence).read_bytes()))
                 evidence = None
-        if isinstance(optimizer, LocalUpdates):
-            tensors = optimizer.anchor
-        else:
-            tensors = [parameter.detach() for parameter in model.parameters()]
-        names = [name for name, _ in model.named_parameters()]
-        save_file(dict(zip(names, tensors, strict=True)), options["out"])
+        save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, options["out"])
     print("ended", flush=True)
 
 

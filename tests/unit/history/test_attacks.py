@@ -46,7 +46,7 @@ from scripts.fault_search.made_history import (
     record,
     taken_apart,
 )
-from tests.unit.history.test_checking import check
+from tests.unit.history.test_checking import change_entry, check
 
 
 def with_snapshot(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
@@ -154,12 +154,9 @@ def test_options_of_any_kind_are_a_fault_and_no_error(tmp_path: Path, change: di
 
 def test_a_line_that_leads_back_ends(tmp_path: Path) -> None:
     _, (path,) = history(tmp_path)
-    pieces = taken_apart(path)
-    first, last = pieces[2].entry, pieces[5].entry
+    first = taken_apart(path)[2].entry
     assert isinstance(first, Update)
-    assert isinstance(last, Update)
-    pieces[5] = Piece(msgspec.structs.replace(last, after=first.before), pieces[5].payload)
-    put_together(path, pieces, FIRST, ARCHIVIST)
+    change_entry(path, 5, after=first.before)
     assert check(tmp_path).faults
 
 
@@ -168,15 +165,11 @@ def test_many_forks_take_no_long_time(tmp_path: Path) -> None:
     pieces = taken_apart(path)
     update = pieces[2].entry
     assert isinstance(update, Update)
-    states = [number.to_bytes(32, "big") for number in range(1000)]
+    states = [number.to_bytes(32, "big") for number in range(3000)]
+    empty = msgspec.structs.replace(update, size=0, certificate=b"x")
     made = [
-        Piece(
-            msgspec.structs.replace(
-                update, epoch=number + 1, before=states[number], after=after, size=0, certificate=b"x"
-            ),
-            b"",
-        )
-        for number in range(999)
+        Piece(msgspec.structs.replace(empty, epoch=number + 1, before=states[number], after=after), b"")
+        for number in range(2999)
         for after in (states[number + 1], bytes([7]) * 32)
     ]
     snapshot = msgspec.structs.replace(pieces[1].entry, state=states[0])
@@ -394,12 +387,8 @@ def test_merging_replaces_nothing_but_what_goes_on(tmp_path: Path) -> None:
 
 def test_updates_that_nobody_signed_are_not_merged(tmp_path: Path) -> None:
     _, (path,) = history(tmp_path / "honest")
-    _, (fake,) = history(tmp_path / "fake")
-    pieces = taken_apart(fake)
-    for place, piece in enumerate(pieces):
-        if isinstance(piece.entry, Update):
-            pieces[place] = Piece(msgspec.structs.replace(piece.entry, certificate=b"x"), piece.payload)
-    put_together(fake, pieces, FIRST, ARCHIVIST)
+    _, (fake,) = history(tmp_path / "fake", updates=1)
+    change_entry(fake, 2, certificate=b"x")
     with pytest.raises(StateError, match="is not merged"):
         merge(tmp_path / "both", [tmp_path / "fake", tmp_path / "honest"])
     assert path.exists()

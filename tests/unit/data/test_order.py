@@ -172,7 +172,3 @@ class TestRandomness:
         for seed, epoch in ((0, 1), (0, 2), (1, 0), (-1, 0), (1, 1)):
             # One pair is expected in both orders by chance, and ten are not.
             assert len(first & followers(seed, epoch)) < 10, (seed, epoch)
-
-    def test_a_peer_begins_elsewhere_in_each_epoch(self) -> None:
-        distances = [PeerSampler(10**6, peer_id="a", epoch=epoch).samples_before("b") for epoch in range(200)]
-        assert len(set(distances)) == 200

@@ -48,13 +48,6 @@ class TestPositions:
         assert sorted(samples) == list(range(LENGTH))
         assert next(one, None) is next(other, None) is None
 
-    def test_a_data_set_counts_by_its_length(self) -> None:
-        dataset = torch.utils.data.TensorDataset(torch.zeros(LENGTH))
-        assert list(PeerSampler(dataset, peer_id="a", seed=3)) == list(sampler())
-
-    def test_samples_are_plain_integers(self) -> None:
-        assert {type(sample) for sample in sampler()} == {int}
-
 
 class TestSavedStates:
     @given(used=st.integers(0, 3 * LENGTH))

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from p2pavg.population import Decision, PopulationSettings, Standing, Word, check_decision, decide
 from p2pavg.population.rules import counted, quantile_size, ranked, worst
-from p2pavg.population.space import Value
+from p2pavg.population.settings import Value
 from p2pavg.population.words import MAX_BASIS, MAX_SCORE
 from tests.unit.population.samples import SETTINGS, population, standing
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.population import Choice, LogUniform, PopulationSettings, Uniform
-from p2pavg.population.settings import MAX_SEED
-from p2pavg.population.space import Draws, Value
+from p2pavg.population import Choice, LogUniform, Uniform
+from p2pavg.population.settings import MAX_SEED, Draws, Value
 from tests.unit.population.samples import SETTINGS
 
 
@@ -117,8 +116,3 @@ def test_draws_cover_a_range_and_stay_inside() -> None:
 def test_whole_numbers_and_booleans_are_different_choices() -> None:
     choice = Choice((True, 1, "1"))
     assert [choice.holds(value) for value in (True, 1, "1", 1.0, False)] == [True, True, True, False, False]
-
-
-def test_all_hyperparameters_have_room_in_a_setting() -> None:
-    space = {f"n{number}": Choice(tuple(range(64))) for number in range(16)}
-    assert len(PopulationSettings(space=space, interval=1).digest) == 32

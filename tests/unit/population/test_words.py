@@ -12,7 +12,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
 from p2pavg.population import Decision, Word, decide
 from p2pavg.population.history import Ancestor, pack_ancestors, read_ancestors
-from p2pavg.population.space import MAX_HYPERPARAMETERS, MAX_NAME_CHARS
+from p2pavg.population.settings import MAX_HYPERPARAMETERS, MAX_NAME_CHARS
 from p2pavg.population.words import MAX_BASIS, MAX_MEMBER_CHARS, MAX_WORD_BYTES, lineage_after
 from tests.unit.population.samples import SETTINGS, population, standing
 

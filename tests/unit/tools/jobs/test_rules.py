@@ -136,17 +136,8 @@ def test_a_job_with_connections_of_its_own_has_to_be_agreed_to() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "default", "means"),
-    [
-        ("", True, True),
-        ("", False, False),
-        (" Yes ", False, True),
-        ("y", False, True),
-        ("n", True, False),
-        ("yess", True, False),
-        ("what?", True, False),
-    ],
-)
-def test_answers(answer: str, default: bool, means: bool) -> None:
-    assert agreed(answer, default=default) is means
+def test_only_a_clear_yes_is_one() -> None:
+    for default in (True, False):
+        assert agreed("", default=default) is default
+        assert all(agreed(answer, default=default) for answer in ("y", " Yes "))
+        assert not any(agreed(answer, default=default) for answer in ("n", "yess", "what?"))

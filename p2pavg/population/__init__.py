@@ -3,8 +3,7 @@
 from p2pavg.population.history import Ancestor, Generation, GenerationReport, History
 from p2pavg.population.population import Population
 from p2pavg.population.rules import check_decision, decide
-from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Choice, LogUniform, Uniform
+from p2pavg.population.settings import Choice, LogUniform, PopulationSettings, Uniform
 from p2pavg.population.words import Decision, Standing, Word
 
 __all__ = [

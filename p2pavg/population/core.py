@@ -13,8 +13,7 @@ from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.population.history import MAX_ANCESTORS, Ancestor, GenerationReport, History
 from p2pavg.population.rules import Counted, counted, decide, ranked, worst
-from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Value, is_number
+from p2pavg.population.settings import PopulationSettings, Value, is_number
 from p2pavg.population.weights import Weights
 from p2pavg.population.words import MAX_MEMBER_CHARS, Standing, Word, in_order, is_member_name, lineage_after
 from p2pavg.runs.records.board import Topic

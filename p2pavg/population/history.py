@@ -13,8 +13,7 @@ from typing import Any
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.population.rules import is_of
-from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import MAX_HYPERPARAMETERS, Value, is_name, is_value
+from p2pavg.population.settings import MAX_HYPERPARAMETERS, PopulationSettings, Value, is_name, is_value
 from p2pavg.population.words import MAX_GENERATION, MAX_STEPS, Standing, Word, is_member_name
 
 MAX_ANCESTORS = 1024

@@ -14,8 +14,7 @@ from p2pavg.optim.base.arguments import check_averager
 from p2pavg.peer.shared_states import ShareSettings
 from p2pavg.population.core import Core, MemberOptions
 from p2pavg.population.history import Ancestor, GenerationReport, History
-from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Value
+from p2pavg.population.settings import PopulationSettings, Value
 from p2pavg.population.weights import Apply, Weights
 from p2pavg.population.words import TOPIC
 

@@ -24,8 +24,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from p2pavg.base.messages import pack
-from p2pavg.population.settings import PopulationSettings
-from p2pavg.population.space import Draws, Value
+from p2pavg.population.settings import Draws, PopulationSettings, Value
 from p2pavg.population.words import MAX_BASIS, MAX_SCORE, Decision, Standing, Word, in_order
 
 _DRAWS = "p2pavg/population/decision/1"

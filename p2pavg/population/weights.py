@@ -15,7 +15,7 @@ from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.optim.base.joined import plain_buffers, plain_parameters
 from p2pavg.optim.catching_up.state_check import checked_optimizer, saved_by, settings_of
 from p2pavg.population.history import Ancestor, pack_ancestors, read_ancestors
-from p2pavg.population.space import Value
+from p2pavg.population.settings import Value
 from p2pavg.state.checking import check
 from p2pavg.state.layout import Spec
 from p2pavg.state.nested import copied, flatten, unflatten

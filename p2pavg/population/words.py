@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2pavg.base.messages import Hash, Message, pack
-from p2pavg.population.space import MAX_HYPERPARAMETERS, MAX_MAGNITUDE, Value, is_name, is_value
+from p2pavg.population.settings import MAX_HYPERPARAMETERS, MAX_MAGNITUDE, Value, is_name, is_value
 
 TOPIC = "population"
 MAX_MEMBER_CHARS = 64

@@ -20,13 +20,14 @@ from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
 from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, MixedUpdates
 from p2pavg.optim.local import recipes
 from p2pavg.optim.local.local_options import LocalOptions, SyncEvery
-from p2pavg.population.space import is_number
-from p2pavg.strategies.base import Given, Strategy
-from p2pavg.strategies.checks import (
+from p2pavg.population.settings import check_whole, is_number
+from p2pavg.strategies.base import (
+    MAX_COUNT,
     MAX_NUMBER,
     MEAN,
+    Given,
+    Strategy,
     check_aggregation,
-    check_count,
     check_number,
     check_one_of,
     checked_cells,
@@ -235,7 +236,7 @@ class Federated(Strategy):
         check_one_of("rule", self.rule, RECIPES)
         self._check_steps()
         if self.rounds is not None:
-            check_count("rounds", self.rounds)
+            check_whole("rounds", self.rounds, 1, MAX_COUNT)
         try:
             # Made for its checks only. The one that is used is made with the averager's configuration.
             RandomFraction(self.selection, self.seed)
@@ -274,7 +275,7 @@ class Federated(Strategy):
 
     def _check_steps(self) -> None:
         for name in ("fragments", "delay") + (() if isinstance(self.sync_every, str) else ("sync_every",)):
-            check_count(name, getattr(self, name), least=0 if name == "delay" else 1)
+            check_whole(name, getattr(self, name), 0 if name == "delay" else 1, MAX_COUNT)
         try:
             # The optimizer's own checks, now instead of when it is made: a run file with a mistake is refused
             # by its first reader.

@@ -22,8 +22,8 @@ from p2pavg.optim import (
     ReplicatedOptimizer,
     divided_optimizer,
 )
-from p2pavg.strategies.base import Given, Strategy
-from p2pavg.strategies.checks import check_count, check_one_of
+from p2pavg.population.settings import check_whole
+from p2pavg.strategies.base import Given, Strategy, check_one_of
 from p2pavg.strategies.kinds import RECIPES, DataParallel, Federated
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ModelParallel(Strategy):
 
     def __post_init__(self) -> None:
         for name in SIZES:
-            check_count(name, getattr(self, name), most=MAX_RANKS)
+            check_whole(name, getattr(self, name), 1, MAX_RANKS)
         if self.ranks > MAX_RANKS:
             raise ConfigError(f"stages * copies * shards * tensor is {self.ranks}, {MAX_RANKS} is the most")
         check_one_of("schedule", self.schedule, SCHEDULES)
@@ -86,7 +86,7 @@ class ModelParallel(Strategy):
         if self.microbatches is None and self.stages > 1:
             raise ConfigError(f"microbatches is missing: give {self.stages} or more for {self.stages} stages")
         if self.microbatches is not None:
-            check_count("microbatches", self.microbatches, most=MAX_RANKS)
+            check_whole("microbatches", self.microbatches, 1, MAX_RANKS)
             if self.microbatches < self.stages:
                 raise ConfigError(
                     f"microbatches must be at least stages, {self.stages}, got {self.microbatches}: with fewer, stages"

@@ -12,8 +12,7 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.formats import PeerText
 from p2pavg.group.strategy import canonical, read_table
 from p2pavg.population import Population, PopulationSettings
-from p2pavg.population.settings import Exploit, Explore, Mode
-from p2pavg.population.space import Choice, LogUniform, Range, Uniform
+from p2pavg.population.settings import Choice, Exploit, Explore, LogUniform, Mode, Range, Uniform
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.strategies.base import Given, Strategy

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import p2pavg
 from p2pavg.population import History, LogUniform, Population, PopulationSettings, check_decision
-from p2pavg.population.space import Value
+from p2pavg.population.settings import Value
 from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops, simulate
 
 SPACE = {"lr": LogUniform(1e-5, 1.0), "weight_decay": LogUniform(1e-6, 1e-1)}

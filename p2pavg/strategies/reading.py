@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.formats import PeerText
 from p2pavg.group.strategy import canonical, read_table
 from p2pavg.population import Population, PopulationSettings
-from p2pavg.population.settings import Choice, Exploit, Explore, LogUniform, Mode, Range, Uniform
+from p2pavg.population.settings import Choice, LogUniform, Range, Uniform
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.strategies.base import Given, Strategy
@@ -23,7 +23,7 @@ from p2pavg.strategies.model_parallel import ModelParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PopulationBased(Strategy):
+class PopulationBased(PopulationSettings, Strategy):
     """Peers train with different hyperparameters, and copy the best: see :class:`p2pavg.population.PopulationSettings`.
 
     Its optimizer is a :class:`~p2pavg.population.Population`, whose ``step(score)`` comes after that of ``inner``.
@@ -33,20 +33,6 @@ class PopulationBased(Strategy):
     """
 
     kind: ClassVar[str] = "population_based"
-
-    space: Mapping[str, Range] = field(hash=False)
-    interval: int
-    mode: Mode = "min"
-    exploit: Exploit = "truncation"
-    quantile: float = 0.25
-    explore: Explore = "perturb"
-    resample_probability: float = 0.25
-    factors: tuple[float, ...] = (1.2, 0.8)
-    max_lag: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "space", self.settings.space)
 
     @property
     def settings(self) -> PopulationSettings:

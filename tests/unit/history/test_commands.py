@@ -37,6 +37,11 @@ def call(*words: object, code: int = 0) -> Result:
     return result
 
 
+def error(*words: object) -> str:
+    """Call the command; return the error with which it ends."""
+    return str(CliRunner().invoke(app, ["history", *map(str, words)]).exception)
+
+
 def made(tmp_path: Path, updates: int = 6) -> tuple[MadeRun, Path]:
     run, directory = MadeRun(), tmp_path / "history"
     record(run, directory, updates)
@@ -90,9 +95,8 @@ def test_verify_compares_a_model(tmp_path: Path, kind: str) -> None:
             write_checkpoint(file, 6, common, Content({"optimizer/x": torch.ones(1)}, {}))
 
     write(named)
-    assert f"the parameters in {file} are these" in call("verify", directory, "--model", file).output.replace(
-        "\n", ""
-    )
+    said = call("verify", directory, "--model", file).output
+    assert f"the parameters in {file} are these" in said.replace("\n", "")
     write({**named, "bias": named["bias"] + 1e-6})
     assert "'bias' is not what the history gives" in call("verify", directory, "--model", file, code=1).output
     write({"weight": named["weight"], "more": named["bias"]})
@@ -111,8 +115,7 @@ def test_verify_compares_a_model(tmp_path: Path, kind: str) -> None:
 )
 def test_options_that_do_not_fit_are_named(tmp_path: Path, words: list[str], match: str) -> None:
     _, directory = made(tmp_path, 1)
-    result = CliRunner().invoke(app, ["history", "verify", str(directory), *words])
-    assert match in str(result.exception)
+    assert match in error("verify", directory, *words)
 
 
 def test_credits_are_a_table_csv_json_and_a_page(tmp_path: Path) -> None:
@@ -138,10 +141,8 @@ def test_credits_are_a_table_csv_json_and_a_page(tmp_path: Path) -> None:
     call("credits", directory, "--against", file)
     said["contributors"][1]["samples"] += 1
     file.write_text(json.dumps(said))
-    assert (
-        "has other credits than the history gives"
-        in call("credits", directory, "--against", file, code=1).output
-    )
+    differences = call("credits", directory, "--against", file, code=1).output
+    assert "has other credits than the history gives" in differences
 
 
 def test_credits_of_a_history_that_is_wrong_are_not_good(tmp_path: Path) -> None:
@@ -158,10 +159,8 @@ def test_a_peer_that_lied_is_credited_with_nothing(tmp_path: Path) -> None:
         archivist.recorder.note([(EXCLUDED, contradiction(by=simulated_signer(1)))])
     said = call("credits", directory).output
     assert "33.3%" in said
-    last = said.splitlines()[-1]
-    assert last.startswith(
-        f"{simulated_signer(1).peer_id} is credited with nothing: it signed that it holds two"
-    )
+    credited = f"{simulated_signer(1).peer_id} is credited with nothing: it signed that it holds two"
+    assert said.splitlines()[-1].startswith(credited)
 
 
 def test_identities_of_one_contributor_are_counted_together(tmp_path: Path) -> None:
@@ -169,16 +168,12 @@ def test_identities_of_one_contributor_are_counted_together(tmp_path: Path) -> N
     ids = sorted(Ed25519Signer(make_seed(key, what="identity")).peer_id for key in keys)
     statement = tmp_path / "same"
     assert "2 identities of one contributor" in call("same", statement, *keys).output
-    assert "exists" in str(
-        CliRunner().invoke(app, ["history", "same", str(statement), *map(str, keys)]).exception
-    )
+    assert "exists" in error("same", statement, *keys)
     _, directory = made(tmp_path)
     call("credits", directory, "--same", statement)
     found = CreditedPeer(tuple(ids), {0: (2, 4.0)})
-    assert [line.split()[:2] for line in as_table([found]).splitlines()[1:]] == [
-        [ids[0], "2"],
-        ["and", ids[1]],
-    ]
+    rows = [line.split()[:2] for line in as_table([found]).splitlines()[1:]]
+    assert rows == [[ids[0], "2"], ["and", ids[1]]]
 
 
 async def test_the_monitor_shows_the_credits(tmp_path: Path) -> None:
@@ -210,10 +205,9 @@ def test_a_receipt_is_written_and_checked(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert CliRunner().invoke(app, ["history", "receipt", "--check", str(file)]).exit_code == 1
-    stranger = CliRunner().invoke(app, ["history", "receipt", simulated_signer(9).peer_id, str(directory)])
-    assert "no sealed segment has a contribution" in str(stranger.exception)
-    assert CliRunner().invoke(app, ["history", "receipt", peer]).exit_code == 2
+    call("receipt", "--check", file, code=1)
+    assert "no sealed segment has a contribution" in error("receipt", simulated_signer(9).peer_id, directory)
+    call("receipt", peer, code=2)
 
 
 def test_histories_are_merged(tmp_path: Path) -> None:
@@ -235,7 +229,5 @@ def test_histories_are_merged(tmp_path: Path) -> None:
 def test_histories_of_two_runs_are_not_merged(tmp_path: Path) -> None:
     record(MadeRun(), tmp_path / "a", 1)
     record(MadeRun(has_authority=False), tmp_path / "b", 1)
-    result = CliRunner().invoke(
-        app, ["history", "merge", str(tmp_path / "both"), str(tmp_path / "a"), str(tmp_path / "b")]
-    )
-    assert "these histories are of 2 different runs" in str(result.exception)
+    folders = (tmp_path / name for name in ("both", "a", "b"))
+    assert "these histories are of 2 different runs" in error("merge", *folders)

@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from p2pavg import AveragingConfig, Star
 from p2pavg.base.errors import ConfigError
-from p2pavg.optim import AveragedOptimizer, LocalUpdates
 from p2pavg.strategies import DataParallel, Federated, ModelParallel
 from tests.unit.strategies.test_optimizers import made_by
 
@@ -72,35 +71,12 @@ def test_another_place_is_refused_with_what_to_do(as_rank: Callable[[int, int], 
         other.pipeline(model, other.place(), torch.nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize(("schedule", "kind"), [("1f1b", "Schedule1F1B"), ("gpipe", "ScheduleGPipe")])
-def test_the_schedule_is_the_one_named(schedule: str, kind: str, as_rank: Callable[[int, int], None]) -> None:
-    as_rank(1, 2)
-    strategy = ModelParallel(training=LARGE, stages=2, microbatches=4, schedule=schedule)
-    made = strategy.pipeline(torch.nn.Linear(2, 1), strategy.place(), torch.nn.functional.mse_loss)
-    assert type(made).__name__ == kind
-    assert made._n_microbatches == 4
-
-
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A peer of one rank, whose collectives work."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("training", "kind"),
-    [(LARGE, AveragedOptimizer), (Federated(rule="fedavg", sync_every=2), LocalUpdates)],
-    ids=["data parallel", "federated"],
-)
-def test_the_optimizer_is_that_of_the_training(training: DataParallel | Federated, kind: type) -> None:
-    strategy = ModelParallel(training=training)
-    place = strategy.place()
-    assert place.config(strategy.config(AveragingConfig(run_id="lab"))).run_id == "lab", "no part is divided"
-    made = made_by(strategy, strategy.config(AveragingConfig(run_id="lab")), place=place)
-    assert type(made) is kind
 
 
 @pytest.mark.usefixtures("alone")

@@ -14,18 +14,7 @@ def test_the_comparison_with_random_search_repeats_every_decision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "rates.svg"
-    options = [
-        "--seeds",
-        "1",
-        "--members",
-        "4",
-        "--generations",
-        "4",
-        "--interval",
-        "8",
-        "--picture",
-        str(picture),
-    ]
+    options = ["--seeds=1", "--members=4", "--generations=4", "--interval=8", f"--picture={picture}"]
     monkeypatch.setattr(sys, "argv", ["population", *options])
     assert main() in (0, 1), "it may lose at this size"
     out = capsys.readouterr().out

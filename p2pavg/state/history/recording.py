@@ -197,7 +197,7 @@ class HistoryRecorder:
 
     def _go_on(self, path: Path, found: RecoveredSegment) -> None:
         try:
-            self._writer = SegmentWriter.go_on(path, self._previous)
+            self._writer = SegmentWriter.go_on(path)
         except OSError as error:
             raise StateError(
                 f"cannot append to {path}: {error.strerror}", remedy=what_to_do(error, path)
@@ -373,7 +373,7 @@ class HistoryRecorder:
         # A number is never used twice: the file of a segment that failed stays, with what is whole of it.
         path = self._settings.directory / segment_name(self._number, self._signer.peer_id)
         self._path, self._rules = path, None
-        self._writer = SegmentWriter.create(path, self._previous)
+        self._writer = SegmentWriter.create(path)
         self._number += 1
         self._leaves, self._contributed = [], []
         self._append(beginning)
@@ -412,7 +412,7 @@ class HistoryRecorder:
     def _append(self, entry: Entry, payload: Sequence[Buffer] = ()) -> None:
         if self._writer is None:
             return
-        self._previous = self._writer.append(entry, payload)
+        self._previous = self._writer.append(self._previous, entry, payload)
         self._leaves.append(self._previous)
 
     def _end_segment(self) -> None:

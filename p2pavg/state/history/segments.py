@@ -334,36 +334,34 @@ class SegmentWriter:
 
     Args:
         opened: the file, at its end.
-        previous: hash of the last entry.
     """
 
-    def __init__(self, opened: BinaryIO, previous: bytes) -> None:
+    def __init__(self, opened: BinaryIO) -> None:
         self._opened = opened
-        self.previous = previous
-        """Hash of the last entry."""
 
     @classmethod
-    def create(cls, path: Path, previous: bytes) -> SegmentWriter:
+    def create(cls, path: Path) -> SegmentWriter:
         """Begin a segment; raise OSError if there is one of this name, or if it cannot be written."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PUBLIC)
         opened = os.fdopen(descriptor, "wb", buffering=0)
-        writer = cls(opened, previous)
         _write_all(opened, MAGIC)
-        return writer
+        return cls(opened)
 
     @classmethod
-    def go_on(cls, path: Path, previous: bytes) -> SegmentWriter:
+    def go_on(cls, path: Path) -> SegmentWriter:
         """Append to a segment that :func:`recover` has read; raise OSError if it cannot be written."""
-        return cls(path.open("ab", buffering=0), previous)
+        return cls(path.open("ab", buffering=0))
 
-    def append(self, entry: Entry, payload: Sequence[Buffer] = ()) -> bytes:
-        """Write an entry; return its hash. After an OSError the file may end within it: :func:`recover` mends that."""
+    def append(self, previous: bytes, entry: Entry, payload: Sequence[Buffer] = ()) -> bytes:
+        """Write an entry; return its hash. After an OSError the file may end within it: :func:`recover` mends that.
+
+        Args:
+            previous: hash of the last entry.
+        """
         body = entry.encode()
-        _write_all(self._opened, framed(self.previous, body))
-        for part in payload:
+        for part in (framed(previous, body), *payload):
             _write_all(self._opened, part)
-        self.previous = hash_of(self.previous, body)
-        return self.previous
+        return hash_of(previous, body)
 
     def store(self) -> None:
         """Wait until everything is on the disk; raise OSError if it cannot be written."""

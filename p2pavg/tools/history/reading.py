@@ -259,7 +259,13 @@ class HistoryReader:
                 elif isinstance(entry, Update):
                     found.updates += 1
                     epoch = entry.epoch
-                    self._count(found, entry)
+                    # The seals of an archivist add up what is under them, so that an update may stand there once.
+                    mark = hash((found.beginning.archivist, entry.before, entry.after))
+                    if mark in self._marks:
+                        self._fault(
+                            f"{found.name}: update {epoch} stands twice in the segments of its archivist"
+                        )
+                    self._marks.add(mark)
                     self.places.append(Place(number, placed.at, epoch, entry.before, entry.after))
         except TornSegmentError as error:
             self._cut(path, error)
@@ -270,13 +276,6 @@ class HistoryReader:
                 f"{found.name}: it has no seal, so its archivist has not signed it yet"
             )
         segment.forget()
-
-    def _count(self, found: ReadSegment, update: Update) -> None:
-        """Check that an update stands once in the segments of its archivist: the seals add up what is under them."""
-        mark = hash((found.beginning.archivist, update.before, update.after))
-        if mark in self._marks:
-            self._fault(f"{found.name}: update {update.epoch} stands twice in the segments of its archivist")
-        self._marks.add(mark)
 
     def _cut(self, path: Path, error: object) -> None:
         # A process that was killed leaves its last entry unfinished. One that cuts off what it does not like gives a

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -41,22 +42,12 @@ async def ends(folder: Path, source: str, *, restarts: bool = False) -> tuple[Jo
     (job / "train.py").write_text(source)
     python = Path(sys.executable)
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": PATHS, "HOME": SCRATCH, "PYTHONUNBUFFERED": "1"}
-    command = fenced(
-        [str(python), f"{JOB}/train.py"],
-        FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python)),
-        environment,
-        network=False,
-        gpu=False,
-        shared_bytes=2**27,
-    )
+    places = FencedPlaces(job=job, scratch=scratch, handed=handed, python=python_places(python))
+    limits: dict[str, Any] = {"network": False, "gpu": False, "shared_bytes": 2**27}
+    command = fenced([str(python), f"{JOB}/train.py"], places, environment, **limits)
+    command = limited(command, int(NEEDS.disk_gb * 2**30))
     program = JobProgram(
-        limited(command, int(NEEDS.disk_gb * 2**30)),
-        environment,
-        NEEDS,
-        scratch,
-        lambda _: False,
-        said.append,
-        restarts=restarts,
+        command, environment, NEEDS, scratch, lambda _: False, said.append, restarts=restarts
     )
     with trio.fail_after(WATCHDOG_SECONDS):
         end = await program.run()
@@ -77,56 +68,57 @@ async def test_a_program_sees_its_folder_and_writes_to_scratch(tmp_path: Path) -
     assert (tmp_path / "scratch" / "kept").read_text() == "x"
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("x = bytearray(10**9)\nimport time; time.sleep(60)", "GB of memory, and its manifest says 0.25 GB"),
-        (
-            "import os\nfor n in range(10**6):\n  open(f'/scratch/{n}', 'wb').write(bytes(10**6))",
-            "GB of the disk, and its manifest says 0.05 GB",
-        ),
-        (
-            "import os, time\nfor _ in range(400):\n  os.fork() or time.sleep(60)\ntime.sleep(60)",
-            "processes at once",
-        ),
-        (
-            "import time\nfor n in range(3): open(f'/dev/shm/{n}', 'wb').write(bytes(40 * 10**6))\n"
-            "x = bytearray(160 * 10**6); time.sleep(60)",
-            "GB of memory",
-        ),
-        (
-            "import os, time\nheld = []\n"
-            "for _ in range(30):\n  held.append(open('/scratch/x', 'wb'))\n"
-            "  held[-1].write(bytes(10**7)); held[-1].flush(); os.unlink('/scratch/x')\ntime.sleep(60)",
-            "GB of the disk",
-        ),
-        (
-            "import os, time\nos.chdir('/scratch')\n"
-            "for _ in range(100):\n  os.mkdir('d' * 60); os.chdir('d' * 60)\ntime.sleep(60)",
-            "more than 32 folders in each other",
-        ),
-        (
-            "import ctypes, os, time\n"
-            "if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0: raise SystemExit('hides')\n"
-            "x = bytearray(10**9); time.sleep(60)",
-            "GB of memory",
-        ),
-        (
-            "import threading, time\nthreading.stack_size(2**16)\n"
-            "for _ in range(5000):\n  threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-            "time.sleep(60)",
-            "threads at once",
-        ),
-        (
-            "while True:\n  open(f'/scratch/{id(object())}{__import__(\"os\").urandom(8).hex()}', 'w')",
-            "files",
-        ),
-    ],
-    ids=["memory", "disk", "processes", "shared", "deleted", "deep", "hidden", "threads", "files"],
-)
-async def test_a_program_that_takes_more_than_it_declared_is_ended(
-    tmp_path: Path, source: str, why: str
-) -> None:
+BEYOND = {
+    "memory": (
+        "x = bytearray(10**9)\nimport time; time.sleep(60)",
+        "GB of memory, and its manifest says 0.25 GB",
+    ),
+    "disk": (
+        "import os\nfor n in range(10**6):\n  open(f'/scratch/{n}', 'wb').write(bytes(10**6))",
+        "GB of the disk, and its manifest says 0.05 GB",
+    ),
+    "processes": (
+        "import os, time\nfor _ in range(400):\n  os.fork() or time.sleep(60)\ntime.sleep(60)",
+        "processes at once",
+    ),
+    "shared": (
+        "import time\nfor n in range(3): open(f'/dev/shm/{n}', 'wb').write(bytes(40 * 10**6))\n"
+        "x = bytearray(160 * 10**6); time.sleep(60)",
+        "GB of memory",
+    ),
+    "deleted": (
+        "import os, time\nheld = []\n"
+        "for _ in range(30):\n  held.append(open('/scratch/x', 'wb'))\n"
+        "  held[-1].write(bytes(10**7)); held[-1].flush(); os.unlink('/scratch/x')\ntime.sleep(60)",
+        "GB of the disk",
+    ),
+    "deep": (
+        "import os, time\nos.chdir('/scratch')\n"
+        "for _ in range(100):\n  os.mkdir('d' * 60); os.chdir('d' * 60)\ntime.sleep(60)",
+        "more than 32 folders in each other",
+    ),
+    "hidden": (
+        "import ctypes, os, time\n"
+        "if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0: raise SystemExit('hides')\n"
+        "x = bytearray(10**9); time.sleep(60)",
+        "GB of memory",
+    ),
+    "threads": (
+        "import threading, time\nthreading.stack_size(2**16)\n"
+        "for _ in range(5000):\n  threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "time.sleep(60)",
+        "threads at once",
+    ),
+    "files": (
+        "while True:\n  open(f'/scratch/{id(object())}{__import__(\"os\").urandom(8).hex()}', 'w')",
+        "files",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+async def test_a_program_that_takes_more_than_it_declared_is_ended(tmp_path: Path, what: str) -> None:
+    source, why = BEYOND[what]
     end, _ = await ends(tmp_path, source, restarts=True)
     assert end.is_error
     assert why in end.why

@@ -105,7 +105,7 @@ class _Check:
         total = sum(isinstance(each, Place) for each in line) + len(rest)
         self._walk(line, total)
         # What another archivist has, or what was replaced after a fork, must be genuine, too.
-        for _, _ in self._checked(rest):
+        for _ in self._checked(rest):
             self._done += 1
             self._on_progress(self._done, total)
         self._check_rest(whole)
@@ -176,7 +176,7 @@ class _Check:
                 replica = self._at_snapshot(each, replica)
                 whole[each.name] = replica is not None
                 continue
-            _, found = next(checked)
+            found = next(checked)
             if found is not None:
                 self.report.contributed.add(found.contributions.time, found.contributions.samples)
             self._done += 1
@@ -256,7 +256,7 @@ class _Check:
         self.report.replayed += 1
         return replica
 
-    def _checked(self, places: list[Place]) -> Iterator[tuple[Place, CheckedUpdate | None]]:
+    def _checked(self, places: list[Place]) -> Iterator[CheckedUpdate | None]:
         """Yield each update after its check; ``None`` for one that is left out, or in which a fault was found.
 
         A thread of its own checks the next ones meanwhile: most of it is hashing, which holds no lock of Python's.
@@ -268,9 +268,9 @@ class _Check:
                 is_chosen = sample is None or self._random.random() < sample
                 waiting.append((place, pool.submit(self._check_update, place) if is_chosen else None))
                 if len(waiting) > AHEAD:
-                    yield waiting[0][0], self._result(*waiting.pop(0))
+                    yield self._result(*waiting.pop(0))
             while waiting:
-                yield waiting[0][0], self._result(*waiting.pop(0))
+                yield self._result(*waiting.pop(0))
 
     def _result(self, place: Place, future: Future[CheckedUpdate] | None) -> CheckedUpdate | None:
         segment = self._segments[place.segment]

@@ -114,10 +114,8 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _said(report: HistoryReport, options: CheckOptions) -> Iterator[str]:
-    of = f"run {report.run_id!r}, " + (
-        f"authority {report.authority.hex()}" if report.authority else "without an authority"
-    )
-    yield f"{of}; sealed by {', '.join(sorted(report.archivists)) or 'no archivist'}"
+    authority = f"authority {report.authority.hex()}" if report.authority else "without an authority"
+    yield f"run {report.run_id!r}, {authority}; sealed by {', '.join(sorted(report.archivists)) or 'no archivist'}"
     if options.verified and report.begins_later:
         yield "segments that this machine has verified before are not verified again; --again does so"
     how = f"replayed to {report.replica.digest().hex()}" if report.replica is not None else "not replayed"
@@ -348,19 +346,16 @@ def write_receipt(peer_id: str, folder: Path, output: Path | None) -> list[str]:
         raise StateError(f"no receipt from a history that is wrong: {report.faults[0]}")
     best: Receipt | None = None
     for archivist in sorted(report.archivists):
-        segments = sorted(
-            (each for each in report.sealed if each.seal.archivist == archivist),
-            key=lambda each: each.seal.number,
-        )
+        sealed = (each for each in report.sealed if each.seal.archivist == archivist)
+        segments = sorted(sealed, key=lambda each: each.seal.number)
         parts = [receipt_part(each.seal, each.credited, peer_id) for each in segments]
         given = tuple(part for part in parts if part is not None)
         if given and (best is None or len(given) > len(best.parts)):
-            begin = segments[0].beginning
             best = Receipt(
                 run_id=report.run_id,
                 authority=report.authority,
                 archivist=archivist,
-                certificate=begin.certificate,
+                certificate=segments[0].beginning.certificate,
                 peer_id=peer_id,
                 parts=given,
             )
@@ -388,12 +383,11 @@ def _of_receipt(receipt: Receipt) -> list[str]:
     days = [day for part in receipt.parts for day in part.credit.days]
     updates, samples = sum(day.updates for day in days), sum(day.samples for day in days)
     first, last = min(day.day for day in days), max(day.day for day in days)
-    authority = (
-        f"with the authority {receipt.authority.hex()}" if receipt.authority else "without an authority"
-    )
+    authority = receipt.authority.hex()
+    of = f"with the authority {authority}" if authority else "without an authority"
     return [
         f"{receipt.peer_id} contributed {samples:,.0f} samples to {updates:,} updates of run {receipt.run_id!r},"
-        f" {authority}, from {date_text(first)} to {date_text(last)}",
+        f" {of}, from {date_text(first)} to {date_text(last)}",
         f"signed by the archivist {receipt.archivist} with {len(receipt.parts)} seals",
     ]
 

@@ -110,16 +110,17 @@ def fenced(
     words += ["--unshare-user", "--disable-userns"]
     words += ["--share-net"] if network else []
     words += ["--hostname", "job"]
-    words += [
-        word for each in (*_SYSTEM, *_CONFIGURATION) if os.path.exists(each) for word in _system_folder(each)
-    ]
+    for each in filter(os.path.exists, (*_SYSTEM, *_CONFIGURATION)):
+        # A link stays a link, as /bin is one to /usr/bin.
+        words += ["--symlink", os.readlink(each)] if os.path.islink(each) else ["--ro-bind", each]
+        words.append(each)
     if network:
         words += [word for each in _NETWORK for word in ("--ro-bind-try", each, each)]
     # What is in memory only is bounded, too. Large files belong into the scratch folder, which is on the disk.
     words += ["--proc", "/proc", "--dev", "/dev", "--size", str(shared_bytes), "--tmpfs", "/dev/shm"]
     words += ["--size", str(SMALL_BYTES), "--tmpfs", "/tmp"]
-    for each in places.python:
-        words += ["--ro-bind", str(each), str(each)]
+    for place in places.python:
+        words += ["--ro-bind", str(place), str(place)]
     words += ["--ro-bind", str(places.job), JOB]
     for name, file in places.files.items():
         words += ["--ro-bind", str(file), f"{JOB}/{name}"]
@@ -138,13 +139,6 @@ def fenced(
     # for root; the watch counts tasks as well.)
     bounded = [PRLIMIT, f"--nproc={MAX_TASKS}:{MAX_TASKS}"] if os.path.exists(PRLIMIT) else []
     return [*words, "--", *bounded, *command]
-
-
-def _system_folder(name: str) -> list[str]:
-    """Return the words for a folder of the system: a link stays a link, as /bin is one to /usr/bin."""
-    if os.path.islink(name):
-        return ["--symlink", os.readlink(name), name]
-    return ["--ro-bind", name, name]
 
 
 def python_places(executable: Path) -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from p2pavg.base.files import PUBLIC, create_file, keep_file, replacing
 from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
-from p2pavg.state.history.segments import RecoveredSegment, read_segment, segment_files
+from p2pavg.state.history.segments import SUFFIX, RecoveredSegment, read_segment, segment_files
 from p2pavg.state.layout import read_header
 from p2pavg.state.snapshot import tensors_in
 from p2pavg.tools.history.checking import CheckOptions, check_history
@@ -205,7 +205,14 @@ class VerifiedSegments:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        # Taken before the check: what an archivist appends meanwhile was not verified. The time of the last change
+        # cannot be set by a program, unlike that of the last write.
+        self._marks: dict[str, list[int]] = {}
+        for path in folder.glob(f"*{SUFFIX}"):
+            with suppress(OSError):  # it was removed meanwhile
+                found = path.lstat()
+                mark = [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+                self._marks[path.name] = mark
         name = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         self._file = cache_folder() / "history" / f"{name}.json"
         self._kept: dict[str, list[int]] = {}
@@ -217,24 +224,16 @@ class VerifiedSegments:
 
     def names(self) -> frozenset[str]:
         """Return those that have not changed since."""
-        return frozenset(name for name, mark in self._kept.items() if self._mark(name) == mark)
+        return frozenset(name for name, mark in self._kept.items() if self._marks.get(name) == mark)
 
     def keep(self, names: Sequence[str]) -> None:
         """Remember some more."""
-        self._kept |= {name: mark for name in names if (mark := self._mark(name)) is not None}
+        self._kept |= {name: self._marks[name] for name in names if name in self._marks}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             keep_file(self._file, json.dumps(self._kept).encode(), mode=0o600)
         except (OSError, ConfigError) as error:
             typer.echo(f"p2pavg: the next call verifies everything again: {error}", err=True)
-
-    def _mark(self, name: str) -> list[int] | None:
-        try:
-            found = (self._folder / name).stat()
-        except OSError:
-            return None
-        # The time of the last change cannot be set by a program, unlike that of the last write.
-        return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 # Credits.

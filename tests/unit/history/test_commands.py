@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from p2pavg.state.history.segments import segment_files
 from p2pavg.state.snapshot import Content
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg.tools.cli.main import app
+from p2pavg.tools.history import commands
+from p2pavg.tools.history.checking import check_history
 from p2pavg.tools.history.commands import CreditsPage
 from p2pavg.tools.history.credits_page import CreditedPeer, as_html, as_table
+from p2pavg.tools.history.reading import HistoryReport
 from p2pavg_dht import Ed25519Signer
 from scripts.fault_search.history import TAMPERINGS
 from scripts.fault_search.made_history import MadeArchivist, MadeRun, record
@@ -79,6 +83,25 @@ def test_verify_goes_on_where_it_was(tmp_path: Path) -> None:
     # A file that has changed since is verified again.
     TAMPERINGS["flip a bit of an average"]([segment_files(directory)[0]], random.Random(1))
     call("verify", directory, code=1)
+
+
+def test_what_comes_while_it_verifies_is_verified_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, directory = made(tmp_path)
+    record(run, directory, 2)
+    first = segment_files(directory)[0]
+
+    def check_and_change(*arguments: Any, **options: Any) -> HistoryReport:
+        report = check_history(directory, *arguments[1:], **options)
+        first.write_bytes(first.read_bytes())
+        return report
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commands, "check_history", check_and_change)
+        call("verify", directory)
+    assert "8 updates of 4 peers" in call("verify", directory).output
+    assert "2 updates of 4 peers" in call("verify", directory).output
 
 
 @pytest.mark.parametrize("kind", ["model", "checkpoint"])

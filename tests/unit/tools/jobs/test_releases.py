@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.peer.joining.home import Home
-from p2pavg.runs.membership.job_release import JobRelease, sign_release
+from p2pavg.runs.membership.job_release import JobRelease, SeenProgress, sign_release
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.tools.jobs.releases import keep_releases, kept_releases
+from p2pavg.tools.jobs.releases import keep_releases, kept_releases, seen_progress
 from tests.unit.runs.membership.test_job_release import AUTHORITY, KEY, OTHER
 
 
@@ -42,3 +43,27 @@ def test_what_the_authority_has_not_signed_for_this_run_is_left_out(
         kept = [each.number for each in kept_releases(Home(tmp_path), RUN)]
         assert kept == ([1, 2] if line == lines[-1] else [1])
     assert caplog.text.count("is left out") == len(lines) - 1
+
+
+# The progress of a run, by the words of members of which a few may lie.
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "epoch"),
+    [
+        ([], 0, 0),
+        ([(1, 5)], 1, 5),
+        ([(1, 5), (1, 6), (1, 2**50)], 1, 6),  # one that claims too much
+        ([(1, 5), (2**50, 9)], 1, 5),  # as many as the honest ones do not decide
+        ([(1, 5), (2, 9), (2, 8), (2, 1)], 2, 8),
+        ([(0, 5)], 0, 5),
+    ],
+)
+def test_most_peers_decide(words: list[tuple[int, int]], version: int, epoch: int) -> None:
+    said = [
+        PeerProgress(
+            epoch=at, state=b"s" * 32, samples=0.0, samples_per_second=0.0, waiting=False, version=number
+        )
+        for number, at in words
+    ]
+    assert seen_progress(said) == SeenProgress(version, epoch)

@@ -341,10 +341,11 @@ def trained_well(loop: SimulatedLoop) -> Outcome:
     return train(loop, generations=2, members=2, settings=HALVES, start={"lr": 0.1, "weight_decay": 1e-6})
 
 
+@pytest.mark.parametrize("where", ["copy", "evaluation"])
 async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Ctrl-C, in the midst of the weights of another member."""
+    """Ctrl-C in the midst of the weights of another member, or an evaluation of them that fails."""
     prepare = Weights.prepare
 
     def interrupted(weights: Weights, content: Content) -> Loaded:
@@ -359,44 +360,29 @@ async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
     def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
         if loop.index:
             return trained_well(loop)
-        model, population, score = member_of(loop, 50.0, HALVES, members=2)
-        for _ in range(HALVES.interval - 1):
-            loop.sleep(1.0)
-            population.step(score)
-        monkeypatch.setattr(Weights, "prepare", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            population.step(score)
-        assert len(population.lineage) == 1, "the generation of its own weights"
-        return model.at.detach().clone()
-
-    found = await run_loops(MemoryNetwork(latency=LAN), 2, play, config=CONFIG)
-    assert torch.equal(found[0], torch.full((64,), 50.0))  # type: ignore[arg-type]
-
-
-async def test_an_evaluation_that_raises_gives_the_own_weights_back(autojump_clock: MockClock) -> None:
-    """The weights of another member are in the model when it is evaluated."""
-
-    def play(loop: SimulatedLoop) -> torch.Tensor | Outcome:
-        if loop.index:
-            return trained_well(loop)
         model, population, measured = member_of(loop, 50.0, HALVES, members=2)
         calls = []
 
         def score() -> float:
             calls.append(float(model.at.detach()[0]))
             if len(calls) == 2:
+                assert calls[1] < 10.0, "the other member's weights"
                 raise RuntimeError("no data")
             return measured()
 
         for _ in range(HALVES.interval - 1):
             loop.sleep(1.0)
             population.step(score)
-        with pytest.raises(RuntimeError, match="no data"):
-            population.step(score)
-        assert calls[1] < 10.0, "the other member's weights"
+        with monkeypatch.context() as patched:
+            if where == "copy":
+                patched.setattr(Weights, "prepare", interrupted)
+            with pytest.raises(KeyboardInterrupt if where == "copy" else RuntimeError):
+                population.step(score)
+        assert len(population.lineage) == 1, "the generation of its own weights"
         loop.sleep(20.0)
         own = model.at.detach().clone()
-        assert population.take_best(score) is not None, "its own word is what it compares with"
+        if where == "evaluation":
+            assert population.take_best(score) is not None, "its own word is what it compares with"
         return own
 
     found = await run_loops(MemoryNetwork(latency=LAN), 2, play, config=CONFIG)

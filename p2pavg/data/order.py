@@ -52,6 +52,15 @@ class SampleOrder:
         return hashlib.shake_256(text.encode()).digest(size)
 
 
+def order_of(dataset_or_length: object, seed: object, peer_id: object) -> SampleOrder:
+    """Return the order of a sampler's data; raise ValueError if an argument of the sampler is out of range."""
+    length = length_of(dataset_or_length)
+    if length < 1:
+        raise ValueError("dataset_or_length must have at least one sample")
+    check_peer_id(peer_id)
+    return SampleOrder(length, check_number("seed", seed, 1 - MAX_NUMBER, MAX_NUMBER - 1))
+
+
 def length_of(dataset_or_length: object) -> int:
     """Return the number of samples; raise ValueError if it is none."""
     if isinstance(dataset_or_length, Sized):
@@ -60,14 +69,14 @@ def length_of(dataset_or_length: object) -> int:
         length = dataset_or_length
     else:
         raise ValueError(f"dataset_or_length must have a length, got {type(dataset_or_length).__name__}")  # noqa: TRY004
-    check_number("dataset_or_length", length, 0, MAX_LENGTH)
-    return length
+    return check_number("dataset_or_length", length, 0, MAX_LENGTH)
 
 
-def check_number(name: str, value: object, least: int, most: int) -> None:
-    """Raise ValueError if a value is no whole number in a range."""
+def check_number(name: str, value: object, least: int, most: int) -> int:
+    """Return a whole number; raise ValueError if a value is none in a range."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+    return value
 
 
 def check_peer_id(peer_id: object) -> None:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar, overload
 
 from torch.utils.data import Dataset, Sampler, Subset
 
-from p2pavg.data.order import MAX_NUMBER, SCHEME, SampleOrder, check_number, check_peer_id, length_of
+from p2pavg.data.order import MAX_NUMBER, SCHEME, check_number, check_peer_id, length_of, order_of
 
 _Item = TypeVar("_Item")
 _BLOCK = 1024  # samples that are computed together: few enough to wait for, enough for numpy to be fast
@@ -78,13 +78,9 @@ class PeerSampler(Sampler[int]):
     def __init__(
         self, dataset_or_length: Sized | int, *, peer_id: str, seed: int = 0, epoch: int = 0
     ) -> None:
-        self._length = length_of(dataset_or_length)
-        if self._length < 1:
-            raise ValueError("dataset_or_length must have at least one sample")
-        check_number("seed", seed, 1 - MAX_NUMBER, MAX_NUMBER - 1)
+        self._order = order_of(dataset_or_length, seed, peer_id)
+        self._length = self._order.length
         check_number("epoch", epoch, 0, MAX_NUMBER - 1)
-        check_peer_id(peer_id)
-        self._order = SampleOrder(self._length, seed)
         self._peer_id = peer_id
         self._position = epoch * self._length
         self._block: list[int] = []

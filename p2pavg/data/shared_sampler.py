@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from p2pavg.data.order import MAX_NUMBER, SampleOrder, check_number, check_peer_id, length_of
+from p2pavg.data.order import order_of
 from p2pavg.data.plan import EpochPlan, Piece
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,10 @@ class SharedSampler(Sampler[int]):
     """
 
     def __init__(self, dataset_or_length: Sized | int, *, peer_id: str, seed: int = 0) -> None:
-        length = length_of(dataset_or_length)
-        if length < 1:
-            raise ValueError("dataset_or_length must have at least one sample")
-        check_number("seed", seed, 1 - MAX_NUMBER, MAX_NUMBER - 1)
-        check_peer_id(peer_id)
+        self.plan = EpochPlan(order_of(dataset_or_length, seed, peer_id))
+        """The samples that the peers of the run take next."""
         self.peer_id = peer_id
         """The peer whose samples these are."""
-        self.plan = EpochPlan(SampleOrder(length, seed))
-        """The samples that the peers of the run take next."""
         self._given = 0
         """Samples that were given out, and not stepped yet: a loader may hold them."""
         self._stepped = 0

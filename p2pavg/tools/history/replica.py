@@ -83,7 +83,10 @@ class Replica:
         self._values = {name: value for name, value in values.items() if name not in (OPTIMIZER, "lineage")}
         limit = self._rules.get("max_grad_norm")
         self._max_grad_norm = float(limit) if isinstance(limit, float) else None
-        saved = unflatten(content.tensors, _mapping(values, OPTIMIZER), OPTIMIZER)
+        packed = values.get(OPTIMIZER)
+        if type(packed) is not dict:
+            raise StateError(f"the snapshot has no {OPTIMIZER}")
+        saved = unflatten(content.tensors, packed, OPTIMIZER)
         self._anchor: Anchor | None = None
         if self._prefix == PARAMETER:
             self.parameters = [torch.nn.Parameter(tensor.to(device, copy=True)) for tensor in given]
@@ -239,13 +242,6 @@ def _numbered(content: Content, prefix: str) -> list[str]:
     return ordered
 
 
-def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = values.get(name)
-    if type(found) is not dict:
-        raise StateError(f"the snapshot has no {name}")
-    return found
-
-
 def _optimizer_of(kinds: str, parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]) -> Optimizer:
     """Make the optimizer of a snapshot; ``kinds`` are the names of its classes, as in the recipe."""
     classes: list[Any] = []  # each is made of groups of parameters, and has defaults
@@ -271,20 +267,13 @@ def _optimizer_of(kinds: str, parameters: Sequence[torch.Tensor], saved: Mapping
         made = []
         for one, part in zip(classes, _divided(classes, groups), strict=True):
             taken = inspect.signature(one).parameters
-            made.append(
-                one(
-                    [
-                        {
-                            name: value
-                            for name, value in group.items()
-                            # Which implementation takes the step is this machine's choice.
-                            if name in taken and name not in SWITCHES and _is_plain(value)
-                        }
-                        | {"params": [parameters[number] for number in group["params"]]}
-                        for group in part
-                    ]
-                )
-            )
+            own = []
+            for group in part:
+                # Which implementation takes the step is this machine's choice.
+                names = [name for name in group if name in taken and name not in SWITCHES]
+                options = {name: group[name] for name in names if _is_plain(group[name])}
+                own.append(options | {"params": [parameters[number] for number in group["params"]]})
+            made.append(one(own))
     except (ValueError, TypeError, RuntimeError) as error:
         raise StateError(f"the snapshot's optimizer cannot be made: {error}") from None
     optimizer = made[0] if len(made) == 1 else JoinedOptimizer(made)
@@ -301,9 +290,8 @@ def _divided(classes: Sequence[Any], groups: Sequence[dict[str, Any]]) -> list[l
     found: list[list[dict[str, Any]]] = []
     at = 0
     for position, kind in enumerate(classes):
-        options = kind(
-            [torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))]
-        ).defaults.keys()
+        parameter = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
+        options = kind([parameter]).defaults.keys()
         later = len(classes) - position - 1
         end = at + 1
         while end < len(groups) - later and (not later or options <= groups[end].keys()):

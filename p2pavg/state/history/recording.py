@@ -155,32 +155,36 @@ class HistoryRecorder:
         own = [path for path in files if path.stem[9:] == self._signer.peer_id[-8:]]
         if own:
             self._number = int(own[-1].stem[:8]) + 1
-        # Only the last segment can be unfinished: each was sealed, or given up, before the next one began.
-        last = recover(own[-1]) if own else None
-        older = [read_segment(path) for path in own[:-1]]
-        held = [each for each in (*older, last) if each is not None]
-        for each in held:
-            if each.beginning.archivist != self._signer.peer_id:
+        newest: RecoveredSegment | None = None
+        last: Path | None = None
+        # One after the other: together, the certificates of a long run are more than a machine has memory for.
+        for path in own:
+            # Only the last segment can be unfinished: each was sealed, or given up, before the next one began.
+            found = recover(path) if path == own[-1] else read_segment(path)
+            if found is None:
+                continue
+            if found.beginning.archivist != self._signer.peer_id:
                 raise StateError(
-                    f"{self._settings.directory} has a segment of {each.beginning.archivist} under the name of this one"
+                    f"{self._settings.directory} has a segment of {found.beginning.archivist} under the name of this"
+                    " one"
                 )
-            self._known |= each.states
-        if not held:
+            self._known |= found.states
+            newest, last = found, path
+        if newest is None or last is None:
             return
         # The chain goes on from there, also in a new file: a segment that is taken away between others is missed.
-        newest = held[-1]
         self._previous = newest.placed[-1].hash
         updates = list(newest.updates)
         self._tip = updates[-1].after if updates else newest.snapshot.state
-        if last is None or not last.can_go_on:
+        if last != own[-1] or not newest.can_go_on:
             return
         # A run that has changed its rules meanwhile needs another beginning.
         like = self._like
         begin = msgspec.structs.replace(
-            last.beginning, number=like.number, time=like.time, certificate=like.certificate
+            newest.beginning, number=like.number, time=like.time, certificate=like.certificate
         )
         if begin == like:
-            self._go_on(own[-1], last)
+            self._go_on(last, newest)
 
     def _check_run(self, path: Path) -> None:
         """Check that a segment is of this run: one folder has the history of one run."""

@@ -20,10 +20,9 @@ from p2pavg_dht.identity import (
     Signer,
     public_key_of,
 )
-from p2pavg_dht.messages import PROTOCOL, MessageError
+from p2pavg_dht.messages import MAX_MESSAGE_BYTES, PROTOCOL, MessageError
 from p2pavg_dht.record import MAX_VALUE_BYTES, Record, RecordError, sign_record, verify
 from p2pavg_dht.storage import Limits, Refusal
-from p2pavg_dht.wire import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from p2pavg_dht.node import Published, RecordNode

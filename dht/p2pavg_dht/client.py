@@ -30,25 +30,22 @@ logger = logging.getLogger(__name__)
 LOOKUP_TIMEOUT = 15.0
 # About 3 ms of signatures between two checkpoints.
 VERIFIED_AT_ONCE = 32
+# Contacts that wait for background work, of each kind.
+MOST_WAITING = 256
 
 OnAnswer: TypeAlias = Callable[[Contact, Answer], None]
 Outcome: TypeAlias = tuple[Contact, Answer | RpcError]
 
 
 class Client:
-    """Calls over `rpc`. `on_live` is called with each contact that has answered for the first time, or again."""
+    """Calls over `rpc`."""
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        table: RoutingTable,
-        addresses: Callable[[], Sequence[str]],
-        on_live: Callable[[Contact], None],
-    ) -> None:
+    def __init__(self, rpc: Rpc, table: RoutingTable, addresses: Callable[[], Sequence[str]]) -> None:
         self._rpc = rpc
         self._table = table
         self._own_addresses = addresses
-        self._on_live = on_live
+        self._to_newcomers, self.newcomers = trio.open_memory_channel[Contact](MOST_WAITING)
+        """The contacts that have answered for the first time, or again."""
         self.background: trio.Nursery | None = None
         """Nursery of the node's calls. Without it, a lookup cancels those that it no longer waits for.
 
@@ -74,7 +71,12 @@ class Client:
             logger.debug("%s did not answer a %s: %r", contact.peer_id, type(request).__name__, error)
             raise RpcError(f"{contact.peer_id}: {error!r}") from error
         if self._table.succeeded(contact, trio.current_time()):
-            self._on_live(contact)
+            try:
+                self._to_newcomers.send_nowait(contact)
+            except trio.WouldBlock:
+                logger.debug(
+                    "%s gets our records at their renewal: too many peers came at once", contact.peer_id
+                )
         return answer
 
     async def walk(self, lookup: Lookup, request: Callable[[], Request], on_answer: OnAnswer) -> None:

@@ -9,11 +9,11 @@ No I/O, no clock.
 """
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import base58
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 MULTIHASH_PREFIX = bytes.fromhex("002408011220")
@@ -86,18 +86,14 @@ MAX_ADDRESSES = 16
 # The longest in use, a relayed WebSocket address with two peer ids, has about 200 characters.
 MAX_ADDRESS_LENGTH = 256
 _PRINTABLE = re.compile(r"/[!-~]+")
+Addresses: TypeAlias = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
 class ContactError(ValueError):
-    """A contact is invalid; `reason` says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A contact is invalid; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contact:
+class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A peer id and at most 16 addresses, each printable ASCII of at most 256 characters that begins with "/".
 
     Addresses are hints: the peer that answers there must prove its id to the transport. The constructor raises
@@ -105,7 +101,7 @@ class Contact:
     """
 
     peer_id: str
-    addresses: tuple[str, ...] = ()
+    addresses: Addresses = ()
 
     def __post_init__(self) -> None:
         if type(self.peer_id) is not str:
@@ -122,15 +118,11 @@ def check_addresses(addresses: object) -> None:
     if type(addresses) is not tuple or len(addresses) > MAX_ADDRESSES:
         raise ContactError(f"a contact has a tuple of at most {MAX_ADDRESSES} addresses")
     for address in addresses:
-        _check_address(address)
-
-
-def _check_address(address: object) -> None:
-    if type(address) is not str or not 1 < len(address) <= MAX_ADDRESS_LENGTH:
-        raise ContactError(f"an address is a text of 2 to {MAX_ADDRESS_LENGTH} characters")
-    # Addresses appear in logs and terminals: no blanks, no control characters, no look-alikes.
-    if _PRINTABLE.fullmatch(address) is None:
-        raise ContactError('an address is printable ASCII and begins with "/"')
+        if type(address) is not str or not 1 < len(address) <= MAX_ADDRESS_LENGTH:
+            raise ContactError(f"an address is a text of 2 to {MAX_ADDRESS_LENGTH} characters")
+        # Addresses appear in logs and terminals: no blanks, no control characters, no look-alikes.
+        if _PRINTABLE.fullmatch(address) is None:
+            raise ContactError('an address is printable ASCII and begins with "/"')
 
 
 # The interface of the network that this package needs.

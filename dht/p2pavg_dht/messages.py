@@ -1,7 +1,7 @@
 """The requests and answers of `/p2pavg/records/2.0.0`, and their encoding.
 
-Every message object is valid: the dataclasses check their fields, and messages from the network pass the
-decoders. On the wire, each message is a msgpack array that begins with its number.
+Every message object is valid: the structs check their fields, and msgspec checks the types and lengths of what comes
+from the network. On the wire, each message is a msgpack array that begins with its number.
 
 | message | number | fields |
 |---|---|---|
@@ -22,17 +22,22 @@ Without marks, a request that is not brief leaves out both fields.
 No I/O, no clock.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import islice
-from typing import Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias
 
-from p2pavg_dht.identity import MAX_ADDRESSES, Contact, ContactError, check_addresses
-from p2pavg_dht.record import FIELDS, KEY_BYTES, Record, RecordError, pack, unpack
+import msgspec
+from msgspec import Meta
+
+from p2pavg_dht.identity import Addresses, Contact, ContactError, check_addresses
+from p2pavg_dht.record import KEY_BYTES, Record
 from p2pavg_dht.routing import BITS, K
-from p2pavg_dht.wire import MAX_MESSAGE_BYTES, Reader, WireError, packed
 
 PROTOCOL: Final = "/p2pavg/records/2.0.0"
+MAX_MESSAGE_BYTES: Final = 1 << 20
+_TOO_LONG: Final = f"a message has at most {MAX_MESSAGE_BYTES} bytes"
+# The rest of an answer is for contacts and outcomes, which take at most 48 KiB.
+MAX_RECORD_BYTES_PER_ANSWER: Final = MAX_MESSAGE_BYTES - 64 * 1024
 # The limit of a Store, for the responder's sake: checking 64 signatures takes about 6 ms.
 MAX_STORED_RECORDS: Final = 64
 # The number of tombstones that fit into an answer. They are the smallest records, so no answer has more.
@@ -42,15 +47,9 @@ MARK_BYTES: Final = 8
 # As many as a key has publishers.
 MAX_MARKS: Final = 256
 
-T = TypeVar("T")
-
 
 class MessageError(ValueError):
-    """Bytes or fields do not make a valid message; `reason` says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """Bytes or fields do not make a valid message; the text says why."""
 
 
 def marks_of(records: Iterable[Record]) -> bytes:
@@ -64,14 +63,23 @@ def unmarked(records: Iterable[Record], known: bytes) -> tuple[Record, ...]:
     return tuple(record for record in records if record.signature[:MARK_BYTES] not in marks)
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+# The length of each list is bounded before an element is read: a claimed length costs no memory.
+_Closer: TypeAlias = Annotated[tuple[Contact, ...], Meta(max_length=K)]
+_Held: TypeAlias = Annotated[tuple[Record, ...], Meta(max_length=MAX_ANSWER_RECORDS)]
+_Flag: TypeAlias = Annotated[int, Meta(ge=0, le=1)]
+
+
+class _RecordMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message of this protocol. Its number is the tag of its class."""
+
+
+class Store(_RecordMessage, frozen=True, tag=1):
     """The request to store 1 to 64 records."""
 
-    addresses: tuple[str, ...]
-    records: tuple[Record, ...]
+    addresses: Addresses
+    records: Annotated[tuple[Record, ...], Meta(max_length=MAX_STORED_RECORDS)]
     known: bytes = b""
-    brief: bool = False
+    brief: _Flag = False
 
     def __post_init__(self) -> None:
         _check_sender(self.addresses)
@@ -81,14 +89,13 @@ class Store:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Find:
+class Find(_RecordMessage, frozen=True, tag=2):
     """The request for the records under `key` (32 bytes), and for contacts nearer to it."""
 
-    addresses: tuple[str, ...]
+    addresses: Addresses
     key: bytes
     known: bytes = b""
-    brief: bool = False
+    brief: _Flag = False
 
     def __post_init__(self) -> None:
         _check_sender(self.addresses)
@@ -96,11 +103,10 @@ class Find:
         _require(len(self.key) == KEY_BYTES, f"a key has {KEY_BYTES} bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class Locate:
+class Locate(_RecordMessage, frozen=True, tag=3):
     """The request for contacts near `point` (32 bytes, big-endian). It also serves as a ping."""
 
-    addresses: tuple[str, ...]
+    addresses: Addresses
     point: bytes
 
     def __post_init__(self) -> None:
@@ -108,18 +114,17 @@ class Locate:
         _require(len(self.point) == BITS // 8, f"a point has {BITS // 8} bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(_RecordMessage, frozen=True, tag=4):
     """The answer to a Store: the outcome of each record, in order, and the records now held under its keys.
 
     An empty outcome means that the record was stored. `omitted` counts the records that did not fit into the
     answer; it is 0 if the Store concerned a single key. Records that the Store has marked do not count.
     """
 
-    closer: tuple[Contact, ...]
-    records: tuple[Record, ...]
-    outcomes: tuple[str, ...]
-    omitted: int
+    closer: _Closer
+    records: _Held
+    outcomes: Annotated[tuple[str, ...], Meta(max_length=MAX_STORED_RECORDS)]
+    omitted: Annotated[int, Meta(ge=0, le=2**32)]
 
     def __post_init__(self) -> None:
         _check_closer(self.closer)
@@ -130,22 +135,20 @@ class Stored:
             _require(outcome.isascii() and (not outcome or outcome.isprintable()), "an outcome is ASCII")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(_RecordMessage, frozen=True, tag=5):
     """The answer to a Find: the unexpired records under the key, including withdrawals, without the marked ones."""
 
-    closer: tuple[Contact, ...]
-    records: tuple[Record, ...]
+    closer: _Closer
+    records: _Held
 
     def __post_init__(self) -> None:
         _check_closer(self.closer)
 
 
-@dataclass(frozen=True, slots=True)
-class LocateAnswer:
+class LocateAnswer(_RecordMessage, frozen=True, tag=6):
     """The answer to a Locate: the responder's contacts nearest to the point."""
 
-    closer: tuple[Contact, ...]
+    closer: _Closer
 
     def __post_init__(self) -> None:
         _check_closer(self.closer)
@@ -153,133 +156,51 @@ class LocateAnswer:
 
 Request: TypeAlias = Store | Find | Locate
 Answer: TypeAlias = Stored | Found | LocateAnswer
+_requests = msgspec.msgpack.Decoder(Request)
+_answers = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Request | Answer) -> bytes:
     """Encode `message`. Raise MessageError if it has more than MAX_MESSAGE_BYTES."""
-    encoded = packed(_parts(message))
+    fields = msgspec.structs.astuple(message)
+    if isinstance(message, Store | Find):
+        # A request without options has one encoding, and it is shorter.
+        has_options = message.known or message.brief
+        fields = (*fields[:2], message.known, int(message.brief)) if has_options else fields[:2]
+    encoded = msgspec.msgpack.encode((message.__struct_config__.tag, *fields))
     # Checked by the sender as well: the other side would refuse the whole message.
-    _require(len(encoded) <= MAX_MESSAGE_BYTES, f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+    _require(len(encoded) <= MAX_MESSAGE_BYTES, _TOO_LONG)
     return encoded
-
-
-def _parts(message: Request | Answer) -> tuple[object, ...]:
-    match message:
-        case Store(addresses, records, known, brief):
-            return 1, addresses, tuple(map(pack, records)), *_options(known, brief)
-        case Find(addresses, key, known, brief):
-            return 2, addresses, key, *_options(known, brief)
-        case Locate(addresses, point):
-            return 3, addresses, point
-        case Stored(closer, records, outcomes, omitted):
-            return 4, _contact_parts(closer), tuple(map(pack, records)), outcomes, omitted
-        case Found(closer, records):
-            return 5, _contact_parts(closer), tuple(map(pack, records))
-        case LocateAnswer(closer):
-            return 6, _contact_parts(closer)
-
-
-def _options(known: bytes, brief: bool) -> tuple[object, ...]:
-    # A request without options has one encoding, and it is shorter.
-    return (known, int(brief)) if known or brief else ()
 
 
 def decode_request(message: bytes) -> Request:
     """Decode a request. Raise MessageError for any other bytes. Signatures are not checked here."""
-    request = _decode(message)
-    if not isinstance(request, Store | Find | Locate):
-        raise MessageError("an answer came where a request was expected")
+    request: Request = _decode(message, _requests)
     return request
 
 
 def decode_answer(message: bytes) -> Answer:
     """Decode an answer. Raise MessageError for any other bytes. Signatures are not checked here."""
-    answer = _decode(message)
-    if isinstance(answer, Store | Find | Locate):
-        raise MessageError("a request came where an answer was expected")
+    answer: Answer = _decode(message, _answers)
     return answer
 
 
-def _decode(message: bytes) -> Request | Answer:
+def _decode(message: bytes, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    _require(len(message) <= MAX_MESSAGE_BYTES, _TOO_LONG)
     try:
-        reader = Reader(message)
-        decoded = _read_message(reader)
-        # Bytes after the end are refused: a message has one encoding.
-        reader.end()
-    except (WireError, RecordError, ContactError) as error:
+        decoded = decoder.decode(message)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(str(error)) from error
+    # A message has one encoding. An integer in the place of a float, for example, would be a second one.
+    _require(encode(decoded) == message, "the message is written in another way than its own")
     return decoded
-
-
-def _read_message(reader: Reader) -> Request | Answer:
-    length = reader.array(5)
-    # The number and the length together name the form, so that no field is read that the form does not have.
-    match reader.integer(6), length:
-        case 1, 3 | 5:
-            addresses = _read_addresses(reader)
-            records = _read_many(reader, MAX_STORED_RECORDS, _read_record)
-            return Store(addresses, records, *_read_options(reader, length))
-        case 2, 3 | 5:
-            return Find(_read_addresses(reader), reader.binary(KEY_BYTES), *_read_options(reader, length))
-        case 3, 3:
-            return Locate(_read_addresses(reader), reader.binary(BITS // 8))
-        case 4, 5:
-            closer, records = _read_closer(reader), _read_records(reader)
-            outcomes = _read_many(reader, MAX_STORED_RECORDS, Reader.text)
-            return Stored(closer, records, outcomes, reader.integer(2**32))
-        case 5, 3:
-            return Found(_read_closer(reader), _read_records(reader))
-        case 6, 2:
-            return LocateAnswer(_read_closer(reader))
-    raise WireError("no message has this number and length")
-
-
-def _read_options(reader: Reader, length: int) -> tuple[bytes, bool]:
-    if length == 3:
-        return b"", False
-    known, brief = reader.multiple(MARK_BYTES, MAX_MARKS * MARK_BYTES), bool(reader.integer(1))
-    # The shorter form says the same.
-    if not (known or brief):
-        raise WireError("a request has no options that say nothing")
-    return known, brief
-
-
-def _read_many(reader: Reader, most: int, read: Callable[[Reader], T]) -> tuple[T, ...]:
-    # The length is bounded before an element is read: a claimed length costs no memory.
-    return tuple(read(reader) for _ in range(reader.array(most)))
-
-
-def _read_records(reader: Reader) -> tuple[Record, ...]:
-    return _read_many(reader, MAX_ANSWER_RECORDS, _read_record)
-
-
-def _read_record(reader: Reader) -> Record:
-    return unpack(reader.scalars(FIELDS))
-
-
-def _read_closer(reader: Reader) -> tuple[Contact, ...]:
-    return _read_many(reader, K, _read_contact)
-
-
-def _read_contact(reader: Reader) -> Contact:
-    if reader.array(2) != 2:
-        raise WireError("a contact is a peer id and its addresses")
-    return Contact(reader.text(), _read_addresses(reader))
-
-
-def _read_addresses(reader: Reader) -> tuple[str, ...]:
-    return _read_many(reader, MAX_ADDRESSES, Reader.text)
-
-
-def _contact_parts(contacts: tuple[Contact, ...]) -> tuple[object, ...]:
-    return tuple((contact.peer_id, contact.addresses) for contact in contacts)
 
 
 def _check_sender(addresses: tuple[str, ...]) -> None:
     try:
         check_addresses(addresses)
     except ContactError as error:
-        raise MessageError(error.reason) from error
+        raise MessageError(str(error)) from error
 
 
 def _check_known(known: bytes) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -23,7 +23,10 @@ from p2pavg_dht.publications import Publications
 from p2pavg_dht.record import KEY_BYTES, MAX_VALUE_BYTES, Record, live_records
 from p2pavg_dht.routing import RoutingTable, peer_point
 from p2pavg_dht.storage import Guard, Limits, RecordStore, Refusal, serve, untimely
-from p2pavg_dht.upkeep import TaskStatus, Upkeep
+from p2pavg_dht.upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus  # whose stubs mypy prefers to trio's own
 
 # The records that other peers' answers have named lately, so that the next answers can leave them out.
 
@@ -83,7 +86,7 @@ class RecordNode:
     first 16 count), and `wall_clock` returns seconds since 1970.
 
     `run` does the background work. Without it, records are not renewed, calling peers are not learned, and
-    peers that failed are not tried again. publish, find, withdraw and handle work without it, so a peer that
+    peers that failed are not tried again. publish, find, withdraw and answer work without it, so a peer that
     is shutting down can still withdraw. Every call is bounded by LOOKUP_TIMEOUT, or by twice as much for a
     publish that must look up the nearest peers first. Every call may be cancelled at any time. Failures of the
     network raise no exception here; the returned values show them.
@@ -114,10 +117,7 @@ class RecordNode:
         self._heard = RecordCache()
         self._table = RoutingTable(self._peer_id)
         self._publications = Publications(signer, self._limits)
-        # The upkeep is looked up when the client calls it: it needs the client, and is made after it.
-        self._client = Client(
-            rpc, self._table, addresses, on_live=lambda contact: self._upkeep.tell_soon(contact)
-        )
+        self._client = Client(rpc, self._table, addresses)
         self._operations = Operations(self._peer_id, self._client, self._table)
         self._upkeep = Upkeep(
             own_point=peer_point(self._peer_id),
@@ -145,7 +145,7 @@ class RecordNode:
         """About how many peers the network has, this one included: exact for small ones, see `RoutingTable`."""
         return self._table.network_size()
 
-    async def run(self, *, task_status: TaskStatus = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, *, task_status: "TaskStatus[None]" = trio.TASK_STATUS_IGNORED) -> None:
         """Renew own records at TTL/3, expire others, check peers and look for new ones, until cancelled.
 
         Call it with `nursery.start`. It owns every task that outlives a call. Raises RuntimeError if it runs
@@ -284,12 +284,6 @@ class RecordNode:
         _check_key(key)
         return self._store.records(key, self._now())
 
-    async def handle(self, sender: str, request: bytes) -> bytes:
-        """Answer a request as `answer` does, followed by a checkpoint."""
-        answer = self.answer(sender, request)
-        await trio.lowlevel.checkpoint()
-        return answer
-
     def answer(self, sender: str, request: bytes) -> bytes:
         """Return the answer to `request` of the authenticated peer `sender`.
 
@@ -301,7 +295,7 @@ class RecordNode:
         try:
             contact = Contact(sender, decoded.addresses)
         except ContactError as error:
-            raise MessageError(f"the sender is no contact: {error.reason}") from error
+            raise MessageError(f"the sender is no contact: {error}") from error
         # A call does not prove that its sender can be reached: the routing table takes it after a call back.
         self._table.update_addresses(contact)
         self._upkeep.check_if_wanted(contact)

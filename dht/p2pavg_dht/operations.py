@@ -3,9 +3,10 @@
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import trio
+from msgspec.structs import replace
 
 from p2pavg_dht.client import Client, OnAnswer
 from p2pavg_dht.identity import Contact, RpcError

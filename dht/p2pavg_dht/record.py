@@ -10,10 +10,10 @@ No I/O, no clock.
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+import msgspec
 from cryptography.exceptions import InvalidSignature
 
 from p2pavg_dht.identity import PeerIdError, Signer, public_key_of
@@ -29,19 +29,13 @@ WIRE_OVERHEAD = 192
 MAX_WIRE_BYTES = WIRE_OVERHEAD + MAX_VALUE_BYTES
 
 Packed: TypeAlias = tuple[bytes, str, int, float, bytes, bytes]
-FIELDS = 6
 
 
 class RecordError(ValueError):
-    """A record is invalid or not genuine; `reason` says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A record is invalid or not genuine; the text says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A signed value. The constructor raises RecordError if a field is invalid.
 
     - `key`: 32 bytes.
@@ -61,7 +55,12 @@ class Record:
 
     def __post_init__(self) -> None:
         check_fields(self.key, self.sequence, self.expiration_time, self.value)
-        _check_publisher(self.publisher)
+        if type(self.publisher) is not str:
+            raise RecordError("the publisher is not a peer id")
+        try:
+            public_key_of(self.publisher)
+        except PeerIdError as error:
+            raise RecordError(f"the publisher is not a peer id: {error}") from error
         if type(self.signature) is not bytes or len(self.signature) != SIGNATURE_BYTES:
             raise RecordError(f"the signature is not {SIGNATURE_BYTES} bytes")
 
@@ -102,27 +101,11 @@ def check_fields(key: object, sequence: object, expiration_time: object, value: 
         raise RecordError(f"the value is not bytes, at most {MAX_VALUE_BYTES} of them")
 
 
-def _check_publisher(publisher: object) -> None:
-    if type(publisher) is not str:
-        raise RecordError("the publisher is not a peer id")
-    try:
-        public_key_of(publisher)
-    except PeerIdError as error:
-        raise RecordError(f"the publisher is not a peer id: {error}") from error
-
-
 def sign_record(signer: Signer, *, key: bytes, sequence: int, expiration_time: float, value: bytes) -> Record:
     """Return a signed record of `signer`. Raise RecordError if a field is out of range."""
     check_fields(key, sequence, expiration_time, value)
     message = _signed_bytes(key, signer.peer_id, sequence, expiration_time, value)
-    return Record(
-        key=key,
-        publisher=signer.peer_id,
-        sequence=sequence,
-        expiration_time=expiration_time,
-        value=value,
-        signature=signer.sign(message),
-    )
+    return Record(key, signer.peer_id, sequence, expiration_time, value, signer.sign(message))
 
 
 def verify(record: Record) -> None:
@@ -134,11 +117,8 @@ def verify(record: Record) -> None:
 # The same record comes from eight peers. 1024 cached records take at most 5 MB.
 @lru_cache(maxsize=1024)
 def _genuine(record: Record) -> bool:
-    message = _signed_bytes(
-        record.key, record.publisher, record.sequence, record.expiration_time, record.value
-    )
     try:
-        public_key_of(record.publisher).verify(record.signature, message)
+        public_key_of(record.publisher).verify(record.signature, _signed_bytes(*pack(record)[:-1]))
     except InvalidSignature:
         return False
     return True
@@ -153,29 +133,15 @@ def _signed_bytes(key: bytes, publisher: str, sequence: int, expiration_time: fl
 
 def pack(record: Record) -> Packed:
     """Return the fields of a record in the order of the wire."""
-    return (
-        record.key,
-        record.publisher,
-        record.sequence,
-        record.expiration_time,
-        record.value,
-        record.signature,
-    )
+    packed: Packed = msgspec.structs.astuple(record)
+    return packed
 
 
 def unpack(fields: object) -> Record:
     """Make a record of the fields that `pack` returns. Raise RecordError for anything else. Does not verify."""
-    if not isinstance(fields, tuple | list) or len(fields) != FIELDS:
-        raise RecordError(f"a record has {FIELDS} fields")
-    key, publisher, sequence, expiration_time, value, signature = fields
-    return Record(
-        key=key,
-        publisher=publisher,
-        sequence=sequence,
-        expiration_time=expiration_time,
-        value=value,
-        signature=signature,
-    )
+    if not isinstance(fields, tuple | list) or len(fields) != len(Record.__struct_fields__):
+        raise RecordError(f"a record has {len(Record.__struct_fields__)} fields")
+    return Record(*fields)
 
 
 def merge(records: Iterable[Record]) -> dict[tuple[bytes, str], Record]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from heapq import nsmallest
-from typing import Protocol, TypeVar
 
 from p2pavg_dht.identity import Contact
 
@@ -28,17 +27,6 @@ from p2pavg_dht.identity import Contact
 # renewed every TTL/3, and 30 % dead peers leave all 8 copies dead once in 15,000.
 K = 8
 BITS = 256
-
-
-class HasPeerId(Protocol):
-    """An object with a peer id."""
-
-    @property
-    def peer_id(self) -> str:
-        """The peer id."""
-
-
-P = TypeVar("P", bound=HasPeerId)
 
 
 @lru_cache(maxsize=4096)
@@ -67,9 +55,9 @@ def flipped(own: int, bucket: int) -> int:
     return own ^ (1 << (bucket - 1))
 
 
-def nearest(peers: Iterable[P], point: int, count: int = K) -> list[P]:
-    """Return the `count` peers nearest to `point`, nearest first."""
-    return nsmallest(count, peers, key=lambda peer: peer_point(peer.peer_id) ^ point)
+def nearest(contacts: Iterable[Contact], point: int, count: int = K) -> list[Contact]:
+    """Return the `count` contacts nearest to `point`, nearest first."""
+    return nsmallest(count, contacts, key=lambda contact: peer_point(contact.peer_id) ^ point)
 
 
 # The paper's k = 20. It is more than K, so that K live contacts remain if some of them are dead.

@@ -24,7 +24,7 @@ No I/O, no clock.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias, TypeVar
@@ -32,6 +32,7 @@ from typing import TypeAlias, TypeVar
 from p2pavg_dht.identity import Contact
 from p2pavg_dht.messages import (
     MAX_OUTCOME_LENGTH,
+    MAX_RECORD_BYTES_PER_ANSWER,
     Answer,
     Find,
     Found,
@@ -42,9 +43,8 @@ from p2pavg_dht.messages import (
     Stored,
     unmarked,
 )
-from p2pavg_dht.record import MAX_WIRE_BYTES, Record, RecordError, verify
+from p2pavg_dht.record import Record, RecordError, verify
 from p2pavg_dht.routing import RoutingTable, key_point, nearest
-from p2pavg_dht.wire import MAX_RECORD_BYTES_PER_ANSWER
 
 # Limits of the memory that a record store grants to strangers.
 
@@ -54,11 +54,11 @@ class Limits:
     """The limits of a record store. Records beyond them are refused with a reason.
 
     Bytes are counted as on the wire (`record.wire_bytes`). In memory, Python takes about 1 KiB more for each
-    record, which `total_records` bounds. Raises ValueError for limits that are not positive.
+    record, which `total_records` bounds.
 
     - `max_ttl`, `clock_skew` (seconds): a record may expire at most `max_ttl + clock_skew` from now.
-    - `publishers_per_key`, `bytes_per_key`: limits of one key. The bytes fit into one answer, so an answer for
-      a single key is always complete.
+    - `publishers_per_key`, `bytes_per_key`: limits of one key. The bytes must fit into one answer, so that an answer
+      for a single key is always complete.
     - `records_per_publisher`, `bytes_per_publisher`: limits of one identity over all keys. A peer has two or three
       records for each averager that it has open, and with DDP it has one for each bucket of gradients.
     - `relayed_per_sender`: the number of *other* publishers' records that one authenticated sender may have
@@ -70,25 +70,13 @@ class Limits:
     max_ttl: float = 3600.0
     clock_skew: float = 60.0
     publishers_per_key: int = 256
-    bytes_per_key: int = 960 * 1024
+    bytes_per_key: int = MAX_RECORD_BYTES_PER_ANSWER
     records_per_publisher: int = 256
     bytes_per_publisher: int = 256 * 1024
     relayed_per_sender: int = 64
     total_keys: int = 4096
     total_records: int = 16384
     total_bytes: int = 32 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            # Written as `not ... <`, so that NaN is refused too.
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{field.name} must be positive and finite, not {value}")
-        for name in ("bytes_per_key", "bytes_per_publisher", "total_bytes"):
-            if getattr(self, name) < MAX_WIRE_BYTES:
-                raise ValueError(f"{name} must hold one record of {MAX_WIRE_BYTES} bytes")
-        if self.bytes_per_key > MAX_RECORD_BYTES_PER_ANSWER:
-            raise ValueError(f"bytes_per_key must fit into an answer: {MAX_RECORD_BYTES_PER_ANSWER} bytes")
 
 
 T = TypeVar("T", bound=bytes | str)
@@ -197,9 +185,25 @@ class RecordStore:
             or _forged(record)
             or self._guarded(record, held)
         )
-        if refusal is None:
-            self._replace(record, held, sender)
-        return refusal
+        if refusal is not None:
+            return refusal
+        relayed_by = None if sender == record.publisher else sender
+        if held is not None:
+            # The first sender's allowance keeps the charge, so that renewals cannot be spread over many senders.
+            # Only the publisher itself takes the charge over.
+            relayed_by = relayed_by and held.relayed_by
+            self._remove(held)
+        entry = _Entry(record, relayed_by)
+        self._keys.setdefault(record.key, {})[record.publisher] = entry
+        self._count(entry, 1)
+        # The heap finds what has expired without a look at all records. Entries of records that were replaced stay in
+        # it. A publisher that renews all the time leaves one stale expiration each time.
+        heappush(self._expirations, (record.expiration_time, record.key, record.publisher))
+        if len(self._expirations) > 2 * len(self) + 64:
+            held_now = (entry.record for entries in self._keys.values() for entry in entries.values())
+            self._expirations = [(r.expiration_time, r.key, r.publisher) for r in held_now]
+            heapify(self._expirations)
+        return None
 
     def records(self, key: bytes, now: float) -> tuple[Record, ...]:
         """Return the unexpired records under `key`, including withdrawals, ordered by publisher."""
@@ -263,27 +267,6 @@ class RecordStore:
             return Refusal.STORE_FULL
         return None
 
-    def _replace(self, record: Record, held: _Entry | None, sender: str) -> None:
-        relayed_by = None if sender == record.publisher else sender
-        if held is not None:
-            # The first sender's allowance keeps the charge, so that renewals cannot be spread over many senders.
-            # Only the publisher itself takes the charge over.
-            relayed_by = relayed_by and held.relayed_by
-            self._remove(held)
-        self._insert(_Entry(record, relayed_by))
-
-    def _insert(self, entry: _Entry) -> None:
-        record = entry.record
-        self._keys.setdefault(record.key, {})[record.publisher] = entry
-        self._count(entry, 1)
-        # The heap finds what has expired without a look at all records. Entries
-        # of records that were replaced stay in it.
-        heappush(self._expirations, (record.expiration_time, record.key, record.publisher))
-        # A publisher that renews all the time leaves one stale expiration each time.
-        if len(self._expirations) > 2 * len(self) + 64:
-            self._expirations = [_expiration(e) for entries in self._keys.values() for e in entries.values()]
-            heapify(self._expirations)
-
     def _remove(self, entry: _Entry) -> None:
         entries = self._keys[entry.record.key]
         del entries[entry.record.publisher]
@@ -300,10 +283,6 @@ class RecordStore:
             self._relayed[entry.relayed_by] += sign
             if not self._relayed[entry.relayed_by]:
                 del self._relayed[entry.relayed_by]
-
-
-def _expiration(entry: _Entry) -> tuple[float, bytes, str]:
-    return entry.record.expiration_time, entry.record.key, entry.record.publisher
 
 
 def _count_in(usages: dict[T, _Usage], name: T, sign: int, size: int) -> None:
@@ -344,10 +323,10 @@ UNCHECKED = "not looked at: an earlier record of this message was forged"
 def serve(request: Request, sender: str, store: RecordStore, table: RoutingTable, now: float) -> Answer:
     """Carry out a request of the authenticated peer `sender` at wall-clock time `now`, and return the answer."""
     match request:
-        case Store(_, records, _, True):
-            return Stored((), (), tuple(_put_all(records, sender, store, now)), 0)
-        case Store(_, records, known):
+        case Store(_, records, known, brief):
             outcomes = tuple(_put_all(records, sender, store, now))
+            if brief:
+                return Stored((), (), outcomes, 0)
             keys = dict.fromkeys(record.key for record in records)
             held, omitted = store.records_within(keys, MAX_RECORD_BYTES_PER_ANSWER, now)
             closer = _closer(table, key_point(records[0].key), sender)

@@ -2,17 +2,20 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import trio
 
-from p2pavg_dht.client import Client
+from p2pavg_dht.client import MOST_WAITING, Client
 from p2pavg_dht.identity import Contact, RpcError
 from p2pavg_dht.messages import MAX_STORED_RECORDS, Locate, Store, Stored
 from p2pavg_dht.operations import Operations
 from p2pavg_dht.publications import Publications
 from p2pavg_dht.routing import K, RoutingTable, flipped, key_point, point_bytes
 from p2pavg_dht.storage import RecordStore
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus  # whose stubs mypy prefers to trio's own
 
 logger = logging.getLogger(__name__)
 
@@ -29,55 +32,7 @@ LONGEST_REFRESH = 300.0
 LONG_REFRESH = 30.0
 # Peers that call but do not answer can occupy at most so many tasks, each for RPC_TIMEOUT.
 CHECKERS = 16
-MOST_WAITING = 256
 MOST_BOOTSTRAP = 64
-
-
-class TaskStatus(Protocol):
-    """The `task_status` that `nursery.start` passes (trio.TaskStatus[None])."""
-
-    def started(self) -> None:
-        """Report that the task runs."""
-
-
-class _Checks:
-    """The calls that check whether a contact answers. Contacts that wait for a check are bounded."""
-
-    def __init__(self, client: Client, table: RoutingTable, own_point: int) -> None:
-        self._client = client
-        self._table = table
-        self._own_point = own_point
-        self._checking: set[str] = set()
-        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
-
-    def check_if_wanted(self, contact: Contact) -> None:
-        """Call `contact` soon, if the routing table wants it."""
-        if self._table.wanted(contact, trio.current_time()):
-            self.check_soon(contact)
-
-    def check_soon(self, contact: Contact) -> None:
-        """Call `contact` soon, unless a check of it is under way."""
-        if contact.peer_id in self._checking:
-            return
-        try:
-            self._to_check.send_nowait(contact)
-        except trio.WouldBlock:
-            logger.debug("%s is not checked: too many contacts wait for a check", contact.peer_id)
-        else:
-            self._checking.add(contact.peer_id)
-
-    async def run(self) -> None:
-        """Make the calls, until cancelled. Several tasks may run it."""
-        # A check asks for the peers near this one, so every check is a refresh as well.
-        async for contact in self._checks:
-            try:
-                await self._client.ask(
-                    contact, Locate(self._client.addresses(), point_bytes(self._own_point))
-                )
-            except RpcError as error:
-                logger.debug("check: %s", error)
-            finally:
-                self._checking.discard(contact.peer_id)
 
 
 class Upkeep:
@@ -106,8 +61,8 @@ class Upkeep:
         self._running = False
         self._bootstrap: tuple[Contact, ...] = ()
         self._refresh_wanted = trio.Event()
-        self._checks = _Checks(client, table, own_point)
-        self._to_tell, self._newcomers = trio.open_memory_channel[Contact](MOST_WAITING)
+        self._checking: set[str] = set()
+        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
 
     def remember_bootstrap(self, contacts: Sequence[Contact]) -> None:
         """Remember contacts, to try them whenever no peer is known."""
@@ -119,18 +74,21 @@ class Upkeep:
 
     def check_if_wanted(self, contact: Contact) -> None:
         """Call `contact` soon, if the routing table wants it."""
-        self._checks.check_if_wanted(contact)
+        if self._table.wanted(contact, trio.current_time()):
+            self._check_soon(contact)
 
-    def tell_soon(self, contact: Contact) -> None:
-        """Send `contact`, which is new or has returned, those of this peer's records that it should hold."""
+    def _check_soon(self, contact: Contact) -> None:
+        """Call `contact` soon, unless a check of it is under way."""
+        if contact.peer_id in self._checking:
+            return
         try:
-            self._to_tell.send_nowait(contact)
+            self._to_check.send_nowait(contact)
         except trio.WouldBlock:
-            logger.debug(
-                "%s will get our records at their renewal: too many peers came at once", contact.peer_id
-            )
+            logger.debug("%s is not checked: too many contacts wait for a check", contact.peer_id)
+        else:
+            self._checking.add(contact.peer_id)
 
-    async def run(self, *, task_status: TaskStatus) -> None:
+    async def run(self, *, task_status: "TaskStatus[None]") -> None:
         """Do the background work until cancelled. Raise RuntimeError if it runs already."""
         if self._running:
             raise RuntimeError("this record node runs already")
@@ -138,7 +96,7 @@ class Upkeep:
         try:
             async with trio.open_nursery() as nursery:
                 for _ in range(CHECKERS):
-                    nursery.start_soon(self._checks.run)
+                    nursery.start_soon(self._check)
                     nursery.start_soon(self._tell_newcomers)
                 nursery.start_soon(self._refresh)
                 nursery.start_soon(self._tick, nursery)
@@ -168,13 +126,26 @@ class Upkeep:
 
     def _check_on_peers(self) -> None:
         for contact in self._table.due(trio.current_time()):
-            self._checks.check_soon(contact)
+            self._check_soon(contact)
         if not self._table.live():
             for contact in self._bootstrap:
-                self._checks.check_if_wanted(contact)
+                self.check_if_wanted(contact)
+
+    async def _check(self) -> None:
+        """Check whether the contacts that wait for it answer. Several tasks run it."""
+        async for contact in self._checks:
+            # It asks for the peers near this one, so every check is a refresh as well.
+            request = Locate(self._client.addresses(), point_bytes(self._own_point))
+            try:
+                await self._client.ask(contact, request)
+            except RpcError as error:
+                logger.debug("check: %s", error)
+            finally:
+                self._checking.discard(contact.peer_id)
 
     async def _tell_newcomers(self) -> None:
-        async for contact in self._newcomers:
+        """Send peers that are new or have returned those of this peer's records that they should hold."""
+        async for contact in self._client.newcomers:
             records = [
                 record
                 for record in self._publications.unconfirmed(contact.peer_id, self._now())

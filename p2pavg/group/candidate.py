@@ -87,7 +87,7 @@ class Readiness(Message, frozen=True, kw_only=True, tag=5):
             # Only their number and form. The dial gate decides later which of them are dialled.
             check_addresses(self.addresses)
         except ContactError as error:
-            raise ValueError(error.reason) from None
+            raise ValueError(str(error)) from None
         # Without an address, a peer can only be relayed. With another reach, it would come too early in the order.
         if self.reach != Reach.RELAYED and not self.addresses:
             raise ValueError(f"a reach of {self.reach} with no addresses")
@@ -219,7 +219,7 @@ def read_signed_candidate(fields: Any) -> Candidate:
         # Before the value is read: a leader passes on the candidates of others, and could change them.
         verify(record)
     except RecordError as error:
-        raise RemoteProtocolError(error.reason) from None
+        raise RemoteProtocolError(str(error)) from None
     return read_candidate(record)
 
 

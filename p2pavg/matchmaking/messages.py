@@ -165,7 +165,7 @@ def read_first(data: bytes) -> First:
         # Nothing but the kind and one record is read: verifying a signature for any stranger would cost too much.
         return First(kind, unpack_record(unpack(data[1:], tuple)[0]))
     except RecordError as error:
-        raise RemoteProtocolError(error.reason) from None
+        raise RemoteProtocolError(str(error)) from None
 
 
 def encode(message: Message) -> bytes:
@@ -258,7 +258,7 @@ def records_in(data: bytes, kinds: Collection[type[Message]] | None = None) -> S
     try:
         return records_of_roster(data[1:])
     except RecordError as error:
-        raise RemoteProtocolError(error.reason) from None
+        raise RemoteProtocolError(str(error)) from None
 
 
 def check_signature(record: Record) -> None:
@@ -266,7 +266,7 @@ def check_signature(record: Record) -> None:
     try:
         verify(record)
     except RecordError as error:
-        raise RemoteProtocolError(error.reason) from None
+        raise RemoteProtocolError(str(error)) from None
 
 
 def _kind_of(data: bytes, kinds: Collection[type[Message]] | None = None) -> type[Message]:

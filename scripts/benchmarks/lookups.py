@@ -15,7 +15,7 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -34,8 +34,10 @@ from p2pavg_dht.messages import (
     encode,
 )
 from p2pavg_dht.routing import K, key_point, nearest
-from p2pavg_dht.upkeep import TaskStatus
 from scripts.benchmarks.figures import Report
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 NAME = "lookups"
 DELAYS = 0.001, 0.002
@@ -70,7 +72,7 @@ class Node:
         self.calls += 1
         return await self.network.deliver(self.signer.peer_id, contact, request)
 
-    async def run(self, *, task_status: TaskStatus) -> None:
+    async def run(self, *, task_status: TaskStatus[None]) -> None:
         """Do the background work of the record node until it is killed."""
         with self.scope:
             await self.records.run(task_status=task_status)
@@ -93,7 +95,7 @@ class Network:
         node = Node(self, Ed25519Signer(self.dice.randbytes(32)))
         node.records._operations._paths = self.paths
         self.nodes[node.signer.peer_id] = node
-        await self._nursery.start(node.run)  # type: ignore[arg-type]
+        await self._nursery.start(node.run)
         return node
 
     async def join(self, through: Node) -> Node:
@@ -139,7 +141,7 @@ class Network:
         if contact.peer_id in self.liars:
             answer = encode(self._lie(contact.peer_id, request))
         elif contact.peer_id in self.nodes:
-            answer = await self.nodes[contact.peer_id].records.handle(sender, request)
+            answer = self.nodes[contact.peer_id].records.answer(sender, request)
         else:
             raise RpcError("no peer is there")
         await trio.sleep(self.dice.uniform(*DELAYS))

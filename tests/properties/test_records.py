@@ -2,10 +2,11 @@
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
+from msgspec.structs import replace
 
 from p2pavg_dht import (
     Contact,
@@ -22,7 +23,6 @@ from p2pavg_dht import (
 from p2pavg_dht.messages import Find, Found, Locate, Store, Stored, decode_answer, decode_request, encode
 from p2pavg_dht.record import MAX_WIRE_BYTES, live_records, merge, pack, unpack
 from p2pavg_dht.storage import RecordStore
-from p2pavg_dht.wire import packed
 
 SIGNERS = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(4)]
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -50,9 +50,12 @@ records = st.builds(
 contacts = st.builds(
     Contact, st.sampled_from([s.peer_id for s in SIGNERS]), st.just(("/ip4/127.0.0.1/tcp/4001",))
 )
+marks = st.sampled_from([b"", bytes(8), bytes(2048)])
 messages = st.one_of(
-    st.builds(Store, st.just(("/a",)), st.lists(records, min_size=1, max_size=3).map(tuple)),
-    st.builds(Find, st.just(()), st.sampled_from(KEYS)),
+    st.builds(
+        Store, st.just(("/a",)), st.lists(records, min_size=1, max_size=3).map(tuple), marks, st.booleans()
+    ),
+    st.builds(Find, st.just(()), st.sampled_from(KEYS), marks, st.booleans()),
     st.builds(Locate, st.just(()), st.sampled_from(KEYS)),
     st.builds(Found, contacts.map(lambda c: (c,)), st.lists(records, max_size=3).map(tuple)),
     st.builds(Stored, st.just(()), st.lists(records, max_size=2).map(tuple), st.just(("",)), st.just(0)),
@@ -83,7 +86,7 @@ def test_any_bytes_are_a_message_or_a_message_error(message: bytes) -> None:
 
 @given(st.integers(0, 7), st.lists(structures, max_size=5))
 def test_any_msgpack_is_a_message_or_a_message_error(number: int, parts: list[object]) -> None:
-    decode_both(packed((number, *parts)))
+    decode_both(msgpack.encode((number, *parts)))
 
 
 @given(messages, st.data())

@@ -973,7 +973,7 @@ A, B, C = candidate(0), candidate(1), candidate(2)
 
 
 def test_roster_with_a_duplicate_or_unsigned_peer_is_refused() -> None:
-    stranger = replace(C, record=replace(A.record, publisher=C.peer_id))
+    stranger = replace(C, record=structs.replace(A.record, publisher=C.peer_id))
     for members, reason in (([A, B, A], "names a peer twice"), ([A, B, stranger], "forged")):
         packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0, ())
         with pytest.raises(RemoteProtocolError, match=reason):

@@ -3,11 +3,14 @@
 A dead peer here is the worst kind: it accepts the call and never answers.
 """
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
@@ -17,7 +20,9 @@ from p2pavg_dht import RPC_TIMEOUT, Contact, Ed25519Signer, Published, RecordNod
 from p2pavg_dht.lookup import HEDGE_DELAY
 from p2pavg_dht.messages import Found, decode_answer
 from p2pavg_dht.routing import LONGEST_BACKOFF, K, key_point, nearest
-from p2pavg_dht.upkeep import TaskStatus
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 EPOCH = 1_700_000_000.0
 # One way, seconds: a call takes 2 to 4 ms, as measured over libp2p on loopback.
@@ -31,7 +36,7 @@ SETTLE = 10.0
 class Peer:
     """A node, its identity, and the scope in which it runs."""
 
-    network: "Network"
+    network: Network
     signer: Ed25519Signer
     clock_error: float = 0.0
     calls: int = 0
@@ -58,7 +63,7 @@ class Peer:
         self.calls += 1
         return await self.network.deliver(self.peer_id, contact, request)
 
-    async def run(self, *, task_status: TaskStatus) -> None:
+    async def run(self, *, task_status: TaskStatus[None]) -> None:
         with self.scope:
             await self.node.run(task_status=task_status)
 
@@ -80,7 +85,7 @@ class Network:
             await trio.sleep_forever()
         if contact.peer_id not in self.peers or not contact.addresses:
             raise RpcError("no peer is there")
-        answer = await self.peers[contact.peer_id].node.handle(sender, request)
+        answer = self.peers[contact.peer_id].node.answer(sender, request)
         await trio.sleep(self._random.uniform(*DELAYS))
         return answer
 
@@ -88,7 +93,7 @@ class Network:
         self._made += 1
         peer = Peer(self, signer or Ed25519Signer(self._made.to_bytes(32, "big")), clock_error)
         self.peers[peer.peer_id] = peer
-        await self._nursery.start(peer.run)  # type: ignore[arg-type]
+        await self._nursery.start(peer.run)
         return peer
 
     async def grow(self, count: int) -> list[Peer]:
@@ -111,7 +116,8 @@ class Network:
 
     def holders(self, key: bytes) -> list[Peer]:
         """Return the K peers, including dead ones, that are nearest to `key`."""
-        return nearest(self.peers.values(), key_point(key))
+        contacts = nearest((peer.contact for peer in self.peers.values()), key_point(key))
+        return [self.peers[contact.peer_id] for contact in contacts]
 
 
 @asynccontextmanager

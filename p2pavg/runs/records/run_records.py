@@ -14,9 +14,9 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import trio
+from msgspec import structs
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
@@ -112,7 +112,8 @@ class RunRecords:
             secrets.token_bytes(NONCE_BYTES),
         )
         published = await self._node.publish(stored, sealed, ttl=ttl, also=self._mates)
-        return replace(published, records=await self._opened_in_turns(key, published.records))
+        opened = await self._opened_in_turns(key, published.records)
+        return Published(published.stored, published.refused, opened)
 
     def keep_places(self, key: bytes) -> None:
         """Keep places here for the records of the members of the last round, before this peer publishes one itself."""
@@ -181,14 +182,14 @@ class RunRecords:
         for record in records:
             # A withdrawal has no value to open. It must be passed on, so that boards forget the entry.
             if record.withdrawn:
-                opened.append(replace(record, key=key))
+                opened.append(structs.replace(record, key=key))
                 continue
             try:
                 value = self._open(record)
             except RemoteProtocolError as error:
                 self._note_refused(record.publisher, str(error))
             else:
-                opened.append(replace(record, key=key, value=value))
+                opened.append(structs.replace(record, key=key, value=value))
         return tuple(opened)
 
     def _open(self, record: Record) -> bytes:

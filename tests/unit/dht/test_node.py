@@ -1,11 +1,11 @@
 """One node against scripted peers: the records that it accepts or refuses, and the requests that it answers."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import trio
+from msgspec.structs import replace
 from trio.testing import MockClock
 
 from p2pavg_dht import (
@@ -100,7 +100,7 @@ def node(answering: Answering = honest, limits: Limits | None = None) -> tuple[R
 
 
 async def ask(asked: RecordNode, request: Store | Find | Locate, sender: Ed25519Signer = ALICE) -> Any:
-    return decode_answer(await asked.handle(sender.peer_id, encode(request)))
+    return decode_answer(asked.answer(sender.peer_id, encode(request)))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ async def test_an_answer_for_a_full_key_fits_into_a_message() -> None:
     crowd = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(1, 251)]
     for signer in crowd:
         await ask(asked, Store((), (record(signer, value=bytes(MAX_VALUE_BYTES)),)), signer)
-    encoded = await asked.handle(ALICE.peer_id, encode(Find((), KEY)))
+    encoded = asked.answer(ALICE.peer_id, encode(Find((), KEY)))
     assert len(encoded) > 900_000
     found = decode_answer(encoded)
     assert isinstance(found, Found)
@@ -203,18 +203,18 @@ async def test_an_answer_for_a_full_key_fits_into_a_message() -> None:
 @pytest.mark.parametrize("request_", [b"", b"\x93\x02", b"garbage"])
 async def test_a_malformed_request_raises(request_: bytes) -> None:
     with pytest.raises(MessageError):
-        await node()[0].handle(ALICE.peer_id, request_)
+        node()[0].answer(ALICE.peer_id, request_)
 
 
 async def test_a_sender_that_has_no_peer_id_is_malformed() -> None:
     with pytest.raises(MessageError, match="sender"):
-        await node()[0].handle("nobody", encode(Find((), KEY)))
+        node()[0].answer("nobody", encode(Find((), KEY)))
 
 
 async def test_a_caller_becomes_known_when_it_answers_a_call() -> None:
     asked, script = node()
     async with trio.open_nursery() as nursery:
-        await nursery.start(asked.run)  # type: ignore[arg-type]
+        await nursery.start(asked.run)
         await ask(asked, Find(("/here",), KEY), ALICE)
         assert not asked.contacts
         await trio.testing.wait_all_tasks_blocked()
@@ -229,7 +229,7 @@ async def test_a_caller_that_does_not_answer_stays_unknown() -> None:
 
     asked, script = node(refusing)
     async with trio.open_nursery() as nursery:
-        await nursery.start(asked.run)  # type: ignore[arg-type]
+        await nursery.start(asked.run)
         for _ in range(5):
             await ask(asked, Find(("/here",), KEY), ALICE)
             await trio.testing.wait_all_tasks_blocked()
@@ -256,7 +256,7 @@ async def test_answers_name_reachable_peers_other_than_the_caller() -> None:
 async def test_a_late_join_refreshes_the_table_soon(autojump_clock: MockClock) -> None:
     late, script = node()
     async with trio.open_nursery() as nursery:
-        await nursery.start(late.run)  # type: ignore[arg-type]
+        await nursery.start(late.run)
         # Long after its start, the node refreshes its table only every five minutes.
         begin = autojump_clock.current_time()
         await trio.sleep_until(begin + 1000.0)
@@ -282,7 +282,7 @@ async def test_a_call_that_a_lookup_no_longer_waits_for_goes_on_and_its_answer_c
     answered: list[Contact] = []
     asking, _ = node(answer)
     async with trio.open_nursery() as nursery:
-        await nursery.start(asking.run)  # type: ignore[arg-type]
+        await nursery.start(asking.run)
         await asking.join([contact(ALICE), contact(slow), contact(CAROL)])
         began = trio.current_time()
         await asking.find(KEY)
@@ -297,7 +297,7 @@ async def test_a_call_that_a_lookup_no_longer_waits_for_goes_on_and_its_answer_c
 async def test_a_node_runs_once() -> None:
     once, _ = node()
     async with trio.open_nursery() as nursery:
-        await nursery.start(once.run)  # type: ignore[arg-type]
+        await nursery.start(once.run)
         with pytest.raises(RuntimeError, match="runs already"):
             await once.run()
         nursery.cancel_scope.cancel()
@@ -502,7 +502,7 @@ async def test_renewals_and_withdrawals_ask_for_no_answer(autojump_clock: MockCl
     # Each publisher of a large board would read what all others have renewed, eight times over.
     renewing, script = node(keeping(record(ALICE)))
     async with trio.open_nursery() as nursery:
-        await nursery.start(renewing.run)  # type: ignore[arg-type]
+        await nursery.start(renewing.run)
         await renewing.join([contact(ALICE)])
         await renewing.publish(KEY, b"v", ttl=60.0)
         script.asked.clear()

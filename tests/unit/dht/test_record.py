@@ -1,12 +1,12 @@
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.msgpack import encode
+from msgspec.structs import replace
 
 from p2pavg_dht import Ed25519Signer, Record, RecordError, sign_record, verify
 from p2pavg_dht.record import MAX_SEQUENCE, MAX_WIRE_BYTES, live_records, merge, pack, unpack
-from p2pavg_dht.wire import packed
 
 SIGNER = Ed25519Signer(bytes(range(32)))
 OTHER = Ed25519Signer(bytes(range(1, 33)))
@@ -105,8 +105,8 @@ def test_wire_bytes_bound_the_encoded_size() -> None:
     biggest = sign_record(
         SIGNER, key=bytes(32), sequence=MAX_SEQUENCE, expiration_time=1e300, value=bytes(4864)
     )
-    assert len(packed(pack(biggest))) <= biggest.wire_bytes == MAX_WIRE_BYTES
-    assert len(packed(pack(GOLDEN))) <= GOLDEN.wire_bytes
+    assert len(encode(biggest)) <= biggest.wire_bytes == MAX_WIRE_BYTES
+    assert len(encode(GOLDEN)) <= GOLDEN.wire_bytes
 
 
 def _record(sequence: int, expiration_time: float, value: bytes, signer: Ed25519Signer = SIGNER) -> Record:

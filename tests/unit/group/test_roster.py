@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from p2pavg.base.errors import RemoteProtocolError
@@ -154,7 +155,7 @@ def test_weights_that_overflow_are_refused() -> None:
 )
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_member_that_did_not_sign_is_refused(change: dict[str, object], place: int) -> None:
-    forged = dataclasses.replace(A, record=dataclasses.replace(A.record, **change))  # type: ignore[arg-type]
+    forged = dataclasses.replace(A, record=msgspec.structs.replace(A.record, **change))
     members = [B, C]
     members.insert(place, forged)
     with pytest.raises(RemoteProtocolError, match="forged"):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, part_frame
 from p2pavg.allreduce.movers.reuse import ResumeMark
@@ -88,7 +89,7 @@ def test_every_kind_is_covered() -> None:
 def test_a_forged_record_is_refused(name: str) -> None:
     """The record of another peer with its last byte changed."""
     record = ME.record
-    forged = dataclasses.replace(ME, record=dataclasses.replace(record, value=record.value[:-1] + b"9"))
+    forged = dataclasses.replace(ME, record=structs.replace(record, value=record.value[:-1] + b"9"))
     messages: dict[str, Message] = {
         "ask": JoinRequest(forged),
         "nudge": Nudge(forged),
@@ -102,7 +103,7 @@ def test_a_forged_record_is_refused(name: str) -> None:
 
 
 def test_a_record_under_another_name_is_refused() -> None:
-    stolen = dataclasses.replace(ME.record, publisher=OTHER.peer_id)
+    stolen = structs.replace(ME.record, publisher=OTHER.peer_id)
     with pytest.raises(RemoteProtocolError, match="forged"):
         decode(encode(JoinRequest(dataclasses.replace(ME, record=stolen))))
 

@@ -40,7 +40,7 @@ class Watched:
         self.told.append(self.node.held(KEY))
 
     async def ask(self, request: Store | Find | Locate, sender: Ed25519Signer = ALICE) -> Any:
-        return decode_answer(await self.node.handle(sender.peer_id, encode(request)))
+        return decode_answer(self.node.answer(sender.peer_id, encode(request)))
 
     async def store(self, *records: Record) -> None:
         await self.ask(Store((), records))

@@ -9,34 +9,19 @@ from typing import Any
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import (
     EXCHANGE_SECONDS,
-    MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
-    MAX_GROUP_SIZE,
-    MAX_MBPS,
     MAX_RULE_CHARS,
-    MAX_RUN_ID_CHARS,
-    MAX_TIMEOUT_SECONDS,
     MAX_VERSION,
     MAX_WEIGHT,
-    MIN_BANDWIDTH,
     USUAL_GROUP_SIZE,
 )
 from p2pavg.base.numbers import check_number, is_rule
-from p2pavg.group.aggregation import (
-    MOST_NORMS,
-    Aggregation,
-    Audits,
-    RobustRule,
-    check_codec_for,
-    check_combinable,
-    resolve_audits,
-    resolve_rule,
-)
+from p2pavg.group.aggregation import Aggregation, Audits, RobustRule, resolve_audits, resolve_rule
 from p2pavg.group.participation import Participation, check_tags
-from p2pavg.group.strategy import check_text, mark
-from p2pavg.group.topology import Gossip, Hierarchical, Topology, resolve_topology, size_of_groups
+from p2pavg.group.strategy import mark
+from p2pavg.group.topology import Gossip, Hierarchical, Topology, resolve_topology
 from p2pavg.runs.membership.membership import RunAccess
-from p2pavg.runs.membership.run_file import PeerFiles, read_access, read_run_file
+from p2pavg.runs.membership.run_file import PeerFiles, check_settings, check_size, read_access, read_run_file
 from p2pavg.telemetry.status import MAX_NAME_CHARS, is_printable
 from p2pavg_compression import Codec, resolve_codec
 
@@ -132,26 +117,7 @@ class AveragingConfig:
     files: PeerFiles | None = None
 
     def __post_init__(self) -> None:
-        if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
-            raise ConfigError(
-                f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} printable characters, got {self.run_id!r}"
-            )
-        try:
-            topology = resolve_topology(self.topology)
-        except ConfigError as error:
-            raise ConfigError(f"topology: {error}") from None
-        _check_size("group_size", self.group_size, 2, MAX_GROUP_SIZE)
-        object.__setattr__(self, "group_size", size_of_groups(topology, self.group_size))
-        _check_size("min_group_size", self.min_group_size, 2, self.group_size)
-        check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
-        check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
-        if self.bandwidth is not None:
-            check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
-        for name in ("max_upload_mbps", "max_download_mbps"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), MAX_MBPS)
-        if self.max_weight is not None:
-            check_number("max_weight", self.max_weight, MAX_WEIGHT)
+        check_settings(self)
         if self.access is not None and not isinstance(self.access, RunAccess):
             raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
         if self.files is not None and self.access is None:
@@ -162,9 +128,7 @@ class AveragingConfig:
             raise ConfigError("open_run must be False with access: a run with an authority has members")
         if self.participation is not None and not isinstance(self.participation, Participation):
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
-        if self.strategy != "":
-            check_text(self.strategy)
-        _check_size("version", self.version, 0, MAX_VERSION)
+        check_size("version", self.version, 0, MAX_VERSION)
         if not is_rule(self.rule):
             raise ConfigError(
                 f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"
@@ -174,19 +138,10 @@ class AveragingConfig:
             raise ConfigError(
                 f"name must be text of at most {MAX_NAME_CHARS} printable characters, got {self.name!r}"
             )
-        if self.max_norm is not None:
-            check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
-        try:
-            resolve_rule(self.robust)
-        except ConfigError as error:
-            raise ConfigError(f"robust: {error}") from None
-        try:
-            resolve_audits(self.audit)
-        except ConfigError as error:
-            raise ConfigError(f"audit: {error}") from None
+        topology = self.aggregation.topology
         if self.recheck != 0.0:
             check_number("recheck", self.recheck, 1.0)
-            if resolve_audits(self.audit) is None or isinstance(topology, Hierarchical):
+            if self.aggregation.audits is None or isinstance(topology, Hierarchical):
                 raise ConfigError(
                     "recheck needs audits, whose inputs it compares, and a topology without sites; leave it out, or"
                     " take another audit or topology"
@@ -195,12 +150,7 @@ class AveragingConfig:
             raise ConfigError(
                 f"participation must be None with the topology {topology.text!r}: all of a small group contribute"
             )
-        try:
-            name = resolve_codec(self.compression).name
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"compression: {error}") from None
-        check_combinable(self.robust, self.codec)
-        check_codec_for(self.aggregation.topology, self.codec)
+        name = self.codec.name
         if not 0 < len(name) <= MAX_CODEC_CHARS or not name.isprintable():
             raise ConfigError(
                 f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"
@@ -258,14 +208,3 @@ class AveragingConfig:
     def codec(self) -> Codec:
         """The codec that ``compression`` names."""
         return resolve_codec(self.compression)
-
-
-def _is_text(value: object) -> bool:
-    # Terminals obey control characters, and a run file may be a stranger's. Undecodable bytes of a command line become
-    # lone surrogates, which are not printable either, and cannot be encoded for the wire.
-    return isinstance(value, str) and value.isprintable()
-
-
-def _check_size(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {value!r}")

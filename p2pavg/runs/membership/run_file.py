@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
@@ -48,6 +48,8 @@ from p2pavg.runs.membership.membership import SECRET_BYTES, RunAccess
 from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.membership.tokens import MAX_ADDRESS_CHARS, is_peer_address
 from p2pavg_compression import resolve_codec
+
+T = TypeVar("T")
 
 VERSION = 1
 MAX_BOOTSTRAP = 8
@@ -108,42 +110,19 @@ class RunFile:
     strategy: str = ""
 
     def __post_init__(self) -> None:
-        _check_text("run_id", self.run_id, MAX_RUN_ID_CHARS)
         _check_bytes("authority", self.authority, AUTHORITY_BYTES)
         _check_bytes("secret", self.secret, SECRET_BYTES)
-        # The topology comes first, because it has a say in the size of groups.
-        _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
-        topology = resolve_topology(self.topology)
-        _check_size("group_size", self.group_size, MAX_GROUP_SIZE)
-        object.__setattr__(self, "group_size", size_of_groups(topology, self.group_size))
-        _check_size("min_group_size", self.min_group_size, self.group_size)
-        _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
-        _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
-        if self.max_weight is not None:
-            _check_number("max_weight", self.max_weight, MAX_WEIGHT)
-        if self.max_norm is not None:
-            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
-        if self.robust is not None:
-            _check_rule("robust", self.robust, MAX_ROBUST_CHARS, resolve_rule)
-        if self.bandwidth is not None:
-            _check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
-        for name in ("max_upload_mbps", "max_download_mbps"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), MAX_MBPS)
+        # These are texts here. An AveragingConfig takes objects, too.
+        for name, most in _MOST_CHARS.items():
+            if getattr(self, name) is not None or name != "robust":
+                _check_text(name, getattr(self, name), most)
+        check_settings(self)
         if self.relay_mbps is not None and self.relay_mbps != 0:  # 0: relay nothing
             _check_number("relay_mbps", self.relay_mbps, MAX_BANDWIDTH)
-        _check_rule("audit", self.audit, MAX_AUDIT_CHARS, resolve_audits)
-        _check_compression(self.compression)
-        check_combinable(self.robust, resolve_codec(self.compression))
-        # It raises an error if they do not fit together.
-        Aggregation(resolve_rule(self.robust), self.max_norm, resolve_audits(self.audit), topology)
-        check_codec_for(topology, resolve_codec(self.compression))
         _check_bootstrap(self.bootstrap)
         if self.job != "":
             _check_text("job", self.job, MAX_RELEASE_CHARS)
             read_release(self.job, self.authority, self.run_id)
-        if self.strategy != "":
-            check_text(self.strategy)
 
     @property
     def text(self) -> str:
@@ -169,6 +148,56 @@ class RunFile:
         own = ("authority", "secret", "relay_mbps", "bootstrap", "job")
         found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
         return {**found, "version": 0 if self.release is None else self.release.number}
+
+
+_MOST_CHARS = {
+    "topology": MAX_TOPOLOGY_CHARS,
+    "robust": MAX_ROBUST_CHARS,
+    "audit": MAX_AUDIT_CHARS,
+    "compression": MAX_CODEC_CHARS,
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "match_timeout": (0.0, MAX_TIMEOUT_SECONDS),
+    "exchange_timeout": (0.0, MAX_TIMEOUT_SECONDS),
+    "max_weight": (0.0, MAX_WEIGHT),
+    "max_norm": (1.0, MOST_NORMS),
+    "bandwidth": (MIN_BANDWIDTH, MAX_BANDWIDTH),
+    "max_upload_mbps": (0.0, MAX_MBPS),
+    "max_download_mbps": (0.0, MAX_MBPS),
+}
+
+
+def check_settings(settings: Any) -> None:
+    """Check what a run file and an :class:`~p2pavg.AveragingConfig` have both; set the topology's size of groups.
+
+    Raises:
+        ConfigError: a setting is out of range, or does not go with another; the message names it.
+    """
+    _check_text("run_id", settings.run_id, MAX_RUN_ID_CHARS)
+    # The topology comes first, because it has a say in the size of groups.
+    topology = _resolved(settings, "topology", resolve_topology)
+    check_size("group_size", settings.group_size, 2, MAX_GROUP_SIZE)
+    object.__setattr__(settings, "group_size", size_of_groups(topology, settings.group_size))
+    check_size("min_group_size", settings.min_group_size, 2, settings.group_size)
+    for name, (least, most) in _RANGES.items():
+        value = getattr(settings, name)
+        if value is not None or name in ("match_timeout", "exchange_timeout"):
+            _check_number(name, value, most, least=least)
+    robust, audits = _resolved(settings, "robust", resolve_rule), _resolved(settings, "audit", resolve_audits)
+    codec = _resolved(settings, "compression", resolve_codec)
+    check_combinable(robust, codec)
+    # It raises an error if they do not fit together.
+    Aggregation(robust, settings.max_norm, audits, topology)
+    check_codec_for(topology, codec)
+    if settings.strategy != "":
+        check_text(settings.strategy)
+
+
+def _resolved(settings: Any, name: str, resolve: Callable[[Any], T]) -> T:
+    try:
+        return resolve(getattr(settings, name))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 _KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
@@ -242,33 +271,17 @@ def _check_bytes(name: str, value: object, size: int) -> None:
         raise ConfigError(f"{name} must be {size} bytes")
 
 
-def _check_size(name: str, value: object, most: int) -> None:
-    # Not isinstance: True is an int for Python.
-    if type(value) is not int or not 2 <= value <= most:
-        raise ConfigError(f"{name} must be a whole number from 2 to {most}, got {_shown(value)}")
+def check_size(name: str, value: object, least: int, most: int) -> None:
+    """Raise ConfigError unless a setting is a whole number in this range."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {_shown(value)}")
 
 
 def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
-    number = type(value) in (int, float)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
         range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
         raise ConfigError(f"{name} must be a number {range_of}, got {_shown(value)}")
-
-
-def _check_rule(name: str, value: object, most: int, resolve: Callable[[object], object]) -> None:
-    _check_text(name, value, most)
-    try:
-        resolve(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def _check_compression(value: object) -> None:
-    _check_text("compression", value, MAX_CODEC_CHARS)
-    try:
-        resolve_codec(value)  # type: ignore[arg-type]  # it is text
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"compression: {error}") from None
 
 
 def _check_bootstrap(value: object) -> None:

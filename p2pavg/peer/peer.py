@@ -162,7 +162,7 @@ class Peer:
             self._serve()
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
-        await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
+        await self.context.nursery.start(self.records.run)
         # Without an address, this peer is the first of a network, and other peers come to it.
         if bootstrap:
             await self.join(bootstrap)

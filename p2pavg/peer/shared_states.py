@@ -22,6 +22,7 @@ from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.records.board import Board
 from p2pavg.state.average import Expected
 from p2pavg.state.donor.service import stored_key
+from p2pavg.state.donor.serving import Offered
 from p2pavg.state.donor.shelf import Shelf
 from p2pavg.state.donor.uploads import Uploads
 from p2pavg.state.history.entries import SegmentBeginning
@@ -69,7 +70,6 @@ def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Sche
         )
 
     return SharedRun(
-        peer_id=host.id,
         addresses=lambda: host.context.transport.addresses,
         elements=schema.elements,
         unflatten=lambda vector: cast(list[torch.Tensor], schema.unflatten(vector)),
@@ -163,15 +163,8 @@ async def open_sharing(
     """
     run_id, shared = config.run_id, shared_run(host, run, config, schema)
     shelf, uploads = Shelf(settings.log_bytes), Uploads()
-    host.state.join(
-        run_id,
-        run.membership,
-        shelf,
-        upload=RateLimit(settings.upload_mbps),
-        is_busy=is_busy,
-        bandwidth=bandwidth,
-        on_sent=uploads.note,
-    )
+    offered = Offered(shelf, RateLimit(settings.upload_mbps), is_busy, bandwidth, uploads.note)
+    host.state.join(run_id, run.membership, offered)
     try:
         async with (
             open_sessions(

@@ -39,12 +39,25 @@ def check(
     allowed = tuple(others)
     unknown = [name for name in found if name not in expected and not (allowed and name.startswith(allowed))]
     both = {name: (spec, Spec.of(found[name])) for name, spec in expected.items() if name in found}
+    missing = {name: spec for name, spec in expected.items() if name not in found}
     mistakes = [
-        *_missing({name: spec for name, spec in expected.items() if name not in found}),
-        *_unknown({name: Spec.of(found[name]) for name in unknown}),
-        *_shapes({name: pair for name, pair in both.items() if pair[0].shape != pair[1].shape}),
-        *_dtypes({name: pair for name, pair in both.items() if pair[0].dtype is not pair[1].dtype}),
+        *_one_sided("this model has", "the state lacks", missing),
+        *_one_sided("the state has", "this model lacks", {name: Spec.of(found[name]) for name in unknown}),
     ]
+    shapes = [
+        f"{_named(name)} has the shape {own.shape} in this model and {other.shape} in the state"
+        for name, (own, other) in both.items()
+        if own.shape != other.shape
+    ]
+    if shapes:
+        mistakes.append(f"{_listed(shapes)}: build this peer's model with the sizes that the run trains")
+    dtypes = [
+        f"{_named(name)} is {_short(own.dtype)} in this model and {_short(other.dtype)} in the state"
+        for name, (own, other) in both.items()
+        if own.dtype is not other.dtype
+    ]
+    if dtypes:
+        mistakes.append(f"{_listed(dtypes)}: convert this peer's model to the dtypes that the run trains")
     if mistakes:
         raise StateError(". ".join(mistakes))
     _check_others({name: Spec.of(found[name]) for name in found.keys() - expected}, expected, others_bytes)
@@ -74,40 +87,15 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(lowest.item()) and math.isfinite(highest.item())
 
 
-def _missing(specs: Mapping[str, Spec]) -> Iterable[str]:
-    if specs:
-        yield (
-            f"this model has {_listed(f'{_a(name)} of shape {spec.shape}' for name, spec in specs.items())} "
-            "that the state lacks: the state was saved with another version of the model. "
-            "Start this peer with the version that the run trains"
-        )
-
-
-def _unknown(specs: Mapping[str, Spec]) -> Iterable[str]:
-    if specs:
-        yield (
-            f"the state has {_listed(f'{_a(name)} of shape {spec.shape}' for name, spec in specs.items())} "
-            "that this model lacks: the state was saved with another version of the model. "
-            "Start this peer with the version that the run trains"
-        )
-
-
-def _shapes(pairs: Mapping[str, tuple[Spec, Spec]]) -> Iterable[str]:
-    if pairs:
-        differences = (
-            f"{_named(name)} has the shape {own.shape} in this model and {other.shape} in the state"
-            for name, (own, other) in pairs.items()
-        )
-        yield f"{_listed(differences)}: build this peer's model with the sizes that the run trains"
-
-
-def _dtypes(pairs: Mapping[str, tuple[Spec, Spec]]) -> Iterable[str]:
-    if pairs:
-        differences = (
-            f"{_named(name)} is {_short(own.dtype)} in this model and {_short(other.dtype)} in the state"
-            for name, (own, other) in pairs.items()
-        )
-        yield f"{_listed(differences)}: convert this peer's model to the dtypes that the run trains"
+def _one_sided(has: str, lacks: str, specs: Mapping[str, Spec]) -> list[str]:
+    """Return the sentence on tensors that only the model or only the state has; none if there are no such tensors."""
+    if not specs:
+        return []
+    return [
+        f"{has} {_listed(f'{_a(name)} of shape {spec.shape}' for name, spec in specs.items())} "
+        f"that {lacks}: the state was saved with another version of the model. "
+        "Start this peer with the version that the run trains"
+    ]
 
 
 def _check_others(others: Mapping[str, Spec], expected: Mapping[str, Spec], most_bytes: int) -> None:

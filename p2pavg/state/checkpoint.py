@@ -126,7 +126,7 @@ class CheckpointFolder:
         # The newest first, and only until one is good: to verify a file, all of it is read.
         for path in sorted(self._files(), key=_epoch_of, reverse=True):
             try:
-                verify(path)
+                read(path)
             except StateError as error:
                 logger.warning("this checkpoint is not used: %s. Remove it when you have looked at it", error)
                 self._damaged.add(path)
@@ -182,15 +182,6 @@ def pieces_of(
         flat = tensors[name].detach().cpu().resolve_neg().contiguous().reshape(-1)
         if flat.numel():
             yield flat.view(torch.uint8).numpy().data
-
-
-def verify(path: Path) -> None:
-    """Check every byte of a checkpoint.
-
-    Raises:
-        StateError: the file is damaged or no checkpoint; the message names it and says why.
-    """
-    read(path)
 
 
 def read(path: Path, *, verified: bool = False) -> Checkpoint:

@@ -16,21 +16,17 @@ from typing import TypeVar
 
 import trio
 
-from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import decoded_all
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.transport import PeerId
 from p2pavg.runs.records.board import Board
-from p2pavg.state.average import MAX_MANIFEST_BYTES, LoggedAverage, read_manifest
+from p2pavg.state.average import LoggedAverage
 from p2pavg.state.choice import MAX_ADDRESSES, SnapshotOffer, StateNews, voters
 from p2pavg.state.donor.shelf import HeldSnapshot, Shelf
 from p2pavg.state.history.recording import HistoryRecorder
-from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions
-from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.joiner.transfers import AverageTransfer, SharedRun, SnapshotTransfer, Transfer
-from p2pavg.state.messages import BlobManifest
-from p2pavg.state.tree import CHUNK_BYTES, BlobKind, chunk_count, chunk_digests, root_of
+from p2pavg.state.tree import chunk_digests, root_of
 from p2pavg_dht.identity import MAX_ADDRESS_LENGTH
 
 TransferT = TypeVar("TransferT", bound=Transfer)
@@ -39,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 4
 """Averages of this peer's own rounds that wait to be taken by its optimizer."""
-DOWNLOAD_NAME = "download"
 
 
 class StateSharing:
@@ -205,47 +200,11 @@ class StateSharing:
 
     def fetch_snapshot(self, offer: SnapshotOffer) -> SnapshotTransfer:
         """Begin to fetch a snapshot."""
-        count = chunk_count(offer.size)
-
-        def read(data: bytes) -> BlobManifest:
-            digests = [data[start : start + 32] for start in range(0, len(data), 32)]
-            # The voters chose the root. So one donor that lies cannot make this peer fetch anything else.
-            if len(data) != 32 * count or root_of(digests, offer.size) != offer.root:
-                raise RemoteProtocolError("the digests of another snapshot than it offers")
-            last = offer.size - CHUNK_BYTES * (count - 1)
-            return BlobManifest(sizes=[CHUNK_BYTES] * (count - 1) + [last], digests=digests)
-
-        wanted = Wanted(BlobKind.SNAPSHOT, offer.root, 32 * count, read)
-        transfer = SnapshotTransfer(
-            lambda it: BlobDownload(self._sessions, wanted, self._room, on_progress=it.note), self._token
-        )
-        transfer.offer = offer
-        return self._started(transfer)
-
-    def _room(self, manifest: BlobManifest) -> Sink:
-        if self._directory is None:
-            return MemorySink(manifest.sizes)
-        return FileSink(self._directory / DOWNLOAD_NAME, manifest.sizes, manifest.digests)
+        return self._started(SnapshotTransfer(offer, self._sessions, self._token, self._directory))
 
     def fetch_average(self, group_id: bytes) -> AverageTransfer:
         """Begin to fetch an average of the log."""
-        expected = self._run.expected(group_id)
-
-        def read(data: bytes) -> BlobManifest:
-            # Its signatures are checked before a single piece is fetched.
-            proof = read_manifest(data, expected)
-            transfer.note_proof(proof)
-            return BlobManifest(sizes=proof.sizes, digests=proof.digests)
-
-        wanted = Wanted(BlobKind.AVERAGE, group_id, MAX_MANIFEST_BYTES, read)
-        transfer = AverageTransfer(
-            lambda it: BlobDownload(
-                self._sessions, wanted, lambda manifest: MemorySink(manifest.sizes), on_progress=it.note
-            ),
-            self._token,
-        )
-        transfer.belongs_to(self._run, expected)
-        return self._started(transfer)
+        return self._started(AverageTransfer(group_id, self._run, self._sessions, self._token))
 
     def replayed(self, transfer: AverageTransfer, epoch: int, after: bytes, numbers: bytes) -> None:
         """Note that the optimizer has taken an update from the log: its average is offered, too; see :meth:`took`."""

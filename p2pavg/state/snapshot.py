@@ -106,18 +106,9 @@ def values_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         StateError: it has none, or they are not the canonical ones of any values.
     """
-    for key in (VALUES_KEY, FORMER_VALUES_KEY):
-        if key in metadata:
-            return values_in(metadata[key])
-    raise StateError(f"it is no snapshot and no checkpoint: its metadata lack {VALUES_KEY!r}")
-
-
-def values_in(text: str) -> dict[str, Any]:
-    """Return the plain values of the entry :data:`VALUES_KEY`.
-
-    Raises:
-        StateError: the text is not the canonical one of any values.
-    """
+    text = metadata.get(VALUES_KEY, metadata.get(FORMER_VALUES_KEY))
+    if text is None:
+        raise StateError(f"it is no snapshot and no checkpoint: its metadata lack {VALUES_KEY!r}")
     if len(text) > MAX_VALUES_BYTES // 3 * 4 + 4:
         raise StateError(f"its values have {len(text)} characters, which is too long")
     try:

@@ -12,6 +12,7 @@ import trio
 import p2pavg
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.state.donor.service import stored_key
+from p2pavg.state.donor.serving import Offered
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.sink import FileSink
@@ -35,7 +36,7 @@ def donate(member: Member) -> None:
 async def _donate(member: Member) -> None:
     held = Held(blob_of(member.arguments))
     async with p2pavg.open_peer(listen=[LOOPBACK], bootstrap=member.bootstrap) as peer:
-        peer.state.join(RUN, None, held, upload=RateLimit(member.arguments["mbps"]))
+        peer.state.join(RUN, None, Offered(held, RateLimit(member.arguments["mbps"])))
         member.report(address=peer.addresses[0], peer_id=peer.id)
         while True:
             if await trio.to_thread.run_sync(member.told, 60.0) is not None:

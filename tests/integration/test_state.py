@@ -19,6 +19,7 @@ from p2pavg.net.transport import DirectLane
 from p2pavg.peer.peer import Peer
 from p2pavg.state.donor import serving
 from p2pavg.state.donor.service import stored_key
+from p2pavg.state.donor.serving import Offered
 from p2pavg.state.joiner.session import open_session
 from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.testing import LocalSwarm
@@ -47,7 +48,7 @@ async def company(
             )
         held = [Held(*blobs) for _ in range(donors)]
         for peer, holdings in zip(peers[1:], held, strict=True):
-            peer.state.join(RUN, None, holdings, upload=upload)
+            peer.state.join(RUN, None, Offered(holdings, upload))
         sessions = await stack.enter_async_context(
             open_sessions(peers[0].context, peers[0].lobby, key=KEY, download=download)
         )
@@ -98,7 +99,7 @@ async def test_bytes_over_direct_lanes_are_counted() -> None:
     async with company(1, blob) as (peers, [held], sessions):
         donor = peers[1].state
         donor.leave(RUN, None, held)
-        donor.join(RUN, None, held, on_sent=lambda peer_id, count: sent.update({peer_id: count}))
+        donor.join(RUN, None, Offered(held, on_sent=lambda peer_id, count: sent.update({peer_id: count})))
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         assert all(session.over_lane for session in sessions._open.values())
     assert len(blob.data) <= sent.pop(peers[0].id) < len(blob.data) + 10_000

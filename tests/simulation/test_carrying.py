@@ -21,6 +21,7 @@ from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.job_release import JobRelease, sign_release
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.state.donor.serving import Offered
 from p2pavg.state.joiner.fetching import DownloadProgress
 from p2pavg.state.tree import CHUNK_BYTES, chunk_digests, root_of
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -124,7 +125,7 @@ async def test_a_member_that_sends_a_wrong_piece_is_asked_no_more(
         liars, honest, joiner = found[:2], found[2], found[3]
         for liar in liars:
             membership = Membership(liar.access, liar.peer.id)
-            liar.peer.state.join("lab", membership, Liar())
+            liar.peer.state.join("lab", membership, Offered(Liar()))
         keep(honest)
         await stack.enter_async_context(carrying_job(honest.peer, honest.home, honest.run, honest.access))
         assert await joiner.fetch() == JOB

@@ -21,7 +21,7 @@ from p2pavg.net.transport import Buffer, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.state.average import MAX_MANIFEST_BYTES, FewSignersError, read_manifest
 from p2pavg.state.donor.service import stored_key
-from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, spared_bytes
+from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, Offered, spared_bytes
 from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, STALLED_SECONDS
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
 from p2pavg.state.joiner.pieces import MAX_RANGES
@@ -60,7 +60,7 @@ async def company(
     async with simulated_peers(network, donors + 1) as peers:
         held = [Held(*blobs) for _ in range(donors)]
         for peer, holdings in zip(peers[1:], held, strict=True):
-            peer.state.join(RUN, None, holdings)
+            peer.state.join(RUN, None, Offered(holdings))
         async with open_sessions(peers[0].context, peers[0].lobby, key=stored_key(RUN, None)) as sessions:
             yield network, peers, held, sessions
 
@@ -109,7 +109,7 @@ async def test_a_donor_counts_what_it_sends_to_each_joiner(autojump_clock: MockC
     async with company(1, blob) as (_, peers, [held], sessions):
         donor = peers[1].state
         donor.leave(RUN, None, held)
-        donor.join(RUN, None, held, on_sent=lambda peer_id, count: sent.update({peer_id: count}))
+        donor.join(RUN, None, Offered(held, on_sent=lambda peer_id, count: sent.update({peer_id: count})))
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     # The manifest counts, too.
     assert len(blob.data) <= sent.pop(peers[0].id) < len(blob.data) + 10_000
@@ -219,7 +219,7 @@ async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve(
     seconds = {}
     for busy in (False, True):
         async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
-            peers[1].state.join(RUN, None, Held(blob), is_busy=lambda busy=busy: busy)  # type: ignore[misc]
+            peers[1].state.join(RUN, None, Offered(Held(blob), is_busy=lambda busy=busy: busy))  # type: ignore[misc]
             seconds[busy] = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     waits = len(blob.data) / SEND_BYTES
     assert seconds[True] == pytest.approx(waits * YIELD_SECONDS, rel=0.2)
@@ -229,7 +229,7 @@ async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve(
 async def test_small_pieces_wait_as_long_as_large_ones_of_as_many_bytes(autojump_clock: MockClock) -> None:
     blob = Blob(0, 64, 1 << 16)
     async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
-        peers[1].state.join(RUN, None, Held(blob), is_busy=lambda: True)
+        peers[1].state.join(RUN, None, Offered(Held(blob), is_busy=lambda: True))
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     assert seconds == pytest.approx(len(blob.data) / SEND_BYTES * YIELD_SECONDS, rel=0.3)
 
@@ -238,7 +238,7 @@ async def test_a_round_has_nearly_all_of_a_slow_link(autojump_clock: MockClock) 
     """256 KiB a second would be half of it."""
     blob, mbps = Blob(0, 4, 1 << 20), 5.0
     async with company(1, bandwidth=mbps * 1e6 / 8) as (_network, peers, _held, sessions):
-        peers[1].state.join(RUN, None, Held(blob), is_busy=lambda: True, bandwidth=lambda: mbps)
+        peers[1].state.join(RUN, None, Offered(Held(blob), is_busy=lambda: True, bandwidth=lambda: mbps))
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     assert len(blob.data) / seconds < 0.1 * mbps * 1e6 / 8
 
@@ -494,7 +494,7 @@ async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(
     network = MemoryNetwork(latency=LAN, bandwidth=FAST_ETHERNET)
     async with simulated_peers(network, 3) as peers:
         for peer in peers[1:]:
-            peer.state.join(RUN, None, Held(blob))
+            peer.state.join(RUN, None, Offered(Held(blob)))
         with trio.move_on_after(after):
             async with open_sessions(peers[0].context, peers[0].lobby, key=stored_key(RUN, None)) as sessions:
                 await fetch_of(sessions, blob, peers[1:]).run()

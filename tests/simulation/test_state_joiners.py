@@ -17,7 +17,7 @@ from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.state.donor.service import MAX_SESSIONS, MAX_SESSIONS_PER_PEER, stored_key
-from p2pavg.state.donor.serving import MAX_REQUESTS
+from p2pavg.state.donor.serving import MAX_REQUESTS, Offered
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.messages import PROTOCOL, AskPieces, Cancel, SessionHello, Welcome
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -60,7 +60,7 @@ async def test_one_joiner_has_few_sessions(autojump_clock: MockClock) -> None:
 async def test_all_joiners_together_have_a_bounded_number_of_sessions(autojump_clock: MockClock) -> None:
     count = MAX_SESSIONS // MAX_SESSIONS_PER_PEER
     async with simulated_peers(MemoryNetwork(latency=LAN), count + 2) as peers:
-        peers[0].state.join(RUN, None, Held(Blob(0, 5, 10_000)))
+        peers[0].state.join(RUN, None, Offered(Held(Blob(0, 5, 10_000))))
         for peer in peers[2:]:
             for _ in range(MAX_SESSIONS_PER_PEER):
                 assert (await hello(peer, peers[0]))[1] == ""
@@ -72,7 +72,7 @@ async def test_all_joiners_together_have_a_bounded_number_of_sessions(autojump_c
 async def test_streams_without_a_hello_keep_no_joiner_out(autojump_clock: MockClock) -> None:
     blob = Blob(0, 5, 10_000)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
-        peers[0].state.join(RUN, None, Held(blob))
+        peers[0].state.join(RUN, None, Offered(Held(blob)))
         for _ in range(20):
             await peers[1].context.transport.open_stream(
                 peers[0].id, PROTOCOL, addresses=peers[0].addresses, timeout=5.0
@@ -120,7 +120,7 @@ async def test_a_joiner_beyond_its_limits_loses_its_session(
 ) -> None:
     blob = Blob(0, 5, 1 << 20)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
-        peers[0].state.join(RUN, None, Held(blob))
+        peers[0].state.join(RUN, None, Offered(Held(blob)))
         stream, refusal = await hello(peers[1], peers[0])
         assert refusal == ""
         with suppress(StreamBrokenError):
@@ -144,7 +144,7 @@ async def test_states_are_shown_to_members_only(autojump_clock: MockClock) -> No
         for index in range(3)
     ]
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
-        peers[0].state.join(RUN, members[0], Held(blob))
+        peers[0].state.join(RUN, members[0], Offered(Held(blob)))
         key = stored_key(RUN, members[0])
         refusals = {
             "its own certificate": await hello(peers[1], peers[0], key, members[1].access.certificate),
@@ -165,7 +165,7 @@ async def test_states_are_shown_to_members_only(autojump_clock: MockClock) -> No
 async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session(autojump_clock: MockClock) -> None:
     blob = Blob(0, 5, 10_000)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
-        peers[0].state.join(RUN, None, Held(blob))
+        peers[0].state.join(RUN, None, Offered(Held(blob)))
         accusations = peers[0].evidence.join(RUN, None)
         stream, refusal = await hello(peers[1], peers[0])
         assert refusal == ""
@@ -181,7 +181,7 @@ async def test_all_users_of_a_run_are_asked(autojump_clock: MockClock) -> None:
     blobs = Blob(0, 5, 10_000), Blob(1, 5, 10_000)
     async with company(1, blobs[0]) as (_network, peers, held, sessions):
         second = Held(blobs[1])
-        peers[1].state.join(RUN, None, second)
+        peers[1].state.join(RUN, None, Offered(second))
         for blob in blobs:
             await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         peers[1].state.leave(RUN, None, held[0])

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import trio
 
-from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.files import PUBLIC, keep_file, make_folder
 from p2pavg.base.limits import LOOK_SECONDS, START_SECONDS
 from p2pavg.net.addresses import parse_peer_address
@@ -21,11 +20,11 @@ from p2pavg.runs.membership.job_release import MAX_RELEASE_BYTES, JobRelease
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.state.donor.service import stored_key
-from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
+from p2pavg.state.donor.serving import Offered
+from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, chunked
 from p2pavg.state.joiner.sessions import open_sessions
 from p2pavg.state.joiner.sink import FileSink
-from p2pavg.state.messages import BlobManifest
-from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, BlobKind, chunk_count, chunk_digests, root_of
+from p2pavg.state.tree import CHUNK_BYTES, BlobKind, chunk_digests, root_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ async def carrying_job(host: Host, home: Home, run: RunFile, access: RunAccess) 
                 await host.context.run_in_thread(_offer, holdings, seen)
 
     await host.context.run_in_thread(_offer, holdings, seen)
-    host.state.join(run.run_id, membership, holdings)
+    host.state.join(run.run_id, membership, Offered(holdings))
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(poll)
@@ -149,22 +148,13 @@ async def fetch_job(
         return kept
     draft = file.with_suffix(".part")
     make_folder(file.parent)
-    count = chunk_count(release.size)
-
-    def read(data: bytes) -> BlobManifest:
-        digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
-        if len(digests) != count or root_of(digests, release.size) != release.root:
-            raise RemoteProtocolError("its pieces are those of another job")
-        sizes = [CHUNK_BYTES] * (count - 1) + [release.size - CHUNK_BYTES * (count - 1)]
-        return BlobManifest(sizes=sizes, digests=digests)
-
     membership = Membership(access, host.id)
     async with open_sessions(
         host.context, host.lobby, key=stored_key(run.run_id, membership), certificate=access.certificate
     ) as sessions:
         download = BlobDownload(
             sessions,
-            Wanted(BlobKind.JOB, release.root, DIGEST_BYTES * count, read),
+            chunked(BlobKind.JOB, release.root, release.size),
             lambda manifest: FileSink(draft, manifest.sizes, manifest.digests),
             on_progress=on_progress,
             # The peer that made the link may just be starting.

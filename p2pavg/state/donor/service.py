@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 import trio
 
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId, Stream, receive_message, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.sealing import sealed_key
 from p2pavg.state.donor.serving import DonorSession, Holdings, Offered
-from p2pavg.state.donor.uploads import OnSent
 from p2pavg.state.messages import MAX_HELLO_BYTES, SessionHello, Welcome, state_key
 
 logger = logging.getLogger(__name__)
@@ -58,35 +56,21 @@ class StateService:
         self._greeted: Counter[PeerId] = Counter()
         self._served: Counter[PeerId] = Counter()
 
-    def join(
-        self,
-        run_id: str,
-        membership: Membership | None,
-        holdings: Holdings,
-        *,
-        upload: RateLimit = UNLIMITED,
-        is_busy: Callable[[], bool] = lambda: False,
-        bandwidth: Callable[[], float] = lambda: 0.0,
-        on_sent: OnSent = lambda _peer_id, _count: None,
-    ) -> None:
+    def join(self, run_id: str, membership: Membership | None, offered: Offered) -> None:
         """Serve what one user of a run holds from now on. Several averagers of one run may each call it once.
 
         Args:
             membership: ``None`` if the run is open to anybody.
-            upload: the averager's limit, which its rounds share.
-            is_busy: returns true while a round exchanges, from any thread. Then pieces wait, for a second at most.
-            bandwidth: returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known.
-            on_sent: is told of the bytes of pieces that were sent, from any thread.
         """
         run = self._runs.setdefault(stored_key(run_id, membership), _StateRun(run_id, membership))
-        run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent))
+        run.offered.append(offered)
 
     def leave(self, run_id: str, membership: Membership | None, holdings: Holdings) -> None:
-        """Take back one :meth:`join`. Running sessions find nothing of it any more."""
+        """Take back the :meth:`join` with these holdings. Running sessions find nothing of them any more."""
         key = stored_key(run_id, membership)
-        offered = self._runs[key].offered
-        offered.pop(next(index for index, each in enumerate(offered) if each.holdings is holdings))
-        if not offered:
+        run = self._runs[key]
+        run.offered = [each for each in run.offered if each.holdings is not holdings]
+        if not run.offered:
             del self._runs[key]
 
     async def serve(self, stream: Stream) -> None:

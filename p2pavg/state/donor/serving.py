@@ -25,7 +25,7 @@ from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import LOOK_SECONDS, QUICK_REPLY_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
-from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane, Stream, receive_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.state.donor.uploads import OnSent
@@ -71,18 +71,14 @@ class Offered:
     """The holdings of one user of a run, and the conditions on which they are sent."""
 
     holdings: Holdings
-    upload: RateLimit
-    is_busy: Callable[[], bool]
-    """Returns true while a round exchanges, from any thread."""
+    upload: RateLimit = UNLIMITED
+    """The averager's limit, which its rounds share."""
+    is_busy: Callable[[], bool] = lambda: False
+    """Returns true while a round exchanges, from any thread. Then pieces wait, for a second at most."""
     bandwidth: Callable[[], float] = lambda: 0.0
     """Returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known."""
     on_sent: OnSent = lambda _peer_id, _count: None
-
-
-class StateSource(Protocol):
-    """All that one run holds. Its methods may be called from any thread."""
-
-    def __call__(self) -> tuple[Offered, ...]: ...
+    """Is told of the bytes of pieces that were sent, from any thread."""
 
 
 _Outgoing = tuple[bytes, Buffer, Offered | None]
@@ -93,7 +89,7 @@ class DonorSession:
     """Serves one joiner that was welcomed.
 
     Args:
-        source: returns what the run holds now; nothing when the last of its users has left.
+        source: returns what the run holds now, from any thread; nothing when the last of its users has left.
         ticket: of the direct lane that the joiner waits for; empty if it wants none.
         refusal: returns the reason for which the joiner is served no longer; empty if it is.
     """
@@ -102,7 +98,7 @@ class DonorSession:
         self,
         context: PeerContext,
         stream: Stream,
-        source: StateSource,
+        source: Callable[[], tuple[Offered, ...]],
         ticket: bytes,
         *,
         refusal: Callable[[], str],

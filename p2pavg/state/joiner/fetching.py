@@ -24,11 +24,12 @@ from p2pavg.net.transport import PeerId
 from p2pavg.state.average import FewSignersError
 from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, WrongPieceError
 from p2pavg.state.joiner.donors import Meter, Range
-from p2pavg.state.joiner.pieces import FetchManifest, FetchRange, Pieces, WaitUntil
+from p2pavg.state.joiner.pieces import FetchManifest, Pieces, WaitUntil
 from p2pavg.state.joiner.session import JoinerSession
 from p2pavg.state.joiner.sessions import Sessions
 from p2pavg.state.joiner.sink import Sink, digest_of
 from p2pavg.state.messages import BlobManifest
+from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, BlobKind, chunk_count, root_of
 
 # Verifies the pieces of one blob and puts them into its sink, in the threads that read them.
 
@@ -125,6 +126,20 @@ class DownloadProgress:
     """Bytes per second of each donor that is used now."""
     twice: int
     """Bytes that came more than once, because a slow donor was taken over."""
+
+
+def chunked(kind: BlobKind, root: bytes, size: int) -> Wanted:
+    """Return the blob of ``size`` bytes that this root names. Its manifest is the digests of its chunks."""
+    count = chunk_count(size)
+
+    def read(data: bytes) -> BlobManifest:
+        digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+        # The root is known from elsewhere. So a donor that lies cannot make this peer fetch anything else.
+        if len(data) != DIGEST_BYTES * count or root_of(digests, size) != root:
+            raise RemoteProtocolError("the digests of another blob than it offers")
+        return BlobManifest([CHUNK_BYTES] * (count - 1) + [size - CHUNK_BYTES * (count - 1)], digests)
+
+    return Wanted(kind, root, DIGEST_BYTES * count, read)
 
 
 class BlobDownload:
@@ -323,9 +338,14 @@ class BlobDownload:
             decision = self._plan.next(use.peer_id, trio.current_time())
             match decision:
                 case FetchManifest():
-                    self._ask_manifest(use)
-                case FetchRange(range_):
-                    self._ask_range(use, range_)
+                    use.requests[None] = use.session.ask_manifest(
+                        self._wanted.kind,
+                        self._wanted.blob_id,
+                        self._wanted.max_manifest_bytes,
+                        partial(self._manifest_ended, use),
+                    )
+                case Range():
+                    self._ask_range(use, decision)
                 case WaitUntil(until):
                     with trio.move_on_at(until):
                         await changed.wait()
@@ -352,12 +372,6 @@ class BlobDownload:
         self._notify()
 
     # ------------------------------------------------------------------ the manifest
-
-    def _ask_manifest(self, use: _Use) -> None:
-        wanted = self._wanted
-        use.requests[None] = use.session.ask_manifest(
-            wanted.kind, wanted.blob_id, wanted.max_manifest_bytes, partial(self._manifest_ended, use)
-        )
 
     def _manifest_ended(self, use: _Use, error: Exception | None) -> None:
         request = use.requests.pop(None, None)
@@ -441,8 +455,7 @@ class BlobDownload:
         if self._used.get(use.peer_id) is use:
             self._plan.observe(use.peer_id, use.session.received, now)
         # Also from a donor that was given up meanwhile: the piece is verified and kept already.
-        arrival = self._plan.came(use.peer_id, range_, index, now)
-        for useless in arrival.useless:
+        for useless in self._plan.came(use.peer_id, range_, index, now):
             for other in self._used.values():
                 if (request := other.requests.get(useless)) is not None:
                     # A piece came from another donor first. The slower one is not made to send the rest of

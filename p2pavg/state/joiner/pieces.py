@@ -36,36 +36,16 @@ MAX_HOLDERS = 2
 class FetchManifest:
     """Ask the donor for the manifest."""
 
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class FetchRange:
-    """Ask the donor for a range of pieces."""
-
-    range: Range
-    why: str
-
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
     """Ask the donor for nothing now, but look again at this moment, or when something has changed."""
 
-    until: float
-    why: str
+    until: float = math.inf
 
 
-Decision = FetchManifest | FetchRange | WaitUntil
-
-
-@dataclass(frozen=True, slots=True)
-class PieceArrival:
-    """The consequences of a piece that came."""
-
-    fresh: bool
-    """False if the piece had come before."""
-    useless: tuple[Range, ...]
-    """Ranges, of any donor, of which every piece that is still to come is here already: they can be cancelled."""
+Decision = FetchManifest | Range | WaitUntil
+"""The next request to a donor: a range is asked for."""
 
 
 class Pieces:
@@ -184,36 +164,36 @@ class Pieces:
         """Return what to ask an active donor for next. What is returned counts as asked."""
         donor = self.donors[peer_id]
         if not donor.active:
-            return WaitUntil(math.inf, "no session with it is open")
+            return WaitUntil()
         if self.sizes is None:
             return self._manifest(donor, now)
         # One range is on its way while the next one is already asked for, so the donor's link never idles.
         if len(donor.ranges) >= MAX_RANGES:
-            return WaitUntil(math.inf, f"it is asked for {MAX_RANGES} ranges")
+            return WaitUntil()
+        # The next pieces that no donor is asked for.
         if self._free:
-            return self._ask(donor, self._take(donor), now, "the next pieces that no donor is asked for")
+            return self._ask(donor, self._take(donor), now)
         # A donor with something to do takes nothing over: the piece would come behind its own ones.
         if donor.ranges:
-            return WaitUntil(math.inf, "it is busy, and every piece is asked for")
+            return WaitUntil()
         return self._take_over(donor, now)
 
     def _manifest(self, donor: Donor, now: float) -> Decision:
-        if self._has_manifest:
-            return WaitUntil(math.inf, "the pieces of an earlier download are being verified")
-        if donor.asked_manifest:
-            return WaitUntil(math.inf, "it is asked for the manifest")
+        # With the manifest, the pieces of an earlier download are verified before any is asked for.
+        if self._has_manifest or donor.asked_manifest:
+            return WaitUntil()
         # A manifest can be large, and one is enough.
         if now < (until := self._manifest_asked_at + STALLED_SECONDS):
-            return WaitUntil(until, "another donor is asked for the manifest")
+            return WaitUntil(until)
         donor.ask(now)
         donor.asked_manifest = True
         self._manifest_asked_at = now
-        return FetchManifest("no donor has sent the manifest")
+        return FetchManifest()
 
-    def _ask(self, donor: Donor, range_: Range, now: float, why: str) -> FetchRange:
+    def _ask(self, donor: Donor, range_: Range, now: float) -> Range:
         donor.ask(now)
         donor.ranges.append(range_)
-        return FetchRange(range_, why)
+        return range_
 
     def _most(self, donor: Donor, size: int) -> int:
         """Return how many pieces of this size one range of a donor has."""
@@ -234,7 +214,7 @@ class Pieces:
         """Let a donor that has nothing to do help another one that needs much longer."""
         due = self._due(donor, now)
         if not due:
-            return WaitUntil(math.inf, "every piece is asked for")
+            return WaitUntil()
         assert self.sizes is not None
         # From the end backwards: the slow donor comes to these pieces last.
         last = max(due, key=lambda index: (due[index], index))
@@ -251,9 +231,8 @@ class Pieces:
             chosen.append(index)
         if not chosen:
             # Looked at again soon: a donor may stall at any time.
-            return WaitUntil(now + LEAST_GAIN_SECONDS, "the other donors finish soon enough")
-        taken = Range(chosen[-1], len(chosen), chosen[::-1])
-        return self._ask(donor, taken, now, "the donors that are asked for these pieces are much slower")
+            return WaitUntil(now + LEAST_GAIN_SECONDS)
+        return self._ask(donor, Range(chosen[-1], len(chosen), chosen[::-1]), now)
 
     def _due(self, donor: Donor, now: float) -> dict[int, float]:
         """Return the pieces that a donor may take over, each with the seconds until it is expected."""
@@ -289,23 +268,31 @@ class Pieces:
         for donor in self.donors.values():
             donor.asked_manifest = False
 
-    def came(self, peer_id: str, range_: Range, index: int, now: float) -> PieceArrival:
-        """Note a piece that came from a donor and is right."""
+    def came(self, peer_id: str, range_: Range, index: int, now: float) -> tuple[Range, ...]:
+        """Note a piece that came from a donor and is right.
+
+        Return the ranges, of any donor, of which every piece that is still to come is here already: they can be
+        cancelled.
+        """
         assert self.sizes is not None
         donor, size = self.donors[peer_id], self.sizes[index]
         range_.left.remove(index)
         donor.was_useful(now)
         donor.fetched += size
         # A piece that was taken over may come from both donors.
-        fresh = not self._done[index]
-        if fresh:
+        if not self._done[index]:
             self._done[index] = 1
             self._missing -= 1
             self.done_bytes += size
             self._forget_free(index)
         else:
             self.twice_bytes += size
-        return PieceArrival(fresh, self._useless())
+        return tuple(
+            other
+            for donor in self.donors.values()
+            for other in donor.ranges
+            if other.left and all(self._done[piece] for piece in other.left)
+        )
 
     def ended(self, peer_id: str, range_: Range, now: float) -> None:
         """Note that the answer to a range has ended. Pieces that did not come are free again."""
@@ -315,14 +302,6 @@ class Pieces:
             # The time for its next piece begins now.
             donor.useful_at = now
         self._set_free([range_])
-
-    def _useless(self) -> tuple[Range, ...]:
-        return tuple(
-            range_
-            for donor in self.donors.values()
-            for range_ in donor.ranges
-            if range_.left and all(self._done[index] for index in range_.left)
-        )
 
     def _forget_free(self, index: int) -> None:
         """Take a piece out of those that are free: its donor failed just before the piece was noted."""

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import trio
@@ -19,11 +20,23 @@ from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.base.errors import StateError
 from p2pavg.base.result import Success
 from p2pavg.net.transport import PeerId
-from p2pavg.state.average import Expected, LoggedAverage, ProvenAverage, decode
+from p2pavg.state.average import (
+    MAX_MANIFEST_BYTES,
+    Expected,
+    LoggedAverage,
+    ProvenAverage,
+    decode,
+    read_manifest,
+)
 from p2pavg.state.choice import SnapshotOffer
-from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress
-from p2pavg.state.joiner.sink import FileSink, Sink
+from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted, chunked
+from p2pavg.state.joiner.sessions import Sessions
+from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
+from p2pavg.state.messages import BlobManifest
 from p2pavg.state.progress import StateProgress, amount, span
+from p2pavg.state.tree import BlobKind
+
+DOWNLOAD_NAME = "download"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +44,6 @@ class SharedRun:
     """A run, as states need to know it.
 
     Args:
-        peer_id: this peer.
         addresses: returns the addresses at which other peers can dial this one.
         elements: length of the vector.
         unflatten: turns a vector into the tensors that the averager averages.
@@ -40,7 +52,6 @@ class SharedRun:
         expected: returns the average of a group that this peer can check, by its group id.
     """
 
-    peer_id: PeerId
     addresses: Callable[[], Sequence[str]]
     elements: int
     unflatten: Callable[[torch.Tensor], list[torch.Tensor]]
@@ -50,11 +61,23 @@ class SharedRun:
 
 
 class Transfer:
-    """A blob on its way to this peer. Calls may come from any thread, :meth:`run` belongs to trio."""
+    """A blob on its way to this peer. Calls may come from any thread, :meth:`run` belongs to trio.
 
-    def __init__(self, fetch: Callable[[Transfer], BlobDownload], token: trio.lowlevel.TrioToken) -> None:
-        self._make = fetch
+    Args:
+        directory: folder for a download that survives this process; ``None``: it is kept in memory.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        wanted: Wanted,
+        token: trio.lowlevel.TrioToken,
+        directory: Path | None = None,
+    ) -> None:
+        self._sessions = sessions
+        self._wanted = wanted
         self._token = token
+        self._directory = directory
         self._scope = trio.CancelScope()
         self._fetch: BlobDownload | None = None
         self._donors: Mapping[PeerId, Sequence[str]] = {}
@@ -101,9 +124,13 @@ class Transfer:
         if self._fetch is not None:
             self._fetch.set_donors(self._donors)
 
-    def note(self, progress: DownloadProgress) -> None:
-        """Take the progress of the transfer; called in trio's thread."""
+    def _note(self, progress: DownloadProgress) -> None:
         self._progress = progress
+
+    def _room(self, manifest: BlobManifest) -> Sink:
+        if self._directory is None:
+            return MemorySink(manifest.sizes)
+        return FileSink(self._directory / DOWNLOAD_NAME, manifest.sizes, manifest.digests)
 
     def progress(self, about: StateProgress) -> StateProgress:
         """Return a progress with the numbers of this transfer."""
@@ -136,7 +163,7 @@ class Transfer:
         self.failure = "the transfer was stopped"
         try:
             with self._scope:
-                self._fetch = self._make(self)
+                self._fetch = BlobDownload(self._sessions, self._wanted, self._room, on_progress=self._note)
                 # Those that were named before this task ran.
                 self._fetch.set_donors(self._donors)
                 self.sink = await self._fetch.run()
@@ -152,7 +179,11 @@ class Transfer:
 class SnapshotTransfer(Transfer):
     """A snapshot on its way."""
 
-    offer: SnapshotOffer
+    def __init__(
+        self, offer: SnapshotOffer, sessions: Sessions, token: trio.lowlevel.TrioToken, directory: Path | None
+    ) -> None:
+        super().__init__(sessions, chunked(BlobKind.SNAPSHOT, offer.root, offer.size), token, directory)
+        self.offer = offer
 
     @contextlib.contextmanager
     def data(self) -> Iterator[memoryview]:
@@ -172,10 +203,20 @@ class SnapshotTransfer(Transfer):
 class AverageTransfer(Transfer):
     """An average of the log on its way."""
 
-    group_id: bytes
-    _proof: ProvenAverage | None = None
-    _run: SharedRun
-    _codec_of: Expected
+    def __init__(
+        self, group_id: bytes, run: SharedRun, sessions: Sessions, token: trio.lowlevel.TrioToken
+    ) -> None:
+        wanted = Wanted(BlobKind.AVERAGE, group_id, MAX_MANIFEST_BYTES, self._read_manifest)
+        super().__init__(sessions, wanted, token)
+        self.group_id = group_id
+        self._run = run
+        self._expected = run.expected(group_id)
+        self._proof: ProvenAverage | None = None
+
+    def _read_manifest(self, data: bytes) -> BlobManifest:
+        # Its signatures are checked before a single piece is fetched.
+        self._proof = read_manifest(data, self._expected)
+        return BlobManifest(sizes=self._proof.sizes, digests=self._proof.digests)
 
     @property
     def before(self) -> bytes | None:
@@ -190,15 +231,6 @@ class AverageTransfer(Transfer):
     def success(self, averaged: list[torch.Tensor]) -> Success:
         """Return the result of the round, of which this peer was no member; ``averaged`` is from :meth:`decode`."""
         return replayed_success(self.proven(), averaged)
-
-    def note_proof(self, proof: ProvenAverage) -> None:
-        """Take the content of the certificate, which was checked."""
-        self._proof = proof
-
-    def belongs_to(self, run: SharedRun, expected: Expected) -> None:
-        """Note what the average is of."""
-        assert expected.group_id is not None  # it is asked for by its group
-        self.group_id, self._run, self._codec_of = expected.group_id, run, expected
 
     def _parts(self) -> tuple[memoryview, ...]:
         assert self.sink is not None
@@ -215,7 +247,7 @@ class AverageTransfer(Transfer):
             RemoteProtocolError: the bytes do not decode.
         """
         vector = torch.empty(self._run.elements, dtype=torch.float32, device="cpu")
-        decode(self.proven(), self._parts(), self._codec_of.codec, vector)
+        decode(self.proven(), self._parts(), self._expected.codec, vector)
         return self._run.unflatten(vector)
 
     def logged(self, numbers: bytes) -> LoggedAverage:

@@ -185,10 +185,9 @@ class Lookup:
         return nearest(chosen, self._point, len(chosen))
 
     def answered(self, contact: Contact, closer: Iterable[Contact]) -> None:
-        """Note that `contact` has answered, and has named peers nearer to the point (at most K count)."""
+        """Note that `contact` has answered, and has named at most K peers nearer to the point."""
         path = self._calls.answer(contact)
-        # A hostile contact may name any number of invented ones.
-        named = list(closer)[:K]
+        named = list(closer)
         heirs = [path, *path.empty] if named else [path]
         for heir, hand in zip(heirs, _deal(named, self._point, len(heirs)), strict=True):
             self._learn(heir, hand)

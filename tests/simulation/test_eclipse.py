@@ -20,7 +20,7 @@ from p2pavg_dht.routing import K, key_point, peer_point
 from tests.simulation.swarm import LAN, config, values
 
 HONEST = 4
-ROUNDS = 6
+ROUNDS = 3
 
 
 def nearest_identities(key: bytes, count: int) -> list[Ed25519Signer]:

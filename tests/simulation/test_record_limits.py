@@ -117,7 +117,7 @@ async def test_peers_with_an_averager_for_each_of_many_buckets_find_each_other_f
             averager.accumulate([torch.ones(8)], weight=1.0)
             assert isinstance(await averager.step(wait=None), p2pavg.Success)
 
-        for bucket in range(45):
+        for bucket in range(33):
             how = config(run_id=f"bucket {bucket}", group_size=2)
             averagers = [await stack.enter_async_context(peer.averager(how)) for peer in (first, second)]
             async with trio.open_nursery() as nursery:

@@ -127,14 +127,6 @@ async def test_keys_have_32_bytes_everywhere() -> None:
         await alone.withdraw(b"short")
 
 
-async def test_withdrawing_an_unpublished_key_makes_no_call() -> None:
-    joined, script = node()
-    await joined.join([contact(ALICE)])
-    script.asked.clear()
-    await joined.withdraw(KEY)
-    assert script.asked == []
-
-
 async def test_requests_carry_the_first_sixteen_addresses() -> None:
     joined, script = node()
     assert await joined.join([contact(ALICE)]) == 1
@@ -153,12 +145,6 @@ async def test_a_store_is_answered_with_the_records_held() -> None:
     answer = await ask(asked, Store((), (record(ALICE),)))
     assert set(answer.records) == {record(ALICE), record(BOB)}
     assert set((await ask(asked, Find((), KEY))).records) == {record(ALICE), record(BOB)}
-
-
-async def test_a_refusal_names_its_reason() -> None:
-    asked, _ = node()
-    answer = await ask(asked, Store((), (record(ttl=-1.0), record(ttl=1e6), record())))
-    assert answer.outcomes == (Refusal.EXPIRED, Refusal.TOO_FAR, "")
 
 
 async def test_places_are_kept_before_a_record_is_published_and_after_it_is_withdrawn() -> None:
@@ -198,12 +184,6 @@ async def test_an_answer_for_a_full_key_fits_into_a_message() -> None:
     found = decode_answer(encoded)
     assert isinstance(found, Found)
     assert len(found.records) > 190
-
-
-@pytest.mark.parametrize("request_", [b"", b"\x93\x02", b"garbage"])
-async def test_a_malformed_request_raises(request_: bytes) -> None:
-    with pytest.raises(MessageError):
-        node()[0].answer(ALICE.peer_id, request_)
 
 
 async def test_a_sender_that_has_no_peer_id_is_malformed() -> None:
@@ -326,11 +306,8 @@ async def test_a_peer_with_malformed_answers_is_not_asked_again(answering: Answe
     assert len(script.asked) == asked
 
 
-@pytest.mark.parametrize("outcomes", [("",) * 2, ("", "")])
-async def test_a_store_answered_for_another_number_of_records_is_not_counted(
-    outcomes: tuple[str, ...],
-) -> None:
-    deceived, _ = node(saying(Stored((), (), outcomes, 0)))
+async def test_a_store_answered_for_another_number_of_records_is_not_counted() -> None:
+    deceived, _ = node(saying(Stored((), (), ("", ""), 0)))
     await deceived.join([contact(ALICE)])
     assert (await deceived.publish(KEY, b"v", ttl=60.0)).stored == 1
 
@@ -439,25 +416,6 @@ async def test_refusals_name_the_peer_and_the_reason() -> None:
     published = await refused.publish(KEY, b"v", ttl=60.0)
     assert published.stored == 1
     assert published.refused == (f"{ALICE.peer_id}: no room",)
-
-
-async def test_invented_peers_cost_a_bounded_number_of_calls(autojump_clock: MockClock) -> None:
-    made = 1000
-
-    async def inventing(to: Contact, _: bytes) -> bytes:
-        nonlocal made
-        if to != contact(ALICE):
-            raise RpcError("no answer")
-        made += 8
-        fakes = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(made - 8, made)]
-        return encode(Found(tuple(map(contact, fakes)), (record(ALICE),)))
-
-    deceived, script = node(inventing)
-    await deceived.join([contact(ALICE)])
-    deceived._table.succeeded(contact(ALICE), autojump_clock.current_time())
-    script.asked.clear()
-    assert await deceived.find(KEY) == (record(ALICE),)
-    assert len(script.asked) <= 64
 
 
 async def test_a_hanging_call_ends_at_its_timeout(autojump_clock: MockClock) -> None:

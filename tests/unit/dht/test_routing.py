@@ -5,7 +5,6 @@ from p2pavg_dht.routing import (
     BITS,
     BUCKET_CAPACITY,
     CHECK_INTERVAL,
-    COUNTED,
     FORGIVENESS_INTERVAL,
     LONGEST_BACKOFF,
     MOST_BACKOFFS,
@@ -161,12 +160,6 @@ def test_addresses_named_by_strangers_do_not_affect_proved_ones() -> None:
     assert table.live() == [A]
 
 
-def test_a_peer_may_announce_its_new_address_itself() -> None:
-    table = table_of([A])
-    table.update_addresses(moved(A))
-    assert table.live() == [moved(A)]
-
-
 def test_a_failed_peer_may_be_found_at_another_address() -> None:
     table = table_of([A])
     table.failed(A, 1.0)
@@ -190,11 +183,6 @@ def test_buckets_beyond_the_nearest_peers_are_refreshed() -> None:
     assert BITS not in buckets
     surroundings = [bucket_of(OWN_POINT, peer_point(peer.peer_id)) for peer in table.nearest(OWN_POINT)]
     assert all(bucket >= surroundings[-1] for bucket in buckets)
-
-
-def test_a_small_network_is_counted() -> None:
-    for count in (0, 1, K, 30, COUNTED - 1):
-        assert table_of(OTHERS[:count]).network_size() == count + 1
 
 
 def test_a_large_network_is_estimated_from_the_nearest_peers() -> None:

@@ -139,7 +139,7 @@ def test_a_strangers_containers_are_counted_before_the_next_one_is_made(
         unpack_values(msgpack.packb([2, "a", [0, *[[0]] * 10, [7]]]))
 
 
-@pytest.mark.parametrize("item", [b"\x91\x00", b"\x92\x01\x00", b"\xa2ab", b"\xcd\xff\xff", b"\xc4\x01x"])
+@pytest.mark.parametrize("item", [b"\x91\x00", b"\xa2ab", b"\xcd\xff\xff"])
 def test_a_strangers_values_take_little_memory(item: bytes) -> None:
     count = (MAX_VALUES_BYTES - 9) // len(item)
     packed = b"\x93\x02\xa1a\xdd" + (count + 1).to_bytes(4, "big") + b"\x00" + item * count

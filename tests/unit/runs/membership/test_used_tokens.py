@@ -54,10 +54,10 @@ def test_what_is_written_remembers_the_peer() -> None:
 
 
 def test_memory_is_bounded_and_expired_links_make_room() -> None:
-    used = UsedTokens()
-    for number in range(MAX_USED):
-        assert used.refusal(token(number), ALICE, NOW) is None
-        used.use(token(number), ALICE, NOW)
+    most = {number.to_bytes(16, "big"): Use(ALICE, NOW + 100.0) for number in range(MAX_USED - 1)}
+    used, last = UsedTokens(most), token(MAX_USED - 1)
+    assert used.refusal(last, ALICE, NOW) is None
+    used.use(last, ALICE, NOW)
     more = token(MAX_USED, expires=NOW + 1e6)
     assert "try again later" in (used.refusal(more, BOB, NOW) or "")
     assert used.refusal(token(), ALICE, NOW) is None, "a peer that was admitted is not locked out"

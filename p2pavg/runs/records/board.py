@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import trio
@@ -173,8 +172,7 @@ class Board:
         """The live entries of the other peers, as far as this peer knows them, by peer id."""
         now = self._wall_clock()
         with self._changed:
-            live = {p: said for p, said in self._entries.items() if said.value and said.expiration_time > now}
-        return MappingProxyType(live)
+            return {p: said for p, said in self._entries.items() if said.value and said.expiration_time > now}
 
     def wait(self, version: int, timeout: float) -> None:
         """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds.

@@ -103,16 +103,6 @@ class TestRanges:
         assert take(plan, "a").left == [0, 1, 2]
         assert take(plan, "b").left == [3, 4]
 
-    def test_pieces_of_an_earlier_download_are_not_fetched(self) -> None:
-        plan = plan_of(6, "a", have=[0, 1, 3, 5])
-        assert plan.done_bytes == 4 * MIB
-        assert [take(plan, "a").left for _ in range(2)] == [[2], [4]]
-
-    def test_nothing_is_asked_when_all_is_here(self) -> None:
-        plan = plan_of(3, "a", have=[0, 1, 2])
-        assert plan.complete
-        assert isinstance(plan.next("a", 0.0), WaitUntil)
-
 
 class TestEndGame:
     def slow_and_fast(self) -> Pieces:
@@ -171,13 +161,6 @@ class TestEndGame:
 
 
 class TestFailures:
-    def test_pieces_of_a_lost_donor_are_free_again(self) -> None:
-        plan = plan_of(10, "a", "b")
-        for _ in range(2):
-            take(plan, "a")
-        plan.failed("a", 1.0, "it is gone")
-        assert take(plan, "b", 1.0).left == [0]
-
     def test_a_pause_grows_and_is_longer_while_others_are_there(self) -> None:
         plan = plan_of(10, "a", "b")
         plan.failed("a", 100.0, "it is gone")

@@ -16,7 +16,6 @@ from p2pavg.runs.membership.certificate import (
     MemberCertificateError,
     Role,
     is_genuine,
-    issue,
     read_certificate,
     refusal,
 )
@@ -221,28 +220,6 @@ def test_any_bytes_are_refused_without_another_exception(data: bytes) -> None:
     assert refused(data) is not None
 
 
-def test_a_certificate_of_a_certificate_is_not_followed_deeper() -> None:
-    by = delegation()
-    middle = beyond_rights(by, roles=[Role.CONTRIBUTOR, Role.DELEGATE])
-    fields = {"sign": ALICE.sign, "issuer": middle, "roles": [Role.CONTRIBUTOR], "max_weight": 1.0}
-    with pytest.raises(MemberCertificateError):
-        RUN.certify(BOB.peer_id, **fields)
-
-
-def test_issue_names_the_serial_that_is_too_short() -> None:
-    with pytest.raises(MemberCertificateError, match="serial"):
-        issue(
-            RUN.sign,
-            authority=RUN.public,
-            peer_id=ALICE.peer_id,
-            roles=[Role.OBSERVER],
-            max_weight=1.0,
-            not_before=NOW,
-            expires=NOW + 1.0,
-            serial=b"",
-        )
-
-
 class TestSerialsThatAnIssuerChose:
     """A delegate chooses the serials of the certificates that it signs, also those of other certificates."""
 
@@ -251,18 +228,6 @@ class TestSerialsThatAnIssuerChose:
         accomplice = delegated(delegation(), serial=honest.serial)
         assert refused(accomplice, revoked={accomplice.identifier}) == "its certificate was revoked"
         assert refused(honest, peer_id=BOB.peer_id, revoked={accomplice.identifier}) is None
-
-    def test_revoking_an_accomplice_shuts_out_no_peer_of_the_same_delegate(self) -> None:
-        by = delegation()
-        honest = delegated(by, peer_id=BOB.peer_id)
-        accomplice = delegated(by, serial=honest.serial)
-        assert refused(honest, peer_id=BOB.peer_id, revoked={accomplice.identifier}) is None
-
-    def test_the_serial_of_another_delegate_does_not_shut_out_the_peers_that_it_admitted(self) -> None:
-        good = RUN.certify(signer(4).peer_id, roles=[Role.CONTRIBUTOR, Role.DELEGATE], max_weight=50.0)
-        admitted = delegated(good, sign=signer(4).sign, peer_id=BOB.peer_id)
-        accomplice = delegated(delegation(), serial=good.serial)
-        assert refused(admitted, peer_id=BOB.peer_id, revoked={accomplice.identifier}) is None
 
     def test_no_serial_gives_one_peer_the_identifier_of_another(self) -> None:
         by = delegation()

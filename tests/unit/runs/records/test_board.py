@@ -16,13 +16,12 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 import p2pavg.runs.records.board as board_module
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
-from p2pavg.runs.records.board import MAX_CALLS, SAID_TTL_SECONDS, Board, Entry, board_key
+from p2pavg.runs.records.board import MAX_CALLS, SAID_TTL_SECONDS, Board, board_key
 from p2pavg.testing import simulate
 from p2pavg_dht import Ed25519Signer
 from tests.unit.runs.records.records import (
     ALICE,
     BOB,
-    EPOCH,
     KEY,
     ME,
     Records,
@@ -131,16 +130,6 @@ class TestLooking:
         assert records.found == pytest.approx([LOOK_SECONDS * count for count in range(4)])
         assert records.keys == {KEY}
 
-    async def test_existing_entries_are_read_at_once(self, autojump_clock: MockClock) -> None:
-        records = Records()
-        records.there = (record(), record(BOB, b"b"))
-        async with open_board(records) as board:
-            assert board.entries == {
-                ALICE.peer_id: Entry(b"a", 1, EPOCH + 15.0),
-                BOB.peer_id: Entry(b"b", 1, EPOCH + 15.0),
-            }
-            assert trio.current_time() == 0.0
-
     async def test_publishing_also_reads_entries(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
@@ -151,14 +140,6 @@ class TestLooking:
             assert heard(board) == {ALICE.peer_id: b"a"}
             await trio.sleep(1.5 * LOOK_SECONDS)
         assert records.found == pytest.approx([0.0, 0.4 + LOOK_SECONDS])
-
-    async def test_look_reads_entries_at_once(self, autojump_clock: MockClock) -> None:
-        records = Records()
-        async with open_board(records) as board:
-            await trio.sleep_until(0.3)
-            board.poll()
-            await wait_all_tasks_blocked()
-        assert records.found == pytest.approx([0.0, 0.3])
 
     async def test_records_stored_here_are_read_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
@@ -172,31 +153,6 @@ class TestLooking:
 
 
 class TestWhatIsHeard:
-    async def test_newest_entry_of_a_peer_counts(self, mock_clock: MockClock) -> None:
-        records = Records()
-        async with open_board(records) as board:
-            for sequence, word, counts in (
-                (5, b"b", b"b"),
-                (4, b"a", b"b"),
-                (5, b"x", b"b"),
-                (6, b"c", b"c"),
-            ):
-                records.store(record(value=word, sequence=sequence))
-                assert heard(board) == {ALICE.peer_id: counts}
-
-    async def test_withdrawn_entry_does_not_come_back(self, mock_clock: MockClock) -> None:
-        records = Records()
-        async with open_board(records) as board:
-            records.store(record(sequence=5), record(BOB, b"b"))
-            version = board.version
-            records.store(record(value=b"", sequence=6))
-            assert heard(board) == {BOB.peer_id: b"b"}
-            assert board.version > version
-            records.store(record(sequence=5))
-            assert heard(board) == {BOB.peer_id: b"b"}
-            records.store(record(value=b"again", sequence=7))
-            assert heard(board) == {ALICE.peer_id: b"again", BOB.peer_id: b"b"}
-
     @given(st.lists(st.tuples(st.sampled_from([ALICE, BOB]), st.integers(1, 6), st.booleans()), max_size=12))
     def test_newest_entry_counts_in_any_order_of_records(
         self, brought: list[tuple[Ed25519Signer, int, bool]]
@@ -322,15 +278,6 @@ class TestWhatIsHeard:
             records.store(record(sequence=2))
             assert board.version > version
 
-    async def test_entries_are_read_only(self, mock_clock: MockClock) -> None:
-        records = Records()
-        async with open_board(records) as board:
-            before = board.entries
-            records.store(record())
-            assert before == {}
-            with pytest.raises(TypeError):
-                board.entries["peer"] = Entry(b"", 1, 2.0)  # type: ignore[index]
-
 
 class Noticing(threading.Condition):
     """A condition that reports when a thread has begun to wait; only a later notification can wake it."""
@@ -366,15 +313,6 @@ class TestWaiting:
             thread = waiting(board)
             assert thread.is_alive()
             records.store(record())
-            thread.join(WATCHDOG)
-            assert not thread.is_alive()
-
-    async def test_waiting_ends_with_a_withdrawal(self, mock_clock: MockClock) -> None:
-        records = Records()
-        async with open_board(records) as board:
-            records.store(record())
-            thread = waiting(board)
-            records.store(record(value=b"", sequence=2))
             thread.join(WATCHDOG)
             assert not thread.is_alive()
 
@@ -460,15 +398,6 @@ class TestTakingBack:
             assert records.withdrawn == [2.5]
             await trio.sleep(60.0)
             assert records.words == [b"a"]
-
-    async def test_entry_can_be_published_after_a_withdrawal(self, autojump_clock: MockClock) -> None:
-        records = Records()
-        async with open_board(records) as board:
-            board.withdraw()
-            await trio.sleep(1.0)
-            board.publish(b"b", now=True)
-            await wait_all_tasks_blocked()
-            assert records.words == [b"b"]
 
 
 class TestTheEnd:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import trio
 
 from p2pavg_dht import Contact, Ed25519Signer, Record, RecordNode, sign_record
@@ -68,15 +67,6 @@ async def test_watcher_is_called_after_a_record_is_stored() -> None:
     assert [set(held) for held in watched.told[1:]] == [{newer}, {newer, relayed}]
 
 
-async def test_watcher_is_called_after_a_withdrawal() -> None:
-    watched = Watched()
-    watched.node.watch(KEY, watched.note)
-    tombstone = record(value=b"", sequence=2)
-    await watched.store(record())
-    await watched.store(tombstone)
-    assert watched.told == [(record(),), (tombstone,)]
-
-
 async def test_watcher_is_called_once_per_message_and_key() -> None:
     watched = Watched()
     others: list[None] = []
@@ -136,12 +126,3 @@ async def test_own_records_are_held_too() -> None:
     watched = Watched()
     await watched.node.publish(KEY, b"mine", ttl=60.0)
     assert [(each.publisher, each.value) for each in watched.node.held(KEY)] == [(ME.peer_id, b"mine")]
-
-
-@pytest.mark.parametrize("key", [b"", b"short", bytes(33), "k" * 32])
-def test_keys_have_32_bytes(key: Any) -> None:
-    watched = Watched()
-    with pytest.raises(ValueError, match="a key is 32 bytes"):
-        watched.node.watch(key, watched.note)
-    with pytest.raises(ValueError, match="a key is 32 bytes"):
-        watched.node.held(key)

@@ -27,16 +27,7 @@ from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
 from p2pavg.state.joiner.pieces import MAX_RANGES
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
-from p2pavg.state.messages import (
-    FRAME_BYTES,
-    MAX_RANGE,
-    PROTOCOL,
-    BlobManifest,
-    Frame,
-    FrameKind,
-    Welcome,
-    encode_frame,
-)
+from p2pavg.state.messages import MAX_RANGE, PROTOCOL, BlobManifest, Frame, FrameKind, Welcome, encode_frame
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN
@@ -95,13 +86,6 @@ def sent(held: Sequence[Held]) -> int:
 
 
 # ---------------------------------------------------------------------- honest donors
-
-
-async def test_a_blob_comes_from_one_donor(autojump_clock: MockClock) -> None:
-    blob = Blob(0, 20, 100_000, 17)
-    async with company(1, blob) as (_network, peers, held, sessions):
-        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
-        assert sorted(held[0].sent) == list(range(20))
 
 
 async def test_a_donor_counts_what_it_sends_to_each_joiner(autojump_clock: MockClock) -> None:
@@ -253,7 +237,7 @@ def test_what_a_round_leaves_to_states_depends_on_the_link(mbps: float, spared: 
 # ---------------------------------------------------------------------- donors that fail
 
 
-@pytest.mark.parametrize("at", [1, 2, 7, 13])
+@pytest.mark.parametrize("at", [1, 7])
 async def test_a_donor_that_is_killed_is_replaced(autojump_clock: MockClock, at: int) -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(3, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
@@ -302,12 +286,11 @@ async def test_a_slow_donor_is_taken_over(autojump_clock: MockClock) -> None:
         assert seen[-1].twice <= 2 * MAX_RANGES << 20
 
 
-@pytest.mark.parametrize("at", [1, 5])
-async def test_a_silent_donor_costs_seconds(autojump_clock: MockClock, at: int) -> None:
+async def test_a_silent_donor_costs_seconds(autojump_clock: MockClock) -> None:
     """Nothing tells the joiner that the donor has stopped."""
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
-        when_sent(held[0], at, lambda: network.stop(name(1)))
+        when_sent(held[0], 5, lambda: network.stop(name(1)))
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         assert seconds < len(blob.data) / FAST_ETHERNET + STALLED_SECONDS + 1.0
 
@@ -352,16 +335,15 @@ async def test_a_blob_that_a_donor_lets_go_is_fetched_from_the_others(autojump_c
 # ---------------------------------------------------------------------- hostile donors
 
 
-@pytest.mark.parametrize("at", [1, 6])
 async def test_a_donor_that_sends_a_wrong_piece_is_excluded_by_name(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, at: int
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     blobs = Blob(0, 30, 1 << 20), Blob(1, 10, 1 << 20)
     async with company(3, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         wrong: list[int] = []
 
         def change(index: int, piece: bytes) -> bytes:
-            if len(held[0].sent) < at:
+            if len(held[0].sent) < 6:
                 return piece
             wrong.append(index)
             return piece[:-1] + bytes([piece[-1] ^ 1])
@@ -375,7 +357,7 @@ async def test_a_donor_that_sends_a_wrong_piece_is_excluded_by_name(
         assert f"instead of {blobs[0].digests[wrong[0]].hex()}" in fetch.excluded[name(1)]
         assert sum(expected in record.getMessage() for record in caplog.records) == 1
         before = len(held[0].sent)
-        assert before <= at + 2 * MAX_RANGE
+        assert before <= 6 + 2 * MAX_RANGE
         await check_fetch(fetch_of(sessions, blobs[1], peers[1:]), blobs[1])
         assert len(held[0].sent) == before, "it is asked for other blobs neither"
 
@@ -391,15 +373,6 @@ async def test_a_donor_that_sends_another_manifest_is_excluded(autojump_clock: M
             await trio.sleep(2.0)
             fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
         assert "sent a manifest that is not the one of" in fetch.excluded[name(1)]
-
-
-async def test_a_manifest_that_is_too_long_is_not_read(autojump_clock: MockClock) -> None:
-    blob = Blob(0, 20, 100_000)
-    async with company(1, blob) as (_network, peers, _held, sessions):
-        fetch = fetch_of(sessions, blob, peers[1:])
-        fetch._wanted = replace(blob.wanted, max_manifest_bytes=100)
-        with pytest.raises(StateError, match="a manifest of 648 bytes, 100 are allowed"):
-            await fetch.run()
 
 
 async def test_an_exception_over_a_manifest_costs_its_donor_only(
@@ -439,11 +412,7 @@ def raw(*frames: bytes) -> Callable[[Stream], Awaitable[None]]:
 HUGE = (1 << 32) - 1
 HOSTILE = {
     "nonsense": (b"x" * 100,),
-    "an unknown kind": (b"\xff" * FRAME_BYTES,),
     "a manifest of 4 GiB": (encode_frame(Frame(FrameKind.MANIFEST, 1, 0, HUGE)),),
-    "a refusal of 4 GiB": (encode_frame(Frame(FrameKind.REFUSAL, 1, 0, HUGE)),),
-    "a piece that is not asked for": (encode_frame(Frame(FrameKind.PIECE, 1, 0, 100)), b"x" * 100),
-    "an answer to another request": (encode_frame(Frame(FrameKind.MANIFEST, 7, 0, 10)), b"x" * 10),
     "an end": (encode_frame(Frame(FrameKind.END, 0, 0, 0)),),
     "a reason that is no text": (encode_frame(Frame(FrameKind.REFUSAL, 1, 0, 2)), b"\xff\xff"),
 }
@@ -486,7 +455,7 @@ async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> N
 # ---------------------------------------------------------------------- the joiner
 
 
-@pytest.mark.parametrize("after", [0.0005, 0.003, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("after", [0.0005, 0.01, 0.5])
 async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(
     autojump_clock: MockClock, after: float
 ) -> None:

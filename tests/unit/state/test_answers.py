@@ -120,17 +120,17 @@ def test_what_was_not_asked_is_refused(damage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame",
+    ("frame", "reason"),
     [
-        Frame(FrameKind.MANIFEST, 1, 0, 1001),
-        Frame(FrameKind.MANIFEST, 1, 0, 0),
-        Frame(FrameKind.PIECE, 1, 0, 1),
+        (Frame(FrameKind.MANIFEST, 1, 0, 1001), "a manifest of 1001 bytes, 1000 are allowed"),
+        (Frame(FrameKind.MANIFEST, 1, 0, 0), "a manifest of 0 bytes, 1000 are allowed"),
+        (Frame(FrameKind.PIECE, 1, 0, 1), "a piece that was not asked for"),
     ],
 )
-def test_other_answers_to_a_request_for_a_manifest_are_refused(frame: Frame) -> None:
+def test_other_answers_to_a_request_for_a_manifest_are_refused(frame: Frame, reason: str) -> None:
     reading = Reading()
     reading.ask_manifest(1000)
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError, match=reason):
         reading.receive(encode_frame(frame) + bytes(2000))
 
 

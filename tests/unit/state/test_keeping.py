@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import trio
 import trio.testing
 
 from p2pavg.net.transport import Buffer
-from p2pavg.state.joiner.answers import WrongPieceError
 from p2pavg.state.joiner.fetching import Keeping
 from p2pavg.state.joiner.sink import MemorySink
 from p2pavg.state.messages import BlobManifest
@@ -31,17 +29,6 @@ class SlowSink(MemorySink):
         self.begun.set()
         assert self.go_on.wait(30.0)
         self.kept.append(index)
-
-
-async def test_a_piece_with_another_digest_is_not_kept() -> None:
-    sink = MemorySink(BLOB.sizes)
-    keeping = Keeping(sink, MANIFEST, "a blob")
-    keeping.take(1, memoryview(BLOB.pieces[1]))
-    with pytest.raises(
-        WrongPieceError, match=f"sent piece 2 of a blob with digest {BLOB.digests[1].hex()} inst"
-    ):
-        keeping.take(2, memoryview(BLOB.pieces[1]))
-    assert bytes(sink.take()) == bytes(100) + BLOB.pieces[1] + bytes(100)
 
 
 async def test_the_end_of_a_download_waits_for_threads_that_keep_a_piece() -> None:

@@ -163,17 +163,6 @@ def test_a_value_that_is_not_plain_is_refused_by_its_path() -> None:
             flatten({"x": value}, "scheduler")
 
 
-def test_numbers_of_numpy_become_plain() -> None:
-    values = {
-        "a": np.float64(0.1),
-        "b": np.float32(0.5),
-        "c": np.int64(-3),
-        "d": np.bool_(True),
-        "e": np.str_("x"),
-    }
-    assert same(by_snapshot(values), {"a": 0.1, "b": 0.5, "c": -3, "d": True, "e": "x"})
-
-
 def test_dicts_become_plain_and_counters_stay() -> None:
     values = {"a": OrderedDict(x=1), "b": Counter([2, 2]), "c": torch.Size([1, 2])}
     assert same(by_snapshot(values), {"a": {"x": 1}, "b": Counter({2: 2}), "c": (1, 2)})
@@ -219,7 +208,7 @@ def test_the_values_do_not_grow_with_the_number_of_tensors() -> None:
         assert same(unflatten(tensors, values), state)
         return len(pack_values(values))
 
-    assert packed(20_000) == packed(1)
+    assert packed(2_000) == packed(1)
 
 
 def test_a_tensor_and_a_value_of_one_parameter_come_back_together() -> None:
@@ -231,9 +220,9 @@ def test_a_tensor_and_a_value_of_one_parameter_come_back_together() -> None:
     assert list(back["state"][0]) == ["both", "empty", "step", "x"]
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_state_in_the_form_of_version_0_2_is_read(make: Callable[[Any], optim.Optimizer]) -> None:
-    training = Training(make)
+@pytest.mark.parametrize("name", ["SGD with momentum", "Adam with a tensor's rate", "Adafactor"])
+def test_a_state_in_the_form_of_version_0_2_is_read(name: str) -> None:
+    training = Training(OPTIMIZERS[name])
     training.train()
     for state in (training.optimizer.state_dict(), training.scheduler.state_dict()):
         assert same(unflatten(*former(state)), plainly(state))
@@ -278,6 +267,9 @@ Pair = namedtuple("Pair", ["low", "high"])
         (np.array(True), True),
         (np.float32(0.5), 0.5),
         (np.bool_(False), False),
+        (np.float64(0.1), 0.1),
+        (np.int64(-3), -3),
+        (np.str_("x"), "x"),
         (Kind.FIRST, 1),
         (Name.FIRST, "first"),
         (Pair(0.9, 0.99), (0.9, 0.99)),

@@ -88,14 +88,6 @@ async def peers(count: int = 1, handler: Serve = answers) -> AsyncIterator[Peers
         yield found
 
 
-async def test_a_second_call_uses_the_same_stream(autojump_clock: MockClock) -> None:
-    async with peers() as found:
-        for number in range(5):
-            assert await found.answered(bytes([number]))
-        assert len(found.streams) == 1
-        assert found.kept == [found.there[0].peer_id]
-
-
 async def test_each_peer_has_a_stream_of_its_own(autojump_clock: MockClock) -> None:
     async with peers(2) as found:
         for turn in range(4):
@@ -324,14 +316,6 @@ async def test_unanswered_call_waits_for_the_callers_timeout(autojump_clock: Moc
         assert found.kept == []
 
 
-async def test_unreachable_peer_is_an_error(autojump_clock: MockClock) -> None:
-    async with peers() as found:
-        contact = found.contact()
-        found.network.crash(found.there[0].peer_id)
-        with pytest.raises(RpcError):
-            await found.calls.call(contact, b"hello")
-
-
 async def test_departed_peer_is_an_error(autojump_clock: MockClock) -> None:
     async with peers() as found:
         assert await found.answered()
@@ -362,11 +346,6 @@ async def seconds_until_let_go(stream: Stream) -> float:
 
 
 REQUEST = encode(Locate(addresses=(), point=bytes(32)))
-
-
-async def test_stream_without_calls_is_closed(autojump_clock: MockClock) -> None:
-    async with calling() as (stream, _, _):
-        assert await seconds_until_let_go(stream) == pytest.approx(IDLE_STREAM_SECONDS)
 
 
 async def test_stream_is_closed_after_idle_time(autojump_clock: MockClock) -> None:

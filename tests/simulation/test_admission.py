@@ -75,22 +75,23 @@ async def test_members_of_a_run_with_an_authority_average(autojump_clock: MockCl
     )
 
 
-@pytest.mark.parametrize("outsider", [0, 2], ids=["comes first", "comes last"])
 @pytest.mark.parametrize(
-    ("access", "reason"),
+    ("access", "reason", "outsider"),
     [
         (
             lambda index: certified(index, expires=EPOCH + 0.5),
             "certificate expired on 2027-01-15 08:00:00 UTC",
+            0,
         ),
         (
             lambda index: certified(index, not_before=EPOCH + 3600.0),
             "certificate begins on 2027-01-15 09:00:00 UTC",
+            2,
         ),
-        (lambda index: certified(index, roles=[Role.OBSERVER]), "grants observer and not contributor"),
-        (lambda index: certified(index, roles=[Role.AUXILIARY]), "grants auxiliary and not contributor"),
+        (lambda index: certified(index, roles=[Role.OBSERVER]), "grants observer and not contributor", 0),
+        (lambda index: certified(index, roles=[Role.AUXILIARY]), "grants auxiliary and not contributor", 2),
     ],
-    ids=["expired", "not yet valid", "observer", "auxiliary"],
+    ids=["expired, comes first", "not yet valid, comes last", "observer", "auxiliary"],
 )
 async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
     autojump_clock: MockClock, access: Any, reason: str, outsider: int

@@ -278,12 +278,10 @@ async def test_a_slow_donor_is_taken_over(autojump_clock: MockClock) -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         network.limit(name(1), 50_000)
-        seen: list[DownloadProgress] = []
-        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:], on_progress=seen.append), blob)
+        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         alone = len(blob.data) / FAST_ETHERNET
         assert seconds < 1.2 * alone + 1.0, "one piece of the slow donor takes 20 s"
         assert sent(held) <= len(blob.pieces) + 2 * MAX_RANGES
-        assert seen[-1].twice <= 2 * MAX_RANGES << 20
 
 
 async def test_a_silent_donor_costs_seconds(autojump_clock: MockClock) -> None:

@@ -62,8 +62,6 @@ class Donor:
     ranges: list[Range] = field(default_factory=list)
     asked_manifest: bool = False
     meter: Meter = field(default_factory=Meter)
-    fetched: int = 0
-    """Bytes of pieces that it sent and that were right."""
     failures: int = 0
     """In a row."""
     failed_at: float = -math.inf

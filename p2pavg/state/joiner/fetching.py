@@ -124,8 +124,6 @@ class DownloadProgress:
     """At this rate; infinite if nothing comes."""
     rates: Mapping[PeerId, float]
     """Bytes per second of each donor that is used now."""
-    twice: int
-    """Bytes that came more than once, because a slow donor was taken over."""
 
 
 def chunked(kind: BlobKind, root: bytes, size: int) -> Wanted:
@@ -270,7 +268,7 @@ class BlobDownload:
         total = 0 if plan.sizes is None else plan.total_bytes
         left = (total - plan.done_bytes) / rate if rate > 0.0 else math.inf
         rates = {peer_id: plan.donors[peer_id].meter.rate for peer_id in self._used}
-        self._on_progress(DownloadProgress(plan.done_bytes, total, rate, left, rates, plan.twice_bytes))
+        self._on_progress(DownloadProgress(plan.done_bytes, total, rate, left, rates))
 
     def _notify(self) -> None:
         # Every task that waits holds the event from before its check, so no change falls between the two.

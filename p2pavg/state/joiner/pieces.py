@@ -278,7 +278,6 @@ class Pieces:
         donor, size = self.donors[peer_id], self.sizes[index]
         range_.left.remove(index)
         donor.was_useful(now)
-        donor.fetched += size
         # A piece that was taken over may come from both donors.
         if not self._done[index]:
             self._done[index] = 1

@@ -20,7 +20,6 @@ from p2pavg.peer.peer import Peer
 from p2pavg.state.donor import serving
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import Offered
-from p2pavg.state.joiner.session import open_session
 from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.testing import LocalSwarm
 from tests.integration.hosts import LOOPBACK, eventually, watched
@@ -142,36 +141,25 @@ async def test_a_joiner_that_reads_nothing_from_its_lane_loses_its_session(
 ) -> None:
     monkeypatch.setattr(serving, "STALL_SECONDS", 0.5)
     blob = Blob(0, 60, 1 << 20)
-    async with company(1, blob) as (peers, held, _sessions):
-        session = await open_session(
-            peers[0].context,
-            peers[0].lobby,
-            peers[1].id,
-            peers[1].addresses,
-            key=KEY,
-            certificate=b"",
-            download=UNLIMITED,
-        )
-        read = threading.Event()
+    async with company(1, blob) as (peers, held, sessions):
+        session = await sessions.get(peers[1].id, peers[1].addresses)
 
         async def hold(_lane: DirectLane) -> bool:
             await trio.sleep_forever()
             return False
 
         peers[0].lobby.tickets[session._ticket] = (peers[1].id, hold)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(session.run)
-            for first in range(0, 56, 8):
-                session.ask_pieces(
-                    KIND,
-                    blob.id,
-                    first,
-                    [1 << 20] * 8,
-                    take=lambda *_: read.set(),
-                    came=lambda _: None,
-                    ended=lambda _: None,
-                )
-            await session.ended.wait()
+        for first in range(0, 56, 8):
+            session.ask_pieces(
+                KIND,
+                blob.id,
+                first,
+                [1 << 20] * 8,
+                take=lambda *_: None,
+                came=lambda _: None,
+                ended=lambda _: None,
+            )
+        await session.ended.wait()
         assert len(held[0].sent) < 40
         await eventually(lambda: not state_threads())
         await eventually(lambda: not peers[1].state._served)

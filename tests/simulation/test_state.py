@@ -22,9 +22,8 @@ from p2pavg.peer.peer import Peer
 from p2pavg.state.average import MAX_MANIFEST_BYTES, FewSignersError, read_manifest
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, Offered, spared_bytes
-from p2pavg.state.joiner.donors import DONOR_PIECE_SECONDS, STALLED_SECONDS
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
-from p2pavg.state.joiner.pieces import MAX_RANGES
+from p2pavg.state.joiner.pieces import DONOR_PIECE_SECONDS, MAX_RANGES, STALLED_SECONDS
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
 from p2pavg.state.messages import MAX_RANGE, PROTOCOL, BlobManifest, Frame, FrameKind, Welcome, encode_frame

@@ -23,10 +23,8 @@ from p2pavg.net.blame import guarded
 from p2pavg.net.transport import PeerId
 from p2pavg.state.average import FewSignersError
 from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, WrongPieceError
-from p2pavg.state.joiner.donors import Meter, Range
-from p2pavg.state.joiner.pieces import FetchManifest, Pieces, WaitUntil
-from p2pavg.state.joiner.session import JoinerSession
-from p2pavg.state.joiner.sessions import Sessions
+from p2pavg.state.joiner.pieces import FetchManifest, Meter, Pieces, Range, WaitUntil
+from p2pavg.state.joiner.sessions import JoinerSession, Sessions
 from p2pavg.state.joiner.sink import Sink, digest_of
 from p2pavg.state.messages import BlobManifest
 from p2pavg.state.tree import CHUNK_BYTES, DIGEST_BYTES, BlobKind, chunk_count, root_of

@@ -10,16 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, STALL_SECONDS
-from p2pavg.state.joiner.donors import (
+from p2pavg.state.joiner.pieces import (
     AMONG_OTHERS,
     DONOR_PIECE_SECONDS,
     MAX_DONOR_PAUSE_SECONDS,
+    MAX_RANGES,
     STALLED_SECONDS,
     TRUSTED_FAILURES,
+    FetchManifest,
     Meter,
+    Pieces,
     Range,
+    WaitUntil,
 )
-from p2pavg.state.joiner.pieces import MAX_RANGES, FetchManifest, Pieces, WaitUntil
 from p2pavg.state.messages import MAX_RANGE
 
 MIB = 1 << 20

@@ -40,11 +40,15 @@ MAX_ADDRESS_CHARS = 256
 def is_peer_address(text: str) -> bool:
     """Return whether a text looks like an address of a peer. Dialling it checks the rest."""
     start, _, peer_id = text.rpartition("/p2p/")
+    return _is_peer_id(peer_id) and start.startswith("/") and start.isascii() and start.isprintable()
+
+
+def _is_peer_id(text: str) -> bool:
     try:
-        public_key_of(peer_id)
+        public_key_of(text)
     except PeerIdError:
         return False
-    return start.startswith("/") and start.isascii() and start.isprintable()
+    return True
 
 
 MAC_BYTES = 16
@@ -249,11 +253,3 @@ def parse_used_tokens(text: str) -> UsedTokens:
     if len(uses) > MAX_USED:
         raise ConfigError(f"it has {len(uses)} links; a delegate keeps {MAX_USED}")
     return UsedTokens(uses)
-
-
-def _is_peer_id(text: str) -> bool:
-    try:
-        public_key_of(text)
-    except PeerIdError:
-        return False
-    return True

@@ -153,7 +153,7 @@ class TestServing:
         threads = [threading.Thread(target=serve) for _ in range(3)]
         for thread in threads:
             thread.start()
-        for epoch in range(1, 2000):
+        for epoch in range(1, 500):
             shelf.took(average(epoch), epoch)
             if epoch % 7 == 0:
                 shelf.put(snapshot(epoch))

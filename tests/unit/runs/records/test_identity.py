@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from p2pavg.base.errors import IdentityError
 from p2pavg.runs.records.identity import SEED_BYTES, load_or_make_seed
 from p2pavg_dht import Ed25519Signer
-
-not_as_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 
 
 def mode(file: Path) -> int:
@@ -27,10 +24,9 @@ def test_without_a_file_every_identity_is_new() -> None:
     assert {len(seed) for seed in seeds} == {SEED_BYTES}
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_a_missing_file_is_made_for_its_owner_alone(tmp_path: Path, umask: int) -> None:
+def test_a_missing_file_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     file = tmp_path / "peer.key"
-    before = os.umask(umask)
+    before = os.umask(0o000)
     try:
         seed = load_or_make_seed(file)
     finally:
@@ -53,13 +49,11 @@ def test_key_file_is_private_before_it_has_its_name(tmp_path: Path, monkeypatch:
     assert seen == [(0o600, SEED_BYTES)]
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_identity_is_the_same_at_every_start(tmp_path: Path, as_text: bool) -> None:
+def test_identity_is_the_same_at_every_start(tmp_path: Path) -> None:
     file = tmp_path / "peer.key"
-    path = str(file) if as_text else file
-    first = load_or_make_seed(path)
+    first = load_or_make_seed(file)
     written = file.stat().st_mtime_ns
-    assert load_or_make_seed(path) == first
+    assert load_or_make_seed(str(file)) == first
     assert file.stat().st_mtime_ns == written
 
 
@@ -70,7 +64,7 @@ def test_a_file_of_its_owner_may_be_read_only(tmp_path: Path) -> None:
     assert load_or_make_seed(file) == seed
 
 
-@pytest.mark.parametrize("others", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o777])
+@pytest.mark.parametrize("others", [0o640, 0o602, 0o610])
 def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, others: int) -> None:
     file = tmp_path / "peer.key"
     load_or_make_seed(file)
@@ -86,14 +80,19 @@ def test_a_file_of_another_size_is_no_key_and_stays_as_it_is(tmp_path: Path, con
     file = tmp_path / "peer.key"
     file.write_bytes(content)
     file.chmod(0o600)
-    with pytest.raises(IdentityError, match=r"peer\.key is not an identity: it does not have 32 bytes"):
+    with pytest.raises(
+        IdentityError, match=r"peer\.key is not an identity: it does not have 32 bytes"
+    ) as caught:
         load_or_make_seed(file)
+    assert "restore it from a copy" in caught.value.remedy
     assert file.read_bytes() == content
 
 
-def test_a_directory_is_no_key(tmp_path: Path) -> None:
-    with pytest.raises(IdentityError, match=r"cannot read the identity .*: Is a directory"):
-        load_or_make_seed(tmp_path)
+@pytest.mark.parametrize(("path", "reason"), [("", "Is a directory"), ("file/peer.key", "Not a directory")])
+def test_what_is_no_file_is_named(tmp_path: Path, path: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(IdentityError, match=f"cannot read the identity .*: {reason}"):
+        load_or_make_seed(tmp_path / path)
 
 
 def test_the_folder_is_made_for_its_owner_only(tmp_path: Path) -> None:
@@ -128,47 +127,11 @@ def test_a_remedy_fits_its_error(
     assert "p2pavg identity" not in caught.value.remedy
 
 
-def test_the_remedy_for_a_file_that_is_no_key_is_no_new_key(tmp_path: Path) -> None:
-    (tmp_path / "peer.key").write_bytes(b"short")
-    (tmp_path / "peer.key").chmod(0o600)
-    with pytest.raises(IdentityError) as caught:
-        load_or_make_seed(tmp_path / "peer.key")
-    assert "restore it from a copy" in caught.value.remedy
-
-
-def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(IdentityError, match=r"cannot read the identity .*: Not a directory"):
-        load_or_make_seed(tmp_path / "file" / "peer.key")
-
-
 def test_dangling_link(tmp_path: Path) -> None:
     (tmp_path / "peer.key").symlink_to(tmp_path / "gone")
     with pytest.raises(IdentityError, match=r"cannot read the identity .*: No such file or directory"):
         load_or_make_seed(tmp_path / "peer.key")
     assert os.listdir(tmp_path) == ["peer.key"]
-
-
-@not_as_root
-def test_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    closed.chmod(0)
-    try:
-        with pytest.raises(IdentityError, match=r"cannot read the identity .*: Permission denied"):
-            load_or_make_seed(closed / "peer.key")
-    finally:
-        closed.chmod(0o700)
-
-
-@not_as_root
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(IdentityError, match=r"cannot make the identity .*: Permission denied"):
-            load_or_make_seed(tmp_path / "peer.key")
-    finally:
-        tmp_path.chmod(0o700)
 
 
 @pytest.mark.parametrize(
@@ -192,26 +155,6 @@ def test_any_system_error_is_an_identity_error(
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(IdentityError, match=f"cannot read the identity .*: {error.strerror}"):
         load_or_make_seed(file)
-
-
-def test_concurrent_creators_all_use_the_first_key(tmp_path: Path) -> None:
-    threads = 16
-    for attempt in range(20):
-        file = tmp_path / f"peer{attempt}.key"
-        start = threading.Barrier(threads)
-        seeds: list[bytes] = []
-
-        def make(file: Path = file, start: threading.Barrier = start, seeds: list[bytes] = seeds) -> None:
-            start.wait()
-            seeds.append(load_or_make_seed(file))
-
-        makers = [threading.Thread(target=make) for _ in range(threads)]
-        for maker in makers:
-            maker.start()
-        for maker in makers:
-            maker.join()
-        assert seeds == [file.read_bytes()] * threads
-    assert len(os.listdir(tmp_path)) == 20
 
 
 def test_second_creator_uses_the_first_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

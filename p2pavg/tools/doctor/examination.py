@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.runs.membership.run_file import RunFile
+from p2pavg.runs.records.greeting import ASKED_AT_ONCE, MIN_SECONDS_BETWEEN, Greeter
 from p2pavg.runs.records.hello import HelloAnswer, clock_error
 from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
@@ -63,58 +64,6 @@ class ExaminedPeer:
     port_mapping: bool = True
 
 
-@dataclass(slots=True)
-class _Clock:
-    """This machine's wall clock, corrected by what other peers say. Otherwise all records look expired."""
-
-    wall_clock: Callable[[], float]
-    error: float = 0.0
-
-    def now(self) -> float:
-        return self.wall_clock() + self.error
-
-
-@dataclass(slots=True, kw_only=True)
-class _Facts:
-    """The facts on which several rules depend."""
-
-    options: ExaminedPeer
-    file: RunFile | None = None
-    key: str | None = None
-    """Id of the key file."""
-    dialled: list[Dialled] = field(default_factory=list)
-    ports: list[Port] = field(default_factory=list)
-    heard: tuple[HelloAnswer, ...] | None = None
-    run: run_rules.FoundRun | None = None
-    revoked: frozenset[bytes] | None = None
-    """Serials of the run's list; ``None`` if it could not be looked for."""
-
-    @property
-    def run_id(self) -> str | None:
-        return self.options.run_id if self.file is None else self.file.run_id
-
-    @property
-    def addresses(self) -> list[str]:
-        named = () if self.file is None else self.file.bootstrap
-        return list(dict.fromkeys([*self.options.bootstrap, *named]))
-
-    @property
-    def asked_for_run(self) -> bool:
-        return self.options.run is not None or self.options.run_id is not None
-
-    @property
-    def vector(self) -> tuple[int, str]:
-        """Length of the longest vector of the run, 0 if it is not known, and the codec with which it moves."""
-        entries = () if self.run is None else tuple(self.run.entries.values())
-        longest = max(entries, key=lambda entry: entry.elements, default=None)
-        return (0, "") if longest is None else (longest.elements, longest.codec)
-
-    @property
-    def exchange_timeout(self) -> float:
-        # AveragingConfig's exchange_timeout
-        return EXCHANGE_SECONDS if self.file is None else self.file.exchange_timeout
-
-
 async def examine(options: ExaminedPeer, *, wall_clock: Callable[[], float] = time.time) -> list[Finding]:
     """Return the findings of all checks, sorted, within :data:`TOTAL_SECONDS` and the time of closing connections.
 
@@ -125,37 +74,44 @@ async def examine(options: ExaminedPeer, *, wall_clock: Callable[[], float] = ti
     examination = _Examination(options, wall_clock)
     # Whatever was found by then is judged: a network that answers nothing is what the user asks about.
     with bare_exceptions(), trio.move_on_after(TOTAL_SECONDS):
-        await examination.run()
+        examination._judge_files()
+        await examination._judge_network()
     return examination.conclude()
 
 
 class _Examination:
-    def __init__(self, options: ExaminedPeer, wall_clock: Callable[[], float]) -> None:
-        self._facts = _Facts(options=options)
-        self._clock = _Clock(wall_clock)
-        self._findings: list[Finding] = []
+    """The facts on which several rules depend, and the findings so far."""
 
-    async def run(self) -> None:
-        """Make all checks."""
-        self._judge_files()
-        await self._judge_network()
+    def __init__(self, options: ExaminedPeer, wall_clock: Callable[[], float]) -> None:
+        self._options = options
+        self._wall_clock = wall_clock
+        self._findings: list[Finding] = []
+        self._file: RunFile | None = None
+        self._key: str | None = None
+        """Id of the key file."""
+        self._ports: list[Port] = []
+        self._dialled: list[Dialled] = []
+        self._heard: tuple[HelloAnswer, ...] = ()
+        self._run: run_rules.FoundRun | None = None
+        self._revoked: frozenset[bytes] | None = None
+        """Serials of the run's list; ``None`` if it could not be looked for."""
+
+    def _now(self) -> float:
+        """Return this machine's wall clock, corrected by what other peers say. Otherwise all records look expired."""
+        return self._wall_clock() + clock_error(self._heard)
 
     def conclude(self) -> list[Finding]:
         """Return the findings, and those that follow from the facts of several checks."""
-        facts = self._facts
+        options = self._options
         from_facts = [
-            *network_rules.judge_ports(facts.ports),
-            *network_rules.judge_bootstrap(facts.dialled),
-            *network_rules.judge_clock(facts.heard),
-            *network_rules.judge_versions(network.PROTOCOLS, facts.heard),
-            *run_rules.judge_run(facts.run, asked=facts.asked_for_run),
-            *run_rules.judge_peers(facts.run, facts.key),
+            *network_rules.judge_ports(self._ports),
+            *network_rules.judge_bootstrap(self._dialled),
+            *network_rules.judge_clock(self._heard),
+            *network_rules.judge_versions(network.PROTOCOLS, self._heard),
+            *run_rules.judge_run(self._run, asked=options.run is not None or options.run_id is not None),
+            *run_rules.judge_peers(self._run, self._key),
             *file_rules.judge_certificate(
-                files.certificate(facts.options.certificate),
-                facts.file,
-                facts.key,
-                self._clock.now(),
-                facts.revoked,
+                files.certificate(options.certificate), self._file, self._key, self._now(), self._revoked
             ),
         ]
         judged = {each.name for each in self._findings}  # a check that failed has left no facts
@@ -166,123 +122,138 @@ class _Examination:
         return in_order(found)
 
     def _judge_files(self) -> None:
-        options, facts = self._facts.options, self._facts
+        options = self._options
         key = None if options.identity is None else files.key_file(options.identity)
-        facts.key = None if key is None else key.peer_id
-        facts.file, error = files.run_file(options.run)
-        needed = options.certificate is not None
-        self._findings += file_rules.judge_key_file(key, needed=needed)
-        self._findings += file_rules.judge_run_file(facts.file, error)
+        self._key = None if key is None else key.peer_id
+        self._file, error = files.run_file(options.run)
+        self._findings += file_rules.judge_key_file(key, needed=options.certificate is not None)
+        self._findings += file_rules.judge_run_file(self._file, error)
 
     # ------------------------------------------------------------------ the network
 
     async def _judge_network(self) -> None:
-        facts = self._facts
         # Before the doctor listens itself, since it would hold the ports that it tries.
-        facts.ports = await ports.try_ports(facts.options.listen)
-        free = [port.address for port in facts.ports if port.state is PortState.FREE]
+        self._ports = await ports.try_ports(self._options.listen)
+        free = [port.address for port in self._ports if port.state is PortState.FREE]
         # A new identity: two processes with one key would be one peer to others.
         seed = secrets.token_bytes(SEED_BYTES)
         async with AsyncExitStack() as stack:
             # An address that the user announces needs no mapping. It is tried, and not announced by the doctor.
-            mapping = facts.options.port_mapping and not facts.options.announce
+            mapping = self._options.port_mapping and not self._options.announce
             reach = ReachOptions(port_mapping=mapping, relay_limits=None)
             transport = await _listening(stack, seed, free, reach)
             await self._dial(transport)
-            # Its clock is corrected as soon as others have told theirs: otherwise all records look expired.
-            opened = peer_over(transport, Ed25519Signer(seed), wall_clock=self._clock.now)
+            # Its clock is corrected as soon as others have told theirs.
+            opened = peer_over(transport, Ed25519Signer(seed), wall_clock=self._now)
             peer = await stack.enter_async_context(opened)
-            await self._ask_network(peer, listens=bool(transport.addresses) or not facts.ports)
+            await self._ask_network(peer, listens=bool(transport.addresses) or not self._ports)
 
     async def _dial(self, transport: Transport) -> None:
         """Dial the bootstrap addresses, and this peer itself if it runs already."""
-        facts = self._facts
+        in_file = () if self._file is None else self._file.bootstrap
+        named = list(dict.fromkeys([*self._options.bootstrap, *in_file]))
 
         async def dial(text: str) -> None:
-            facts.dialled.append(await addresses.meet(transport, text, facts.key))
+            self._dialled.append(await addresses.meet(transport, text, self._key))
 
         async def ask_owner(index: int) -> None:
-            facts.ports[index] = await ports.ask_owner(facts.ports[index], transport, facts.key)
+            self._ports[index] = await ports.ask_owner(self._ports[index], transport, self._key)
 
         async with trio.open_nursery() as nursery:
-            for text in facts.addresses:
+            for text in named:
                 nursery.start_soon(dial, text)
-            for index in range(len(facts.ports)):
+            for index in range(len(self._ports)):
                 nursery.start_soon(ask_owner, index)
         # Dials end in any order. The findings follow the order in which the user named the addresses.
-        facts.dialled.sort(key=lambda each: facts.addresses.index(each.address))
+        self._dialled.sort(key=lambda each: named.index(each.address))
 
     async def _ask_network(self, peer: Peer, *, listens: bool) -> None:
-        facts, reach = self._facts, partial(self._judge_reach, peer, listens=listens)
-        reached = [each.address for each in facts.dialled if each.answer is DialOutcome.REACHED]
+        options = self._options
+        reached = [each.address for each in self._dialled if each.answer is DialOutcome.REACHED]
         if not reached:
             self._findings += network_rules.judge_reach(None, (), 0, listens=listens)
             self._findings += run_rules.judge_bandwidth([], 0, "", 0.0)
-            self._findings += judge_announced(network.not_tried(facts.options.announce), listens=listens)
+            self._findings += judge_announced(network.not_tried(options.announce), listens=listens)
             return
         with trio.move_on_after(JOIN_SECONDS):
             await peer.join(reached)
         async with trio.open_nursery() as nursery:
             # This check takes long, so it runs beside the others.
             # It has a second more than its own wait, whose result counts when it ends.
+            reach = partial(self._judge_reach, peer, listens=listens)
             nursery.start_soon(self._check, "firewall", LEARN_REACH_SECONDS + 1.0, reach)
-            if facts.options.announce:
+            if options.announce:
                 announced = partial(self._judge_announced, peer, listens=listens)
                 nursery.start_soon(self._check, "announced", ANNOUNCED_SECONDS, announced)
             # Clocks come before the run: with a wrong clock here, its records would look expired.
             with trio.move_on_after(CLOCK_SECONDS):
-                await network.ask_clocks(peer, self._clock.wall_clock, self._note_clocks)
-            if facts.run_id is not None:
-                await self._check("run", RUN_SECONDS, partial(self._read_run, peer, facts.run_id))
-                await self._reach_members(peer)
+                await self._ask_clocks(peer)
+            run_id = options.run_id if self._file is None else self._file.run_id
+            if run_id is not None:
+                await self._check("run", RUN_SECONDS, partial(self._read_run, peer, run_id))
+            if self._run is not None:
+                # Without this result the run is judged all the same.
+                with trio.move_on_after(PEERS_SECONDS):
+                    found = await run_probes.unreached(peer.context.transport, self._run.ready, self._key)
+                    self._run = replace(self._run, unreached=found)
             # After the run was read, because its members are measured first.
             await self._check("bandwidth", BANDWIDTH_SECONDS, partial(self._judge_bandwidth, peer))
 
-    def _note_clocks(self, heard: tuple[HelloAnswer, ...]) -> None:
-        self._facts.heard = heard
-        self._clock.error = clock_error(heard)
+    async def _ask_clocks(self, peer: Peer) -> None:
+        """Ask a few peers for their clocks and versions; what is heard counts at once.
+
+        A peer answers one question in half a second, and the peer's own greeter asks too. So some are asked again.
+        """
+        for _ in range(network.CLOCK_TRIES):
+            greeter = Greeter(
+                peer.context.transport,
+                wall_clock=self._wall_clock,  # uncorrected
+                protocols=network.PROTOCOLS,
+                runs=lambda: 0,
+                contacts=lambda: peer.records.contacts,
+            )
+            self._heard = max(self._heard, await greeter.poll(), key=len)
+            if len(self._heard) >= min(len(peer.records.contacts), ASKED_AT_ONCE):
+                return
+            await trio.sleep(MIN_SECONDS_BETWEEN)
 
     async def _read_run(self, peer: Peer, run_id: str) -> list[Finding]:
-        reader = run_probes.RunReader(peer, run_id, self._facts.file, self._clock.now)
+        reader = run_probes.RunReader(peer, run_id, self._file, self._now)
         try:
-            self._facts.run = await reader.read()
+            self._run = await reader.read()
         finally:  # the list of revoked certificates is read first
             if reader.revocations is not None:
-                self._facts.revoked = reader.revocations.identifiers
+                self._revoked = reader.revocations.identifiers
         return []
 
-    async def _reach_members(self, peer: Peer) -> None:
-        facts = self._facts
-        if facts.run is not None:
-            # Without this result the run is judged all the same.
-            with trio.move_on_after(PEERS_SECONDS):
-                found = await run_probes.unreached(peer.context.transport, facts.run.ready, facts.key)
-                facts.run = replace(facts.run, unreached=found)
-
     async def _judge_reach(self, peer: Peer, *, listens: bool) -> list[Finding]:
-        facts, own_hosts = self._facts, addresses.own_hosts()
+        own_hosts = addresses.own_hosts()
         # A peer on this machine cannot tell how others reach it,
         # so without one elsewhere there is nothing to wait for.
         outside = any(
             each.answer is DialOutcome.REACHED and network_rules.is_outside(each.host, own_hosts)
-            for each in facts.dialled
+            for each in self._dialled
         )
         found = await network.wait_for_reach(peer.context.transport, LEARN_REACH_SECONDS if outside else 0.0)
-        port = facts.ports[0].port if facts.ports else 0
+        port = self._ports[0].port if self._ports else 0
         return network_rules.judge_reach(found, own_hosts, port, listens=listens)
 
     async def _judge_announced(self, peer: Peer, *, listens: bool) -> list[Finding]:
-        addresses = self._facts.options.announce
-        if not listens:
-            return judge_announced(network.not_tried(addresses), listens=False)
-        # It ends before this check's own timeout, so that what was found by then counts.
-        tried = await network.try_announced(peer, addresses, ANNOUNCED_SECONDS - 1.0)
-        return judge_announced(tried, listens=True)
+        tried = network.not_tried(self._options.announce)
+        if listens:
+            # It ends before this check's own timeout, so that what was found by then counts.
+            with trio.move_on_after(ANNOUNCED_SECONDS - 1.0):
+                await network.try_announced(peer, tried)
+        return judge_announced(tried, listens=listens)
 
     async def _judge_bandwidth(self, peer: Peer) -> list[Finding]:
-        members = () if self._facts.run is None else self._facts.run.entries.keys()
-        measured = await network.measure_some(peer, members)
-        return run_rules.judge_bandwidth(measured, *self._facts.vector, self._facts.exchange_timeout)
+        entries = {} if self._run is None else self._run.entries
+        measured = await network.measure_some(peer, entries.keys())
+        # The longest vector of the run, and the codec with which it moves.
+        longest = max(entries.values(), key=lambda entry: entry.elements, default=None)
+        elements, codec = (0, "") if longest is None else (longest.elements, longest.codec)
+        timeout = EXCHANGE_SECONDS if self._file is None else self._file.exchange_timeout
+        return run_rules.judge_bandwidth(measured, elements, codec, timeout)
 
     async def _check(self, name: str, seconds: float, check: Callable[[], Awaitable[list[Finding]]]) -> None:
         """Make one check. If it takes too long or fails, the others go on."""

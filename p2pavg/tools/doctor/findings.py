@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+
+from p2pavg.base.formats import PeerText, count
 
 ORDER = (
     "key file",
@@ -127,45 +130,27 @@ def as_json(findings: Sequence[Finding], seconds: float) -> str:
 
 
 def as_table(findings: Sequence[Finding], width: int) -> list[str]:
-    """Return findings as lines: name, level and sentence, and below them cause and remedy.
+    """Return findings as lines: name, level and sentence, and below them cause and remedy; then their number.
 
     Args:
         width: characters of a line. Words that are longer, such as addresses, are not broken.
     """
-    lines = [line for finding in findings for line in _rows(finding, max(width, _MIN_WIDTH))]
-    return [*lines, "", summary(findings)]
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line of a table."""
-    faults = faults_of(findings)
-    warnings = sum(finding.level is Level.WARNING for finding in findings)
-    told = [
-        f"{count} {word}{'s' if count > 1 else ''}"
-        for count, word in ((faults, "fault"), (warnings, "warning"))
-        if count
-    ]
-    return " and ".join(told) if told else "nothing wrong was found"
-
-
-def _rows(finding: Finding, width: int) -> list[str]:
-    level = finding.level.upper() if finding.level in (Level.WARNING, Level.FAULT) else finding.level
-    head = f"{finding.name:<{_NAME_WIDTH}}{level:<{_LEVEL_WIDTH}}"
-    rows = _wrapped(head, finding.what, width)
-    for word, text in (("cause", finding.cause), ("remedy", finding.remedy)):
-        if text:
-            rows += _wrapped(f"{'':{_NAME_WIDTH + _LEVEL_WIDTH}}{word}: ", text, width)
-    return rows
-
-
-def _wrapped(head: str, text: str, width: int) -> list[str]:
     indent = " " * (_NAME_WIDTH + _LEVEL_WIDTH)
-    printable = "".join(each if each.isprintable() else "?" for each in text)  # strangers wrote parts of it
-    return textwrap.wrap(
-        printable,
-        width,
-        initial_indent=head,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    lines = []
+    for finding in findings:
+        is_bad = finding.level in (Level.WARNING, Level.FAULT)
+        level = finding.level.upper() if is_bad else finding.level
+        rows = [(f"{finding.name:<{_NAME_WIDTH}}{level:<{_LEVEL_WIDTH}}", finding.what)]
+        rows += [(f"{indent}cause: ", finding.cause), (f"{indent}remedy: ", finding.remedy)]
+        for head, text in rows:
+            lines += textwrap.wrap(
+                PeerText(text),  # strangers wrote parts of it
+                max(width, _MIN_WIDTH),
+                initial_indent=head,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    levels = Counter(finding.level for finding in findings)
+    told = [count(levels[level], level.value) for level in (Level.FAULT, Level.WARNING) if levels[level]]
+    return [*lines, "", " and ".join(told) or "nothing wrong was found"]

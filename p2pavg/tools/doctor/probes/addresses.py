@@ -37,6 +37,15 @@ _ANSWERS = {
 }
 _UNKNOWN_NAMES = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
+_HOW_FAR = {
+    DialOutcome.FAILED: 0,
+    DialOutcome.NO_ROUTE: 1,
+    DialOutcome.FORBIDDEN: 2,
+    DialOutcome.TIMED_OUT: 3,
+    DialOutcome.REFUSED: 4,
+}
+"""The order of the outcomes of several hosts; all others are further."""
+
 Found = tuple[DialOutcome, str]
 
 
@@ -78,22 +87,14 @@ async def _look_up(address: Multiaddr, port: int) -> tuple[list[str], Found]:
     name, host = next(iter(address.protocols())).name, _host_of(address)
     if name not in _FAMILIES:
         return [host], (DialOutcome.REACHED, "")
-    look_up = partial(socket.getaddrinfo, host, port, _FAMILIES[name], socket.SOCK_STREAM)
     with trio.move_on_after(QUICK_PROBE_SECONDS):
         try:
-            found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
-        except socket.gaierror as error:
-            unknown = error.errno in _UNKNOWN_NAMES
-            return [], (
-                DialOutcome.NAME_UNKNOWN if unknown else DialOutcome.NO_NAME_SERVER,
-                error.strerror or "",
-            )
+            found = await trio.socket.getaddrinfo(host, port, _FAMILIES[name], socket.SOCK_STREAM)
+            hosts = list(dict.fromkeys(str(where[4][0]) for where in found))[:_MAX_HOSTS]
+            return hosts, (DialOutcome.REACHED, "")
         except OSError as error:
-            return [], (DialOutcome.NO_NAME_SERVER, str(error))
-        return list(dict.fromkeys(str(where[4][0]) for where in found))[:_MAX_HOSTS], (
-            DialOutcome.REACHED,
-            "",
-        )
+            if error.errno in _UNKNOWN_NAMES:
+                return [], (DialOutcome.NAME_UNKNOWN, "")
     return [], (DialOutcome.NO_NAME_SERVER, "")
 
 
@@ -107,18 +108,7 @@ async def _first_words(hosts: Sequence[str], port: int) -> Found:
     async with trio.open_nursery() as nursery:
         for host in hosts:
             nursery.start_soon(one, host)
-    return max(
-        outcomes, key=lambda found: _HOW_FAR.index(found[0]) if found[0] in _HOW_FAR else len(_HOW_FAR)
-    )
-
-
-_HOW_FAR = (
-    DialOutcome.FAILED,
-    DialOutcome.NO_ROUTE,
-    DialOutcome.FORBIDDEN,
-    DialOutcome.TIMED_OUT,
-    DialOutcome.REFUSED,
-)  # others are further
+    return max(outcomes, key=lambda found: _HOW_FAR.get(found[0], len(_HOW_FAR)))
 
 
 async def _greet(host: str, port: int) -> Found:
@@ -140,13 +130,10 @@ async def _greet(host: str, port: int) -> Found:
     if not words:
         return DialOutcome.CLOSED, ""
     if not _GREETING.startswith(words):
-        return DialOutcome.OTHER_SERVICE, _printable(words)
+        text = words.decode("ascii", "replace").strip()
+        shown = "".join(each if each.isascii() and each.isprintable() else "?" for each in text)
+        return DialOutcome.OTHER_SERVICE, shown[:_MAX_SHOWN]
     return DialOutcome.REACHED, ""
-
-
-def _printable(words: bytes) -> str:
-    text = words.decode("ascii", "replace").strip()
-    return "".join(each if each.isascii() and each.isprintable() else "?" for each in text)[:_MAX_SHOWN]
 
 
 async def _dial(transport: Transport, text: str) -> Found:
@@ -157,11 +144,9 @@ async def _dial(transport: Transport, text: str) -> Found:
         await transport.dial(text, timeout=LONG_PROBE_SECONDS)
     except (UnreachableError, AddressError) as error:
         _, found, other = str(error).partition(ANOTHER_PEER)
-        return (
-            (DialOutcome.OTHER_PEER, other.split(";")[0].strip())
-            if found
-            else (DialOutcome.FAILED, str(error))
-        )
+        if found:
+            return DialOutcome.OTHER_PEER, other.split(";")[0].strip()
+        return DialOutcome.FAILED, str(error)
     return DialOutcome.REACHED, ""
 
 

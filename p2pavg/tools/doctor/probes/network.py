@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 
 import trio
 
@@ -14,14 +13,12 @@ from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_listen_address
 from p2pavg.net.nat.reach.messages import DialBackOutcome
-from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind, Reachability
+from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind
 from p2pavg.net.nat.reach.service import ask_dial_back, ask_to_look
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
 from p2pavg.runs.records.bandwidth import measure
-from p2pavg.runs.records.greeting import ASKED_AT_ONCE, MIN_SECONDS_BETWEEN, Greeter
-from p2pavg.runs.records.hello import HelloAnswer
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.tools.doctor.probes.addresses import LONG_PROBE_SECONDS, QUICK_PROBE_SECONDS
 from p2pavg.tools.doctor.rules.network import Announced, NetworkReach
@@ -42,77 +39,38 @@ MEASURED_PEERS = 3
 MAX_ERROR_CHARS = 200
 
 
-async def ask_clocks(
-    peer: Peer, wall_clock: Callable[[], float], heard: Callable[[tuple[HelloAnswer, ...]], None]
-) -> None:
-    """Ask a few peers, and call ``heard`` with all answers so far.
-
-    A peer answers one question in half a second, and the peer's own greeter asks too. So some are asked again.
-
-    Args:
-        wall_clock: this machine's clock, uncorrected.
-    """
-    most: tuple[HelloAnswer, ...] = ()
-    for _ in range(CLOCK_TRIES):
-        greeter = Greeter(
-            peer.context.transport,
-            wall_clock=wall_clock,
-            protocols=PROTOCOLS,
-            runs=lambda: 0,
-            contacts=lambda: peer.records.contacts,
-        )
-        most = max(most, await greeter.poll(), key=len)
-        heard(most)
-        if len(most) >= min(len(peer.records.contacts), ASKED_AT_ONCE):
-            return
-        await trio.sleep(MIN_SECONDS_BETWEEN)
-
-
 # ------------------------------------------------------------------ reachability and bandwidth
 
 
 async def wait_for_reach(transport: Transport, seconds: float) -> NetworkReach:
     """Return the reachability as soon as dials of other peers have shown it, or what is known after ``seconds``."""
     with trio.move_on_after(seconds):
-        while not _is_shown(transport.reachability):  # noqa: ASYNC110 - a transport does not tell of changes
+        while True:  # a transport does not tell of changes
+            found = transport.reachability
+            if found.kind is not Kind.UNKNOWN and not found.sentence.startswith(NOT_KNOWN_YET):
+                break
             await trio.sleep(GLANCE_SECONDS)
-    found = transport.reachability
     return NetworkReach(kind=str(found.kind), sentence=found.sentence, outer_hosts=found.outer_hosts)
 
 
-def _is_shown(found: Reachability) -> bool:
-    return found.kind is not Kind.UNKNOWN and not found.sentence.startswith(NOT_KNOWN_YET)
-
-
-async def try_announced(peer: Peer, addresses: Collection[str], seconds: float) -> list[Announced]:
-    """Ask a few connected peers to dial the addresses that this peer would announce.
+async def try_announced(peer: Peer, wanted: Sequence[Announced]) -> None:
+    """Ask a few connected peers to dial the addresses that this peer would announce, and note what each says.
 
     A peer dials only the host at which it sees this machine, so it is asked for that first.
-
-    Args:
-        seconds: after which what is known by then counts.
     """
-    transport, wanted = peer.context.transport, not_tried(addresses)
+    transport = peer.context.transport
     asked = [c.peer_id for c in peer.records.contacts if transport.is_connected(c.peer_id)][:DIALLING_PEERS]
-    answers: dict[str, list[_Answer]] = {each.address: [] for each in wanted}
 
     async def ask(peer_id: str) -> None:
         for each in wanted:
-            answers[each.address].append(await _dial_back(transport, peer_id, each.host, each.port))
+            try:
+                await _dial_back(transport, peer_id, each)
+            except UnreachableError as error:
+                logger.info("%s said nothing about an address to announce: %s", peer_id, error)
 
-    with trio.move_on_after(seconds):
-        async with trio.open_nursery() as nursery:
-            for peer_id in asked:
-                nursery.start_soon(ask, peer_id)
-    return [
-        replace(
-            each,
-            seen_at=tuple(answer.seen_at for answer in answers[each.address] if answer.seen_at),
-            reached=sum(answer.reached for answer in answers[each.address]),
-            failures=tuple(answer.failure for answer in answers[each.address] if answer.failure),
-        )
-        for each in wanted
-    ]
+    async with trio.open_nursery() as nursery:
+        for peer_id in asked:
+            nursery.start_soon(ask, peer_id)
 
 
 def not_tried(addresses: Collection[str]) -> list[Announced]:
@@ -128,32 +86,21 @@ def not_tried(addresses: Collection[str]) -> list[Announced]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    seen_at: str = ""
-    reached: bool = False
-    failure: str = ""
-
-
-async def _dial_back(transport: Transport, peer_id: str, host: str, port: int) -> _Answer:
+async def _dial_back(transport: Transport, peer_id: str, wanted: Announced) -> None:
     """Ask one peer, again if it is busy with a question that this peer's transport has asked by itself."""
-    try:
-        seen = (await ask_to_look(transport, peer_id)).host
-        if seen != host:
-            return _Answer(seen)
-        for _ in range(DIAL_TRIES):
-            answer = await ask_dial_back(transport, peer_id, port)
-            if answer.outcome is not DialBackOutcome.REFUSED:
-                break
-            await trio.sleep(GLANCE_SECONDS * 5)
-    except UnreachableError as error:
-        logger.info("%s said nothing about an address to announce: %s", peer_id, error)
-        return _Answer()
+    seen = (await ask_to_look(transport, peer_id)).host
+    wanted.seen_at.append(seen)
+    if seen != wanted.host:
+        return
+    for _ in range(DIAL_TRIES):
+        answer = await ask_dial_back(transport, peer_id, wanted.port)
+        if answer.outcome is not DialBackOutcome.REFUSED:
+            break
+        await trio.sleep(GLANCE_SECONDS * 5)
     if answer.outcome is DialBackOutcome.REACHED:
-        return _Answer(seen, reached=True)
-    return _Answer(
-        seen, failure=answer.reason[:MAX_ERROR_CHARS] if answer.outcome is DialBackOutcome.FAILED else ""
-    )
+        wanted.reached += 1
+    elif answer.outcome is DialBackOutcome.FAILED and answer.reason:
+        wanted.failures.append(answer.reason[:MAX_ERROR_CHARS])
 
 
 async def measure_some(peer: Peer, members: Collection[str]) -> list[Measured]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import trio
 from msgspec.structs import replace
@@ -63,6 +62,7 @@ class RunReader:
             )
         )
         said = await self._find(board_key(self._run_id, TOPIC))
+        config = None if self._file is None else AveragingConfig(**self._file.settings)
         return FoundRun(
             run_id=self._run_id,
             known=len(self._peer.records.contacts),
@@ -71,7 +71,8 @@ class RunReader:
             refused=self._refused,
             words=decoded_all({record.publisher: record.value for record in said}, RecipeRecord),
             sealed=self._file is not None,
-            **_settings(self._file),
+            codec=None if config is None else config.codec.name,
+            aggregation=None if config is None else config.aggregation.text,
         )
 
     async def _ready(self, entries: Mapping[str, RunEntry]) -> tuple[Candidate, ...]:
@@ -123,19 +124,10 @@ class RunReader:
         for record in await self._find(revocations_of(file.authority).key):
             try:
                 found = read_revocations(record.value, file.authority)
-            except (
-                RemoteProtocolError
-            ):  # a member that publishes no list hides none: the others publish it too
+            except RemoteProtocolError:  # it hides no list: the other members publish it too
                 continue
             newest = max(newest, found, key=lambda each: each.number)
         return newest
-
-
-def _settings(file: RunFile | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    config = AveragingConfig(**file.settings)
-    return {"codec": config.codec.name, "aggregation": config.aggregation.text}
 
 
 async def unreached(

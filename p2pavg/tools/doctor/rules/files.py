@@ -41,51 +41,33 @@ def judge_key_file(found: KeyFile | None, *, needed: bool) -> list[Finding]:
         found: ``None`` if the user named none.
         needed: true if a certificate was named, which is for one identity.
     """
+    path = "" if found is None else found.path
+    what = cause = remedy = ""
     if found is None:
-        if needed:
-            return [
-                fault(
-                    "key file",
-                    "no key file was named",
-                    "a certificate is for one identity, and without a key file it is new at every start",
-                    "add --identity FILE",
-                )
-            ]
-        return [note("key file", "none was named", "the identity is new at every start")]
-    if found.missing:
-        return [_judge_missing(found, needed=needed)]
-    path = found.path
-    if found.error:
-        return [
-            fault(
-                "key file",
-                f"{path} cannot be read",
-                found.error,
-                "name the key file with --identity, and give its owner the right to read it",
-            )
-        ]
-    if found.mode & 0o077:
-        cause = f"its mode is {found.mode:04o}, and a peer refuses a key that others can read"
-        return [fault("key file", f"others can read {path}", cause, f"chmod 600 {path}")]
-    if found.size != SEED_BYTES:
-        size = f"more than {SEED_BYTES}" if found.size > SEED_BYTES else f"{found.size}"
-        return [
-            fault(
-                "key file",
-                f"{path} is no key file",
-                f"it has {size} bytes, and a key has {SEED_BYTES}",
-                "name the right file, or remove this one and let `p2pavg identity FILE` make a key",
-            )
-        ]
-    return [ok("key file", f"{path}: {found.peer_id}")]
-
-
-def _judge_missing(found: KeyFile, *, needed: bool) -> Finding:
-    what = f"{found.path} does not exist"
-    if needed:
+        if not needed:
+            return [note("key file", "none was named", "the identity is new at every start")]
+        what = "no key file was named"
+        cause = "a certificate is for one identity, and without a key file it is new at every start"
+        remedy = "add --identity FILE"
+    elif found.missing:
+        what = f"{path} does not exist"
+        if not needed:
+            return [note("key file", what, "the first start of the peer makes it")]
+        cause = "the certificate is for the identity of an existing key file"
         remedy = "name the file for whose id the certificate was made"
-        return fault("key file", what, "the certificate is for the identity of an existing key file", remedy)
-    return note("key file", what, "the first start of the peer makes it")
+    elif found.error:
+        what, cause = f"{path} cannot be read", found.error
+        remedy = "name the key file with --identity, and give its owner the right to read it"
+    elif found.mode & 0o077:
+        what, remedy = f"others can read {path}", f"chmod 600 {path}"
+        cause = f"its mode is {found.mode:04o}, and a peer refuses a key that others can read"
+    elif found.size != SEED_BYTES:
+        size = f"more than {SEED_BYTES}" if found.size > SEED_BYTES else f"{found.size}"
+        what, cause = f"{path} is no key file", f"it has {size} bytes, and a key has {SEED_BYTES}"
+        remedy = "name the right file, or remove this one and let `p2pavg identity FILE` make a key"
+    else:
+        return [ok("key file", f"{path}: {found.peer_id}")]
+    return [fault("key file", what, cause, remedy)]
 
 
 def judge_run_file(run: RunFile | None, error: str) -> list[Finding]:
@@ -95,14 +77,9 @@ def judge_run_file(run: RunFile | None, error: str) -> list[Finding]:
         run: ``None`` if it cannot be read, or if the user named none.
         error: the reason for which it cannot be read; empty if it could.
     """
-    if run is None and not error:
-        return []
     if run is None:
-        return [
-            fault(
-                "run file", "the run file cannot be used", error, "ask the run's operator for the file again"
-            )
-        ]
+        remedy = "ask the run's operator for the file again"
+        return [fault("run file", "the run file cannot be used", error, remedy)] if error else []
     what = f"run {run.run_id!r}, authority {run.authority.hex()[:16]}…"
     if not run.bootstrap:
         return [note("run file", what, "it names no bootstrap address; add --bootstrap ADDR")]
@@ -138,21 +115,13 @@ def judge_certificate(
     if run is None:
         return []
     if shown is None:
-        return [
-            fault(
-                "certificate",
-                "no certificate was named",
-                "this run admits peers with a certificate of its authority only",
-                f"add --certificate FILE; {_ASK}",
-            )
-        ]
+        cause = "this run admits peers with a certificate of its authority only"
+        return [fault("certificate", "no certificate was named", cause, f"add --certificate FILE; {_ASK}")]
     if shown.certificate is None:
         return [fault("certificate", f"{shown.path} is no certificate", shown.error, _ASK)]
     certificate = shown.certificate
-    wrong = _not_this_runs(certificate, run) or _not_this_peers(certificate, peer_id)
-    wrong = wrong or _revoked(certificate, revoked or ()) or _untimely(certificate, now)
-    if wrong is not None:
-        return [wrong]
+    if wrong := _wrong(certificate, run, peer_id, now, revoked or ()):
+        return [fault("certificate", *wrong)]
     granted = ", ".join(sorted(certificate.roles))
     found = [ok("certificate", f"{granted}, valid until {date_of(certificate.expires)}")]
     if peer_id is None:
@@ -166,45 +135,34 @@ def judge_certificate(
     return found
 
 
-def _not_this_runs(certificate: Certificate, run: RunFile) -> Finding | None:
+def _wrong(
+    certificate: Certificate, run: RunFile, peer_id: str | None, now: float, revoked: Collection[bytes]
+) -> tuple[str, str, str] | None:
+    """Return why other members refuse a certificate: the fault, its cause and its remedy."""
+    # Is it of this run?
     if certificate.authority != run.authority:
         cause = (
             f"its authority is {certificate.authority.hex()[:16]}…, "
             f"and that of the run file is {run.authority.hex()[:16]}…"
         )
-        return fault("certificate", "it is of another run", cause, f"name the right pair of files, or {_ASK}")
+        return "it is of another run", cause, f"name the right pair of files, or {_ASK}"
     if not is_genuine(certificate):
-        return fault("certificate", "it is forged", "its signature is not that of the run's authority", _ASK)
-    return None
-
-
-def _not_this_peers(certificate: Certificate, peer_id: str | None) -> Finding | None:
-    if peer_id is None or certificate.peer_id == peer_id:
-        return None
-    return fault(
-        "certificate",
-        "it is for another peer",
-        f"it is for {certificate.peer_id}, and the key file is that of {peer_id}",
-        "name the key file for which it was made, or ask for a certificate for this id",
-    )
-
-
-def _revoked(certificate: Certificate, revoked: Collection[bytes]) -> Finding | None:
+        return "it is forged", "its signature is not that of the run's authority", _ASK
+    # Is it this peer's?
+    if peer_id is not None and certificate.peer_id != peer_id:
+        cause = f"it is for {certificate.peer_id}, and the key file is that of {peer_id}"
+        remedy = "name the key file for which it was made, or ask for a certificate for this id"
+        return "it is for another peer", cause, remedy
+    # Is it on the list, or the one of its delegate?
     for identifier in certificate.identifiers:
         if identifier in revoked:
             whose = "it" if identifier == certificate.identifier else "the certificate of its delegate"
             cause = f"the authority has revoked the certificate {identifier.hex()}"
-            return fault("certificate", f"{whose} was revoked", cause, _ASK)
-    return None
-
-
-def _untimely(certificate: Certificate, now: float) -> Finding | None:
+            return f"{whose} was revoked", cause, _ASK
+    # Is it valid now?
     if now >= certificate.expires:
-        return fault(
-            "certificate", "it has expired", f"it was valid until {date_of(certificate.expires)}", _ASK
-        )
+        return "it has expired", f"it was valid until {date_of(certificate.expires)}", _ASK
     if now < certificate.not_before - CLOCK_SKEW_SECONDS:
-        cause = f"it begins on {date_of(certificate.not_before)}"
         remedy = "wait until then; if this machine's clock is behind, set it"
-        return fault("certificate", "it is not valid yet", cause, remedy)
+        return "it is not valid yet", f"it begins on {date_of(certificate.not_before)}", remedy
     return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from p2pavg.base.formats import count
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.runs.records.hello import SKEW_SECONDS, HelloAnswer, other_versions, wrong_clock
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
@@ -52,22 +53,23 @@ def _judge_port(port: Port) -> Finding:
         if port.port == 0:
             return ok("port", f"{port.address} takes any free port; a forwarded port needs a fixed one")
         return ok("port", f"{port.address} is free")
-    what = f"{port.address} cannot be listened on"
-    if port.state is PortState.TAKEN:
-        # The doctor may run beside the peer that it examines.
-        if port.is_this_peer:
-            return ok("port", f"{port.address} is held by this peer, which runs already")
-        owner = port.owner or "another process, which the system does not name to this user"
-        return fault(
-            "port", what, f"port {port.port} is in use by {owner}", "end that process, or take another port"
-        )
-    if port.state is PortState.FORBIDDEN:
-        cause = f"the system does not let this user listen on port {port.port}"
-        return fault("port", what, cause, "take a port above 1023")
-    if port.state is PortState.NO_SUCH_HOST:
-        cause = "no interface of this machine has that address"
-        return fault("port", what, cause, f"listen on all interfaces: /ip4/0.0.0.0/tcp/{port.port}")
-    return fault("port", what, port.error, "take another address to listen on")
+    # The doctor may run beside the peer that it examines.
+    if port.state is PortState.TAKEN and port.is_this_peer:
+        return ok("port", f"{port.address} is held by this peer, which runs already")
+    owner = port.owner or "another process, which the system does not name to this user"
+    causes = {
+        PortState.TAKEN: (f"port {port.port} is in use by {owner}", "end that process, or take another port"),
+        PortState.FORBIDDEN: (
+            f"the system does not let this user listen on port {port.port}",
+            "take a port above 1023",
+        ),
+        PortState.NO_SUCH_HOST: (
+            "no interface of this machine has that address",
+            f"listen on all interfaces: /ip4/0.0.0.0/tcp/{port.port}",
+        ),
+        PortState.FAILED: (port.error, "take another address to listen on"),
+    }
+    return fault("port", f"{port.address} cannot be listened on", *causes[port.state])
 
 
 # ------------------------------------------------------------------ bootstrap addresses
@@ -113,19 +115,19 @@ def judge_bootstrap(dialled: Sequence[Dialled]) -> list[Finding]:
         return [
             not_known("bootstrap", "no address was named: add --bootstrap ADDR, or --run FILE with addresses")
         ]
-    reached = any(each.answer is DialOutcome.REACHED for each in dialled)
-    return [_judge_dialled(each, others=reached) for each in dialled]
-
-
-def _judge_dialled(each: Dialled, *, others: bool) -> Finding:
-    if each.answer is DialOutcome.REACHED:
-        return ok("bootstrap", f"{each.address} answered in {each.seconds:.2f} s")
-    # A run file lists the peers that are usually online, and this one may be among them.
-    if each.answer is DialOutcome.OWN:
-        return note("bootstrap", f"{each.address} is this peer itself", "its id is that of the key file")
-    cause, remedy = _why(each)
     # One address that answers is enough to join the network.
-    return (warning if others else fault)("bootstrap", f"{each.address} is not reached", cause, remedy)
+    level = warning if any(each.answer is DialOutcome.REACHED for each in dialled) else fault
+    found = []
+    for each in dialled:
+        if each.answer is DialOutcome.REACHED:
+            found.append(ok("bootstrap", f"{each.address} answered in {each.seconds:.2f} s"))
+        # A run file lists the peers that are usually online, and this one may be among them.
+        elif each.answer is DialOutcome.OWN:
+            what = f"{each.address} is this peer itself"
+            found.append(note("bootstrap", what, "its id is that of the key file"))
+        else:
+            found.append(level("bootstrap", f"{each.address} is not reached", *_why(each)))
+    return found
 
 
 def _why(each: Dialled) -> tuple[str, str]:
@@ -199,24 +201,16 @@ def judge_clock(heard: Sequence[HelloAnswer] | None) -> list[Finding]:
     """
     if not heard:
         return [not_known("clock", "no other peer was reached, so clocks are not compared")]
-    sentence = wrong_clock(heard)
-    if not sentence:
-        # One clock that is off is that peer's own matter, and no fault of this machine.
-        most = max(heard, key=lambda answer: abs(answer.ahead))
-        if abs(most.ahead) > SKEW_SECONDS:
-            cause = (
-                f"the clock of one is {abs(most.ahead):.0f} s off, and the median agrees with this machine"
-            )
-            return [note("clock", f"it agrees with most of {len(heard)} peers", cause)]
-        return [ok("clock", f"it agrees with {len(heard)} peer{'s' if len(heard) > 1 else ''}")]
-    return [
-        fault(
-            "clock",
-            "this machine's clock is wrong, so other peers ignore what this one says",
-            sentence.removesuffix("; set it"),
-            "set the clock, and keep it right: `timedatectl set-ntp true`",
-        )
-    ]
+    if sentence := wrong_clock(heard):
+        what = "this machine's clock is wrong, so other peers ignore what this one says"
+        remedy = "set the clock, and keep it right: `timedatectl set-ntp true`"
+        return [fault("clock", what, sentence.removesuffix("; set it"), remedy)]
+    # One clock that is off is that peer's own matter, and no fault of this machine.
+    most = max(abs(answer.ahead) for answer in heard)
+    if most > SKEW_SECONDS:
+        cause = f"the clock of one is {most:.0f} s off, and the median agrees with this machine"
+        return [note("clock", f"it agrees with most of {len(heard)} peers", cause)]
+    return [ok("clock", f"it agrees with {count(len(heard), 'peer')}")]
 
 
 def judge_versions(mine: Sequence[str], heard: Sequence[HelloAnswer] | None) -> list[Finding]:
@@ -229,7 +223,7 @@ def judge_versions(mine: Sequence[str], heard: Sequence[HelloAnswer] | None) -> 
         return [not_known("version", "no other peer was reached, so versions are not compared")]
     sentence = other_versions(mine, heard)
     if not sentence:
-        return [ok("version", f"same protocols as {len(heard)} peer{'s' if len(heard) > 1 else ''}")]
+        return [ok("version", f"same protocols as {count(len(heard), 'peer')}")]
     what = "other peers run another version of p2pavg, and do not meet this one"
     return [fault("version", what, sentence, "install the same version of p2pavg on all peers")]
 
@@ -270,69 +264,54 @@ def judge_reach(
         port: the port on which the examined peer listens.
         listens: false if that port could not be listened on.
     """
+    cause = ""
     if not listens:
-        return _all_not_known("the port could not be listened on, so no peer could be asked to dial it")
-    if reach is None or reach.kind == "unknown":
-        sentence = "" if reach is None else reach.sentence
-        return _all_not_known(sentence or "no peer in another network was asked to dial this one")
+        cause = "the port could not be listened on, so no peer could be asked to dial it"
+    elif reach is None:
+        cause = "no peer in another network was asked to dial this one"
+    elif reach.kind == "unknown":
+        cause = reach.sentence or "no peer in another network was asked to dial this one"
+    if reach is None or cause:
+        names = ("outer address", "firewall", "router", "port mapping")
+        return [not_known(name, cause) for name in names]
+    outer = ", ".join(reach.outer_hosts)
+    seen = f"others see this machine at {outer}"
+    found = [ok("outer address", seen) if outer else not_known("outer address", "untold")]
     # Others see an address that no interface of this machine has, so a router translates.
     routed = bool(reach.outer_hosts) and not set(reach.outer_hosts) & set(own_hosts)
-    outer = ", ".join(reach.outer_hosts)
-    return [
-        ok("outer address", f"others see this machine at {outer}")
-        if outer
-        else not_known("outer address", "untold"),
-        *_judge_firewall(reach, port, routed=routed),
-        *_judge_router(reach, own_hosts, routed=routed),
-    ]
-
-
-def _all_not_known(cause: str) -> list[Finding]:
-    return [not_known(name, cause) for name in ("outer address", "firewall", "router", "port mapping")]
-
-
-def _judge_firewall(reach: NetworkReach, port: int, *, routed: bool) -> list[Finding]:
-    if reach.kind in ("public", "mapped", "announced"):
-        return [ok("firewall", "others can dial this peer")]
+    can_be_dialled = reach.kind in ("public", "mapped", "announced")
     # From outside, a firewall on this machine cannot be told from the router before it.
-    if routed:
-        return [note("firewall", "others cannot dial this peer", "a router is in between; see there")]
-    return [
-        warning(
-            "firewall",
-            "others cannot dial this peer",
-            f"no router translates addresses, so a firewall drops inbound connections to port {port}",
-            f"allow inbound TCP connections to port {port} in this machine's firewall, and in the provider's",
+    if can_be_dialled:
+        found.append(ok("firewall", "others can dial this peer"))
+    elif routed:
+        found.append(note("firewall", "others cannot dial this peer", "a router is in between; see there"))
+    else:
+        cause = f"no router translates addresses, so a firewall drops inbound connections to port {port}"
+        remedy = (
+            f"allow inbound TCP connections to port {port} in this machine's firewall, and in the provider's"
         )
-    ]
-
-
-def _judge_router(reach: NetworkReach, own_hosts: Collection[str], *, routed: bool) -> list[Finding]:
+        found.append(warning("firewall", "others cannot dial this peer", cause, remedy))
     if not routed:
         none = "this machine has its outer address itself"
-        return [ok("router", none), note("port mapping", "not needed", none)]
-    if reach.kind in ("public", "mapped", "announced"):
+        return [*found, ok("router", none), note("port mapping", "not needed", none)]
+    if can_be_dialled:
         mapped = reach.sentence if reach.kind == "mapped" else "the port is forwarded already"
-        return [ok("router", reach.sentence), ok("port mapping", mapped)]
+        return [*found, ok("router", reach.sentence), ok("port mapping", mapped)]
     # Providers give their customers addresses of this range, behind a router of their own.
     shared = any((address := parse_host(host)) is not None and address in _CGNAT for host in own_hosts)
-    by = (
+    cause = (
         "the provider's router is in between too (CGNAT), and forwards no ports"
         if shared
         else "a router is in between"
     )
-    # Through a router that keeps ports, holes can be punched. Without that, only relays are left.
-    symmetric = reach.kind == "relayed"
     remedy = "forward the port in the router, turn on UPnP or NAT-PMP there, or listen on IPv6"
-    router = warning if symmetric else note
+    # Through a router that keeps ports, holes can be punched. Without that, only relays are left.
+    level = warning if reach.kind == "relayed" else note
+    unmapped = "the router has no UPnP and no NAT-PMP, or they are off"
     return [
-        router("router", reach.sentence, by, remedy),
-        note(
-            "port mapping",
-            "no port is mapped",
-            "the router has no UPnP and no NAT-PMP, or they are off",
-            remedy,
-        ),
+        *found,
+        level("router", reach.sentence, cause, remedy),
+        note("port mapping", "no port is mapped", unmapped, remedy),
     ]
 
 
@@ -341,21 +320,19 @@ _CGNAT = ipaddress.ip_network("100.64.0.0/10")  # RFC 6598
 
 # Addresses that the user wants to announce.
 
-NAME = "announced"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Announced:
     """An address to announce, and what other peers have found out about it."""
 
     address: str
     host: str
     port: int
-    seen_at: tuple[str, ...] = ()
+    seen_at: list[str] = field(default_factory=list)
     """IP addresses at which the asked peers see this machine."""
     reached: int = 0
     """Peers that have dialled the address."""
-    failures: tuple[str, ...] = ()
+    failures: list[str] = field(default_factory=list)
     """The reason of each peer that could not dial it."""
 
 
@@ -366,34 +343,32 @@ def judge_announced(found: Sequence[Announced], *, listens: bool) -> list[Findin
         listens: false if the examined peer's port could not be listened on, for example because the peer runs.
     """
     if found and not listens:
-        return [not_known(NAME, "the port could not be listened on, so no peer could be asked to dial it")]
+        cause = "the port could not be listened on, so no peer could be asked to dial it"
+        return [not_known("announced", cause)]
     return [_judge(each) for each in found]
 
 
 def _judge(each: Announced) -> Finding:
     if each.reached:
-        return ok(NAME, f"{each.reached} other peer{'s' if each.reached > 1 else ''} dialled {each.address}")
+        return ok("announced", f"{count(each.reached, 'other peer')} dialled {each.address}")
     same = [host for host in each.seen_at if _version(host) == _version(each.host)]
     if not same:
-        return not_known(
-            NAME, f"no peer that could be asked is connected over the kind of IP of {each.address}"
-        )
+        cause = f"no peer that could be asked is connected over the kind of IP of {each.address}"
+        return not_known("announced", cause)
     if each.host not in same:
         return warning(
-            NAME,
+            "announced",
             f"others see this machine at {', '.join(sorted(set(same)))}, and not at {each.host}",
             f"{each.address} is another machine's address, or an earlier one of this machine",
             "announce the address at which others see this machine, or leave out --announce",
         )
     if not each.failures:
-        return not_known(NAME, f"no peer was willing to dial {each.address}")
-    return fault(
-        NAME,
-        f"others cannot dial {each.address}",
-        each.failures[0],
+        return not_known("announced", f"no peer was willing to dial {each.address}")
+    remedy = (
         f"forward port {each.port} of the router to the port of --listen on this machine, and allow it in the "
-        "firewall; or leave out --announce",
+        "firewall; or leave out --announce"
     )
+    return fault("announced", f"others cannot dial {each.address}", each.failures[0], remedy)
 
 
 def _version(host: str) -> int | None:

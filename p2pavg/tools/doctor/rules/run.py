@@ -7,9 +7,11 @@ are short and printable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from p2pavg.base.formats import count
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.reasons import unreached_peers
 from p2pavg.optim.coordination.word import RecipeRecord
@@ -45,6 +47,9 @@ class FoundRun:
     """The text of the run file's rule; ``None`` without one, empty for the weighted mean."""
     sealed: bool = False
     """True if the run has an authority."""
+
+
+_peers = partial(count, thing="peer")
 
 
 def judge_run(run: FoundRun | None, *, asked: bool) -> list[Finding]:
@@ -90,27 +95,25 @@ def judge_peers(run: FoundRun | None, own_id: str | None) -> list[Finding]:
     return [*found, *_judge_ready(run)]
 
 
-def _peers(count: int) -> str:
-    return f"{count} peer{'s' if count != 1 else ''}"
-
-
 # ------------------------------------------------------------------ what peers average
 
 
-_PARTS: tuple[tuple[str, Callable[[RunEntry], object], str], ...] = (
-    (
-        "schema",
-        lambda entry: (entry.tensors, entry.elements, entry.schema_hash),
-        "give all peers the same model, with tensors of the same names, shapes and dtypes",
-    ),
-    ("codec", lambda entry: entry.codec, "give all peers the same compression=…"),
-    ("participation rule", lambda entry: entry.rule, "give all peers the same participation=… and strategy"),
-    (
-        "aggregation",
-        lambda entry: entry.aggregation,
-        "give all peers the same robust=…, max_norm=…, audit=… and topology=…",
-    ),
-)
+_REMEDIES = {
+    "schema": "give all peers the same model, with tensors of the same names, shapes and dtypes",
+    "codec": "give all peers the same compression=…",
+    "participation rule": "give all peers the same participation=… and strategy",
+    "aggregation": "give all peers the same robust=…, max_norm=…, audit=… and topology=…",
+}
+
+
+def _told(entry: RunEntry) -> dict[str, str]:
+    """Return the parts of an entry that all peers must have alike, in words."""
+    return {
+        "schema": f"{entry.tensors} tensors of {entry.elements} elements",
+        "codec": entry.codec,
+        "participation rule": entry.rule or "none",
+        "aggregation": entry.aggregation or MEAN,
+    }
 
 
 def _judge_entries(run: FoundRun, own_id: str | None) -> list[Finding]:
@@ -118,52 +121,33 @@ def _judge_entries(run: FoundRun, own_id: str | None) -> list[Finding]:
         return []
     # If this peer runs, the user wants to know what is wrong with it, whatever most peers do.
     own = run.entries.get(own_id or "")
-    if own is not None:
-        reference, whose = own, "this peer"
-    else:
-        reference, whose = Counter(run.entries.values()).most_common(1)[0][0], "most peers"
+    reference = own or Counter(run.entries.values()).most_common(1)[0][0]
+    expected = dict.fromkeys(_REMEDIES, "most peers" if own is None else "this peer")
+    right = _told(reference)
+    # What the run file says is right even if most peers have something else.
+    if run.codec is not None:
+        right["codec"], expected["codec"] = run.codec, "the run file"
+    if run.aggregation is not None:
+        right["aggregation"], expected["aggregation"] = run.aggregation or MEAN, "the run file"
     found = []
-    for name, part, remedy in _PARTS:
-        expected, of = _expected(run, name, part(reference), whose)
-        others = Counter(entry for entry in run.entries.values() if part(entry) != expected)
+    for name, remedy in _REMEDIES.items():
+        others = Counter(
+            entry
+            for entry in run.entries.values()
+            if _told(entry)[name] != right[name]
+            # The hash covers names, shapes and dtypes as well, so it may differ although the numbers agree.
+            or (name == "schema" and entry.schema_hash != reference.schema_hash)
+        )
         if not others:
             continue
         # One example is enough: all that differ need the same remedy.
-        odd, _ = others.most_common(1)[0]
-        cause = f"{name}: {_told(name, odd, reference)}, {of} {_told_expected(name, expected, reference)}"
-        what = f"{others.total()} of {_peers(len(run.entries))} of the run cannot meet {_them(whose, of)}"
-        found.append(fault("peers", what, cause, remedy))
+        told = _told(others.most_common(1)[0][0])[name]
+        if told == right[name]:
+            told += " with other names, shapes or dtypes"
+        them = "the others" if expected[name] == "most peers" else "this one"
+        what = f"{others.total()} of {_peers(len(run.entries))} of the run cannot meet {them}"
+        found.append(fault("peers", what, f"{name}: {told}, {expected[name]} {right[name]}", remedy))
     return found
-
-
-def _expected(run: FoundRun, name: str, common: object, whose: str) -> tuple[object, str]:
-    """Return what a part of an entry should be, and who says so."""
-    # What the run file says is right even if most peers have something else.
-    if name == "codec" and run.codec is not None:
-        return run.codec, "the run file"
-    if name == "aggregation" and run.aggregation is not None:
-        return run.aggregation, "the run file"
-    return common, whose
-
-
-def _them(whose: str, of: str) -> str:
-    return "the others" if whose != "this peer" and of != "the run file" else "this one"
-
-
-def _told(name: str, entry: RunEntry, reference: RunEntry) -> str:
-    if name == "schema":
-        counts = f"{entry.tensors} tensors of {entry.elements} elements"
-        # The hash covers names, shapes and dtypes as well, so it may differ although the numbers agree.
-        same = (entry.tensors, entry.elements) == (reference.tensors, reference.elements)
-        return f"{counts} with other names, shapes or dtypes" if same else counts
-    texts = {"codec": entry.codec, "participation rule": entry.rule or "none"}
-    return texts.get(name, entry.aggregation or MEAN)
-
-
-def _told_expected(name: str, expected: object, reference: RunEntry) -> str:
-    if name == "schema":
-        return f"{reference.tensors} tensors of {reference.elements} elements"
-    return str(expected) or (MEAN if name == "aggregation" else "none")
 
 
 def _judge_recipes(run: FoundRun, own_id: str | None) -> list[Finding]:
@@ -212,7 +196,7 @@ def _judge_refused(run: FoundRun) -> list[Finding]:
     kinds = Counter(run.refused.values())
     if not kinds:
         return []
-    told = [f"{_peers(count)}: {why}" for why, count in kinds.most_common(MAX_TOLD)]
+    told = [f"{_peers(number)}: {why}" for why, number in kinds.most_common(MAX_TOLD)]
     what = f"members do not meet {_peers(len(run.refused))} that publish{'' if len(run.refused) > 1 else 'es'} here"
     remedy = "these peers need valid certificates of this run: `p2pavg run invite`"
     return [warning("peers", what, f"certificate: {'; '.join(told)}", remedy)]

@@ -11,12 +11,12 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import typer
 from typer.models import OptionInfo
 
@@ -35,74 +35,26 @@ _EXAMPLES: dict[type, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One option as a key of a configuration file."""
+COMMANDS: dict[str, dict[str, Any]] = {}
+"""The types of the options of each command that takes a configuration file, by names of the command and the option.
 
-    kind: type
-    """``bool``, ``int``, ``float``, ``str``, ``Path``, or an enumeration of words."""
-    repeatable: bool
-
-    @property
-    def wanted(self) -> str:
-        """The values that it takes, in words, with an example."""
-        if issubclass(self.kind, Enum):
-            words = [f'"{each.value}"' for each in self.kind]
-            return f"one of {', '.join(words)}"
-        what, example = _EXAMPLES[self.kind]
-        return (
-            f"a list, each of it {what}, such as [{example}]"
-            if self.repeatable
-            else f"{what}, such as {example}"
-        )
-
-    def value(self, found: object, folder: Path) -> Any:
-        """Return the value for the command; raise ValueError if it has another type.
-
-        Args:
-            folder: relative paths are relative to it.
-        """
-        if not self.repeatable:
-            return self._one(found, folder)
-        if not isinstance(found, list):
-            raise ValueError  # noqa: TRY004 - one error for all wrong types
-        return [self._one(each, folder) for each in found]
-
-    def _one(self, found: object, folder: Path) -> Any:
-        if self.kind is float and type(found) is int:
-            return float(found)
-        if issubclass(self.kind, Enum):
-            return self.kind(found).value
-        if self.kind is Path and type(found) is str:
-            return folder / Path(found).expanduser()
-        if type(found) is not self.kind:
-            raise ValueError
-        return found
+Each is ``bool``, ``int``, ``float``, ``str``, ``Path``, an enumeration of words, or a list of one of them."""
 
 
-COMMANDS: dict[str, dict[str, Key]] = {}
-"""The keys of each command that takes a configuration file, by the command's name."""
-
-
-def configurable(command: CommandT) -> CommandT:
-    """Let a command, which has a parameter ``config: ConfigOption``, take its options from a file as well."""
-    return configurable_except()(command)
-
-
-def configurable_except(*names: str) -> Callable[[CommandT], CommandT]:
-    """Return what does the same as :func:`configurable`, except for some options.
+def configurable(*others: str) -> Callable[[CommandT], CommandT]:
+    """Let a command, which has a parameter ``config: ConfigOption``, take its options from a file as well.
 
     Args:
-        names: options that mean something else in other commands. One file serves several commands, so each key has
+        others: options that mean something else in other commands. One file serves several commands, so each key has
             one meaning.
     """
 
     def let(command: CommandT) -> CommandT:
         hints = get_type_hints(command, include_extras=True)
         COMMANDS[command.__name__] = {
-            name: key
+            name: _kind(hints[name])
             for name in inspect.signature(command).parameters
-            if name not in ("config", *names) and (key := _key(hints[name])) is not None
+            if name not in ("config", *others) and _is_option(hints[name])
         }
         return command
 
@@ -121,7 +73,7 @@ def parse(text: str, command: str, folder: Path) -> dict[str, Any]:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"it is not TOML: {str(error) or 'too deeply nested'}") from None
-    every = {name: key for keys in COMMANDS.values() for name, key in keys.items()}
+    every = {name: kind for kinds in COMMANDS.values() for name, kind in kinds.items()}
     own = COMMANDS[command]
     values: dict[str, Any] = {}
     for written, value in found.items():
@@ -129,12 +81,16 @@ def parse(text: str, command: str, folder: Path) -> dict[str, Any]:
         if name in values:
             raise ConfigError(f"{written} is there twice, with a dash and with an underscore")
         if name not in every:
-            raise ConfigError(f"unknown key {_shown(written)}; {_nearest(name, every)}")
-        key = own.get(name, every[name])
+            near = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(sorted(every))}"
+            raise ConfigError(f"unknown key {_shown(written)}; {hint}")
         try:
-            values[name] = key.value(value, folder)
-        except ValueError:
-            raise ConfigError(f"{written} must be {key.wanted}, got {_shown(value)}") from None
+            # Paths are the only type that msgspec does not know.
+            values[name] = msgspec.convert(
+                value, every[name], dec_hook=lambda _, path: folder / Path(path).expanduser()
+            )
+        except msgspec.ValidationError:
+            raise ConfigError(f"{written} must be {_wanted(every[name])}, got {_shown(value)}") from None
     return {name: value for name, value in values.items() if name in own}
 
 
@@ -193,27 +149,29 @@ def _is_about(text: str, values: Mapping[str, Any]) -> bool:
     )
 
 
-def _key(hint: Any) -> Key | None:
-    """Return the key of a parameter with this type; ``None`` for arguments and for what is no option."""
-    if get_origin(hint) is not Annotated:
-        return None
-    kind, *notes = get_args(hint)
-    if not any(isinstance(note, OptionInfo) for note in notes):
-        return None
+def _is_option(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and any(isinstance(note, OptionInfo) for note in get_args(hint))
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of an option, without ``None``."""
+    kind = get_args(hint)[0]
     if get_origin(kind) in (Union, UnionType):
         [kind] = [each for each in get_args(kind) if each is not type(None)]
-    repeatable = get_origin(kind) is list
-    if repeatable:
-        [kind] = get_args(kind)
-    return Key(kind, repeatable)
+    return kind
 
 
-def _nearest(name: str, every: Mapping[str, Key]) -> str:
-    near = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"the keys are {', '.join(sorted(every))}"
+def _wanted(kind: Any) -> str:
+    """Return the values that an option takes, in words, with an example."""
+    if get_origin(kind) is list:
+        what, example = _EXAMPLES[get_args(kind)[0]]
+        return f"a list, each of it {what}, such as [{example}]"
+    if issubclass(kind, Enum):
+        words = [f'"{each.value}"' for each in kind]
+        return f"one of {', '.join(words)}"
+    what, example = _EXAMPLES[kind]
+    return f"{what}, such as {example}"
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "a table"
-    return repr(value)[:80]
+    return "a table" if isinstance(value, dict) else repr(value)[:80]

@@ -90,7 +90,7 @@ DaemonHomeOption = Annotated[
 ]
 
 
-@configurable
+@configurable()
 def join(
     context: typer.Context,
     run: Annotated[

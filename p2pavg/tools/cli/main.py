@@ -23,7 +23,7 @@ from p2pavg.base.errors import (
 from p2pavg.base.formats import PeerText
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
-from p2pavg.tools.cli.config_file import ConfigOption, configurable, configurable_except, naming
+from p2pavg.tools.cli.config_file import ConfigOption, configurable, naming
 from p2pavg.tools.cli.daemon_commands import (
     FORMAT,
     LEVEL,
@@ -101,7 +101,7 @@ def options(
 
 
 @app.command()
-@configurable
+@configurable()
 def peer(
     context: typer.Context,
     listen: ListenOption = [],  # noqa: B006 - typer only reads it
@@ -150,15 +150,17 @@ def peer(
     """
     # Imported here, as in the commands below:
     # torch takes seconds, which ``--help`` and ``--version`` need not wait for.
-    from p2pavg.tools.cli.daemon import DaemonOptions, open_home, read_member, run_peer
+    from p2pavg.peer.joining.home import Home
+    from p2pavg.tools.cli.daemon import DaemonOptions, read_member, run_peer
 
     log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
     # An error over a value that came from a configuration file names the file.
     with naming(context):
-        folder = open_home(home)
+        folder = None if home is None else Home(home)
         # With a folder, the identity is kept there, so that this is the same peer after a restart.
-        if folder is not None and identity is None:
-            identity = folder.identity
+        if folder is not None:
+            folder.make()
+            identity = identity or folder.identity
         member = read_member(
             run, certificate=certificate, identity=identity, run_id=run_id, delegate=delegate
         )
@@ -191,7 +193,7 @@ def peer(
 
 @app.command()
 # One file may serve several commands, so a key has one meaning. These two options mean something else in this command.
-@configurable_except("listen", "name")  # of a peer, in other commands
+@configurable("listen", "name")  # of a peer, in other commands
 def monitor(
     context: typer.Context,
     run: Annotated[
@@ -272,7 +274,7 @@ def identity(
 
 
 @app.command()
-@configurable
+@configurable()
 def doctor(
     context: typer.Context,
     listen: Annotated[

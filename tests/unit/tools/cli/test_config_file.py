@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 import typer
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.tools.cli import config_file
-from p2pavg.tools.cli.config_file import COMMANDS, Key, parse
+from p2pavg.tools.cli.config_file import COMMANDS, parse
 from p2pavg.tools.cli.main import app
 from tests.unit.tools.cli.commands import Commands
 
@@ -41,15 +41,20 @@ def commands() -> dict[str, Any]:
 EVERY = [(command, name) for command in sorted(COMMANDS) for name in COMMANDS[command]]
 
 
-def sample_of(key: Key) -> tuple[str, object]:
-    if issubclass(key.kind, Enum):
-        last = list(key.kind)[-1]
-        return f'"{last.value}"', last.value
-    return SAMPLES[key.kind]
+def element_of(kind: Any) -> Any:
+    """Return the type of one value of an option."""
+    return get_args(kind)[0] if get_origin(kind) is list else kind
 
 
-def text_of(name: str, key: Key, sample: str) -> str:
-    return f"{name} = [{sample}]" if key.repeatable else f"{name} = {sample}"
+def sample_of(kind: Any) -> tuple[str, object]:
+    """Return a value of an option as TOML, and what the command gets."""
+    if get_origin(kind) is list:
+        sample, value = SAMPLES[element_of(kind)]
+        return f"[{sample}]", [value]
+    if issubclass(kind, Enum):
+        last = list(kind)[-1]
+        return f'"{last.value}"', last
+    return SAMPLES[kind]
 
 
 def test_every_option_of_every_configurable_command_is_a_key() -> None:
@@ -62,7 +67,7 @@ def test_every_option_of_every_configurable_command_is_a_key() -> None:
 
 
 def test_a_key_means_the_same_in_every_command() -> None:
-    kinds: dict[str, Key] = {}
+    kinds: dict[str, Any] = {}
     for command, name in EVERY:
         # The doctor's --run is a file, and that of `peer` too; what `join` takes is an argument.
         assert kinds.setdefault(name, COMMANDS[command][name]) == COMMANDS[command][name], (command, name)
@@ -70,24 +75,24 @@ def test_a_key_means_the_same_in_every_command() -> None:
 
 @pytest.mark.parametrize(("command", "name"), EVERY)
 def test_every_key_takes_a_value_of_its_type_and_no_other(command: str, name: str) -> None:
-    key = COMMANDS[command][name]
-    sample, value = sample_of(key)
+    kind = COMMANDS[command][name]
+    sample, value = sample_of(kind)
     folder = Path("/folder")
     for written in (name, name.replace("_", "-")):
-        found = parse(text_of(written, key, sample), command, folder)
-        assert found == {name: [value] if key.repeatable else value}
-    for wrong in WRONG.get(key.kind, ("5", '"none"', '["a"]')):
+        assert parse(f"{written} = {sample}", command, folder) == {name: value}
+    for wrong in WRONG.get(element_of(kind), ("5", '"none"', '["a"]')):
+        text = f"[{wrong}]" if get_origin(kind) is list else wrong
         with pytest.raises(ConfigError, match=rf"^{name} must be "):
-            parse(text_of(name, key, wrong), command, folder)
+            parse(f"{name} = {text}", command, folder)
 
 
 @pytest.mark.parametrize(("command", "name"), EVERY)
 def test_every_key_reaches_the_command_and_the_command_line_wins(
     command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = COMMANDS[command][name]
-    sample, value = sample_of(key)
-    (tmp_path / "c.toml").write_text(text_of(name, key, sample))
+    kind = COMMANDS[command][name]
+    sample, value = sample_of(kind)
+    (tmp_path / "c.toml").write_text(f"{name} = {sample}")
     found: dict[str, Any] = {}
     called = commands()[command]
     monkeypatch.setattr(called, "callback", lambda **values: found.update(values))
@@ -99,20 +104,16 @@ def test_every_key_reaches_the_command_and_the_command_line_wins(
         called.main([*run, *given], standalone_mode=False, prog_name=command)
         return found[name]
 
-    if key.kind is Path:
-        value = tmp_path / "a/file"
-    wanted = [value] if key.repeatable else value
-    assert str(main(*config)) == str(wanted)
+    assert str(main(*config)) == str(tmp_path / "a/file" if kind is Path else value)
     (option,) = [each for each in called.params if each.name == name]
-    spelled = option.opts[0]
-    if key.kind is bool:
+    if kind is bool:
         if option.secondary_opts:
             assert main(*config, option.secondary_opts[0]) is False
         return
     words = {int: "9", float: "9.5", str: "other", Path: "other"}
-    given = next(iter(key.kind)).value if issubclass(key.kind, Enum) else words[key.kind]
-    won = main(*config, spelled, given)
-    assert [str(each) for each in won] == [given] if key.repeatable else str(won) == given  # type: ignore[attr-defined]
+    given = words.get(element_of(kind)) or next(iter(kind)).value
+    won = main(*config, option.opts[0], given)
+    assert str(won) == str([given] if get_origin(kind) is list else given)
 
 
 class TestMistakes:

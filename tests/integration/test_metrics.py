@@ -43,11 +43,6 @@ async def test_a_daemon_serves_its_place_in_the_network(caplog: pytest.LogCaptur
     assert 'p2pavg_reachability{kind="relayed"} 0.0' in text
 
 
-async def test_without_a_port_nothing_is_served() -> None:
-    async with p2pavg.open_peer(listen=LOOPBACK) as peer, serving_metrics(peer, None, []):
-        pass
-
-
 async def test_a_missing_library_is_a_mistake_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("p2pavg.net.libp2p.transport")  # libp2p imports the library too
     for name in [name for name in sys.modules if name.startswith(("prometheus_client", "p2pavg.metrics."))]:

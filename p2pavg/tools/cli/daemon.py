@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,26 +28,23 @@ from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile, read_access, read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.invitations import Delegate
-from p2pavg.tools.cli.monitor import check_monitor, serving_monitor
 from p2pavg.tools.cli.training import train
-from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
+from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.jobs.versions import TrainingOptions
+from p2pavg.tools.monitor.serving import MonitorOptions, check_installed, serve_run
 from p2pavg_dht import Ed25519Signer
 
-# The metrics of a daemon: `p2pavg peer --metrics PORT`.
+logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def serving_metrics(peer: Peer, port: int | None, runs: Collection[str]) -> AsyncIterator[None]:
-    """Serve the metrics of a peer on this machine as long as the block runs; do nothing without a port.
+async def serving_metrics(peer: Peer, port: int, runs: Collection[str]) -> AsyncIterator[None]:
+    """Serve the metrics of a peer on this machine as long as the block runs.
 
     Raises:
         ConfigError: ``prometheus-client`` is not installed.
         ListenError: the port is taken.
     """
-    if port is None:
-        yield
-        return
     from p2pavg.metrics import PeerMetrics
 
     try:
@@ -60,9 +57,6 @@ async def serving_metrics(peer: Peer, port: int | None, runs: Collection[str]) -
     finally:
         with trio.CancelScope(shield=True):  # half a second at most: the server looks so often for its end
             await trio.to_thread.run_sync(metrics.close)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +78,6 @@ class RunMember:
         """The run file's addresses of other peers. This peer may itself be one that others bootstrap from."""
         own = f"/p2p/{self.access.peer_id}"
         return [address for address in self.run.bootstrap if not address.endswith(own)]
-
-
-def open_home(folder: Path | None) -> Home | None:
-    """Make the folder of a daemon if its user names one."""
-    if folder is None:
-        return None
-    home = Home(folder)
-    home.make()
-    return home
 
 
 def read_member(
@@ -184,7 +169,10 @@ class DaemonOptions:
                 ``name``; or the peer has neither a certificate nor ``open_run``, and an address leads out of this
                 machine.
         """
-        check_monitor(self.monitor, self.part.run_id or None)
+        if self.monitor is not None:
+            if not self.shown_run:
+                raise ConfigError("--monitor needs --run-id ID or --run FILE.run: the run to show")
+            check_installed()
         if self.training is None and self.agreed_jobs:
             raise ConfigError(
                 "--job names a job, and this run has none, or --only-help is given: leave out --yes --job"
@@ -200,7 +188,7 @@ class DaemonOptions:
                 " leads out of it",
                 remedy=MAKE_A_RUN,
             )
-        if self.name and not self.part.run_id:
+        if self.name and not self.shown_run:
             raise ConfigError(
                 "--name needs --run FILE.run or --run-id NAME: a peer publishes its name in a run"
             )
@@ -224,11 +212,9 @@ class DaemonOptions:
         return None if self.member is None else self.member.access
 
     @property
-    def part(self) -> DaemonPart:
-        """This peer's part in a run."""
-        return DaemonPart(
-            run_id=(self.run_id or "") if self.member is None else self.member.run.run_id, access=self.access
-        )
+    def shown_run(self) -> str:
+        """Id of the run that this peer takes part in; empty if it only keeps records."""
+        return (self.run_id or "") if self.member is None else self.member.run.run_id
 
     @property
     def named(self) -> list[str]:
@@ -274,24 +260,28 @@ def run_peer(options: DaemonOptions) -> None:
         )
 
     async def main() -> bool:
-        life = DaemonProcess(options.part, options.home)
+        life = DaemonProcess(options.shown_run, options.access, options.home)
         with bare_exceptions():
             # The first of all: a signal that comes while the peer still joins ends it in order.
             async with life.alive():
                 await _live(options, life)
         return life.restarts
 
-    # After the end of the loop, every socket and file is closed, so that the new process can take the same
-    # port.
-    if trio.run(main):
-        start_again()
+    if not trio.run(main):
+        return
+    # After the end of the loop, every socket and file is closed, so that the new process can take the same port.
+    logger.info("starting again, with the files as they are now")
+    # `execv` ends this program without its usual end: what is still buffered would be lost.
+    logging.shutdown()
+    sys.stdout.flush()
+    # The interpreter's own arguments are among them, such as -m.
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
     """Open the peer and all that it serves, and close them when it is told to leave."""
-    home, part, named = options.home, options.part, options.named
-    training = options.training
-    remembered = [] if home is None else home.remembered
+    home, run_id, member, training = options.home, options.shown_run, options.member, options.training
+    named, remembered = options.named, [] if home is None else home.remembered
     how = PeerOptions(
         # Peers of the last start help if those that the user has named are gone. If the user names none, others
         # bootstrap from this peer, and it must not fail because none is there: it joins below.
@@ -301,38 +291,47 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
         port_mapping=options.port_mapping,
         relay_mbps=options.relay_mbps,
     )
-    async with (
-        # The peer is in the job's process if there is one, and this one hands it the network.
-        open_peer_or_asker(_listens(options, home), how, only_asks=training is not None) as peer,
+    async with AsyncExitStack() as stack:
         # In this order: everything that follows is closed before the peer that it uses.
-        life.began(peer),
-        serving_metrics(peer, options.metrics, [part.run_id] if part.run_id else []),
-        serving_monitor(peer, options.monitor, part.run_id or None, options.access, life.training),
-        _showing(life, options.live_view and training is None),
-        serving_links(peer, None if options.member is None else options.member.delegate),
-        nullcontext() if training is not None else _carrying(peer, options),
-        trio.open_nursery() as nursery,
-    ):
+        # The peer is in the job's process if there is one, and this one hands it the network.
+        opened = open_peer_or_asker(_listens(options, home), how, only_asks=training is not None)
+        peer = await stack.enter_async_context(opened)
+        await stack.enter_async_context(life.began(peer))
+        if options.metrics is not None:
+            runs = [run_id] if run_id else []
+            await stack.enter_async_context(serving_metrics(peer, options.metrics, runs))
+        if options.monitor is not None:
+            page = MonitorOptions(port=options.monitor)
+            shown = serve_run(peer, run_id, page, access=options.access, given=life.training)
+            await stack.enter_async_context(shown)
+        if options.live_view and training is None:
+            from rich.console import Console
+
+            from p2pavg.tools.daemon.view import showing
+
+            await stack.enter_async_context(showing(Console(), life.status, life.run_statuses))
+        await stack.enter_async_context(serving_links(peer, None if member is None else member.delegate))
+        if training is None and member is not None and home is not None:
+            await stack.enter_async_context(carrying_job(peer, home, member.run, member.access))
+        nursery = await stack.enter_async_context(trio.open_nursery())
         if remembered and not named:
             nursery.start_soon(join_again, peer, remembered)
         for address in peer.addresses[1:]:
             logger.info("also reachable at %s", address)
         # On standard output and alone, so that a script can read it. All else goes into the log.
         print(peer.addresses[0] if peer.addresses else peer.id, flush=True)
-        if training is not None:
-            assert options.member is not None
+        if training is None:
+            await _help(options, peer, life)
+            # A peer that helps no run still keeps records for others, and relays.
+            await life.leaving.wait()
+        else:
+            assert member is not None
             assert home is not None  # `p2pavg join` always has one
-            end = await train(peer, home, options.member.run, options.member.access, training, life)
+            end = await train(peer, home, member.run, member.access, training, life)
             if end.is_error:
-                raise ConfigError(
-                    end.why, remedy="tell the run's operator; `job.log` has the program's words"
-                )
+                remedy = "tell the run's operator; `job.log` has the program's words"
+                raise ConfigError(end.why, remedy=remedy)
             print(end.why, flush=True)
-            nursery.cancel_scope.cancel()
-            return
-        await _help(options, peer, life)
-        # A peer that helps no run still keeps records for others, and relays.
-        await life.told_to_leave()
         nursery.cancel_scope.cancel()
 
 
@@ -363,29 +362,3 @@ async def _help(options: DaemonOptions, peer: Peer, life: DaemonProcess) -> None
         name=options.name,
         helping=life.helping,
     )
-
-
-def _carrying(peer: Peer, options: DaemonOptions) -> AbstractAsyncContextManager[None]:
-    if options.member is None or options.home is None:
-        return nullcontext()
-    return carrying_job(peer, options.home, options.member.run, options.member.access)
-
-
-def _showing(life: DaemonProcess, live_view: bool) -> AbstractAsyncContextManager[None]:
-    if not live_view:
-        return nullcontext()
-    from rich.console import Console
-
-    from p2pavg.tools.daemon.view import showing
-
-    return showing(Console(), life.status, life.run_statuses)
-
-
-def start_again() -> None:
-    """Replace this process by a new one with the same arguments, which reads all files again."""
-    logger.info("starting again, with the files as they are now")
-    # `execv` ends this program without its usual end: what is still buffered would be lost.
-    logging.shutdown()
-    sys.stdout.flush()
-    # The interpreter's own arguments are among them, such as -m.
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
-from p2pavg.peer.peer import Peer, open_peer
+from p2pavg.peer.peer import open_peer
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import read_access, read_run_file
@@ -123,6 +122,9 @@ def run_monitor(
     if options is not None:
         check_installed()
 
+    if not listen:
+        listen = EVERYWHERE if way_out(LOOPBACK, run.bootstrap, ()) else LOOPBACK
+
     async def main() -> None:
         with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
@@ -132,61 +134,22 @@ def run_monitor(
                     nursery.cancel_scope.cancel()
                     return
 
-    if not listen:
-        listen = EVERYWHERE if way_out(LOOPBACK, run.bootstrap, ()) else LOOPBACK
-
     async def live(scope: trio.CancelScope) -> None:
         async with open_peer(
             listen=listen, bootstrap=run.bootstrap, identity=identity, port_mapping=False, relay_mbps=0
         ) as peer:
             if options is None:
-                await _show_in_terminal(peer, run)
-                scope.cancel()
-                return
-            async with serve_run(peer, run.run_id, options, access=run.access) as address:
-                print(address, flush=True)
-                await trio.sleep_forever()
+                from p2pavg.tools.monitor.terminal import show
+
+                async with (
+                    board_source(peer, run.run_id, run.access) as source,
+                    watching(source, peer.context.wall_clock) as watcher,
+                ):
+                    await show(watcher)
+            else:
+                async with serve_run(peer, run.run_id, options, access=run.access) as address:
+                    print(address, flush=True)
+                    await trio.sleep_forever()
+        scope.cancel()
 
     trio.run(main)
-
-
-async def _show_in_terminal(peer: Peer, run: MonitoredRun) -> None:
-    from p2pavg.tools.monitor.terminal import show
-
-    async with (
-        board_source(peer, run.run_id, run.access) as source,
-        watching(source, peer.context.wall_clock) as watcher,
-    ):
-        await show(watcher)
-
-
-def check_monitor(port: int | None, run_id: str | None) -> None:
-    """Check the option of ``p2pavg peer`` before anything is opened.
-
-    Raises:
-        ConfigError: there is no run to show, or a package is missing.
-    """
-    if port is None:
-        return
-    if run_id is None:
-        raise ConfigError("--monitor needs --run-id ID or --run FILE.run: the run to show")
-    check_installed()
-
-
-@asynccontextmanager
-async def serving_monitor(
-    peer: Peer, port: int | None, run_id: str | None, access: RunAccess | None, given: Callable[[], str]
-) -> AsyncIterator[None]:
-    """Serve a page on a run on this machine as long as the block runs; do nothing without a port.
-
-    Args:
-        given: returns what this machine has given to the run, as a sentence.
-
-    Raises:
-        ListenError: the port is taken.
-    """
-    if port is None or run_id is None:
-        yield
-        return
-    async with serve_run(peer, run_id, MonitorOptions(port=port), access=access, given=given):
-        yield

@@ -53,7 +53,7 @@ async def train(
 
             async def stop_when_told() -> None:
                 nonlocal is_told
-                await life.told_to_leave()
+                await life.leaving.wait()
                 is_told = True
                 if program is not None:
                     program.stop(STOPPED)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import trio
 
@@ -77,29 +76,18 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 RESTARTS = (signal.SIGHUP,) if sys.platform != "win32" else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonPart:
-    """The part of a daemon in a run.
-
-    Args:
-        run_id: the run; empty if the daemon only keeps records.
-        access: keys and certificate of a run that has an authority.
-    """
-
-    run_id: str = ""
-    access: RunAccess | None = None
-
-
 class DaemonProcess:
     """One start of a daemon, from its first signal handler to its end.
 
     Args:
-        part: the daemon's part in a run.
+        run_id: the run; empty if the daemon only keeps records.
+        access: keys and certificate of a run that has an authority.
         home: its folder; ``None``: it has no control socket, and remembers nothing.
     """
 
-    def __init__(self, part: DaemonPart, home: Home | None) -> None:
-        self.part = part
+    def __init__(self, run_id: str, access: RunAccess | None, home: Home | None) -> None:
+        self.run_id = run_id
+        self.access = access
         self.home = home
         self.restarts = False
         """True if the daemon was told to start again when it has ended."""
@@ -109,16 +97,8 @@ class DaemonProcess:
         self._peer: Peer | None = None
         self._began = trio.current_time()
         self._scope = trio.CancelScope()
-        self._leaving = trio.Event()
-
-    @property
-    def is_leaving(self) -> bool:
-        """True once the daemon was told to leave."""
-        return self._leaving.is_set()
-
-    async def told_to_leave(self) -> None:
-        """Wait until the daemon is told to leave."""
-        await self._leaving.wait()
+        self.leaving = trio.Event()
+        """Set once the daemon was told to leave."""
 
     @asynccontextmanager
     async def alive(self) -> AsyncIterator[None]:
@@ -151,11 +131,11 @@ class DaemonProcess:
         self.restarts = restart
         # A second signal means that the user does not want to wait. Before
         # there is a peer, there is nothing to finish.
-        if self.is_leaving or self._peer is None:
-            self._leaving.set()
+        is_first = not self.leaving.is_set()
+        self.leaving.set()
+        if not is_first or self._peer is None:
             self._scope.cancel()
             return
-        self._leaving.set()
         notify(reloading() if restart else STOPPING)
         if self.helping is not None:
             if self.helping.is_exchanging:
@@ -182,8 +162,9 @@ class DaemonProcess:
 
     def run_statuses(self) -> dict[str, PeerStatus]:
         """Return what the other peers of the run say of themselves, by their ids."""
-        heards = None if self.helping is None else self.helping.heards
-        return {} if heards is None else {peer_id: heard.status for peer_id, heard in heards.read().items()}
+        if self.helping is None or self.helping.heards is None:
+            return {}
+        return {peer_id: heard.status for peer_id, heard in self.helping.heards.read().items()}
 
     async def answer(self, question: Question) -> Answer:
         """Answer a question on the control socket."""
@@ -195,9 +176,15 @@ class DaemonProcess:
 
     def status(self) -> DaemonStatus:
         """Return the state of the daemon now."""
-        peer, helping, access = self._peer, self.helping, self.part.access
+        peer, access = self._peer, self.access
+        helping = self.helping or HelpedRounds("")  # without a peer, nothing was helped yet
         expires = 0.0 if access is None else read_certificate(access.certificate).expires
         reach = None if peer is None else peer.context.transport.reachability
+        refusal = None
+        if peer is not None and access is not None:
+            # Other members refuse this peer by its certificate and the newest list of revoked ones.
+            membership = Membership(access, peer.id, peer.registry.revocations(access).known)
+            refusal = membership.own_refusal(peer.context.wall_clock())
         return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
@@ -206,33 +193,26 @@ class DaemonProcess:
             addresses=() if peer is None else tuple(peer.addresses[:MAX_TEXTS]),
             reachability="joining the network" if reach is None else reach.sentence,
             reach_kind="" if reach is None else str(reach.kind),
-            run_id=_printable(self.part.run_id),
+            run_id=_printable(self.run_id),
             roles=() if access is None else tuple(sorted(map(str, access.roles))),
-            leaving=self.is_leaving,
+            leaving=self.leaving.is_set(),
             uptime=trio.current_time() - self._began,
             peers=0 if peer is None else len(peer.records.contacts),
-            run_peers=0 if helping is None else len(helping.run_peers),
-            rounds=0 if helping is None else helping.rounds,
-            failed_rounds=0 if helping is None else helping.failed_rounds,
-            round_peers=() if helping is None else helping.round_peers[:MAX_TEXTS],
-            elements=0 if helping is None else helping.elements,
-            bytes_sent=0 if helping is None else helping.bytes_sent,
-            bytes_received=0 if helping is None else helping.bytes_received,
+            run_peers=len(helping.run_peers),
+            rounds=helping.rounds,
+            failed_rounds=helping.failed_rounds,
+            round_peers=helping.round_peers[:MAX_TEXTS],
+            elements=helping.elements,
+            bytes_sent=helping.bytes_sent,
+            bytes_received=helping.bytes_received,
             certificate_expires=expires,
             training=self.training(),
-            refusal="" if peer is None else _printable(self._refusal(peer) or ""),
+            refusal=_printable(refusal or ""),
         )
 
     def training(self) -> str:
         """Return what this machine has given with the run's job, as a sentence; empty if it does not train."""
         return "" if self.given is None else _printable(self.given.sentence)
-
-    def _refusal(self, peer: Peer) -> str | None:
-        """Return why other members refuse this peer, by its certificate and the newest list of revoked ones."""
-        if self.part.access is None:
-            return None
-        known = peer.registry.revocations(self.part.access).known
-        return Membership(self.part.access, peer.id, known).own_refusal(peer.context.wall_clock())
 
     async def _listen_to(self, signals: AsyncIterator[int]) -> None:
         async for number in signals:
@@ -253,12 +233,12 @@ class DaemonProcess:
         network = (
             f"joined the network: {count(known, 'other peer')} answered" if known else "began a new network"
         )
-        if not self.part.run_id:
+        if not self.run_id:
             self._print(network)
             return
         # How many peers of the run are here is known after the first look.
         await helping.looked.wait()
-        others, run = len(helping.run_peers), f"run {self.part.run_id!r}"
+        others, run = len(helping.run_peers), f"run {self.run_id!r}"
         here = f"{count(others, 'other peer')} of {run} {'is' if others == 1 else 'are'} here"
         self._print(
             f"{network}; {here if others else f'no other peer of {run} takes part in its rounds now'}"
@@ -288,9 +268,9 @@ class DaemonProcess:
             before = total
 
     async def _warn_of_expiry(self, peer: Peer) -> None:
-        if self.part.access is None:
+        if self.access is None:
             return
-        expires = read_certificate(self.part.access.certificate).expires
+        expires = read_certificate(self.access.certificate).expires
         while True:
             if expires - peer.context.wall_clock() < EXPIRY_SECONDS:
                 logger.warning(

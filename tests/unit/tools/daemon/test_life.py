@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from p2pavg.peer.peer import Peer
-from p2pavg.tools.daemon.life import DaemonPart, DaemonProcess
+from p2pavg.tools.daemon.life import DaemonProcess
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ async def test_the_last_word_decides_whether_it_starts_again(
     words: tuple[bool, ...], restarts: bool, joined: bool
 ) -> None:
     """It counts while the peer still joins too: otherwise SIGHUP would end a daemon that nothing starts again."""
-    life = DaemonProcess(DaemonPart(run_id="run", access=None), None)
+    life = DaemonProcess("run", None, None)
     if joined:
         life._peer = cast(Peer, object())
     for restart in words:
         life.leave("a test", restart=restart)
-    assert life.is_leaving
+    assert life.leaving.is_set()
     assert life.restarts is restarts
     assert life._scope.cancel_called is (not joined or len(words) > 1)

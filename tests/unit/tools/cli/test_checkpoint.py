@@ -15,6 +15,7 @@ from p2pavg.state.snapshot import Content
 from tests.unit.tools.cli.commands import Commands
 
 FILE = "update-000000000012.safetensors"
+EXPORT = ("checkpoint", "export", FILE)
 OWN = Content({"inner/m": torch.ones(3)}, {"extras": {"sampler": 3, "\x1b[2J": None}, "rng": b"\x00"})
 
 
@@ -22,6 +23,11 @@ def model() -> torch.nn.Module:
     """Return a small model with parameters, and with buffers that are averaged and that are not."""
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+def floats() -> dict[str, torch.Tensor]:
+    """Return what is exported of the model, by its own names."""
+    return {name: tensor for name, tensor in model().state_dict().items() if tensor.is_floating_point()}
 
 
 def common_of(module: torch.nn.Module, prefix: str = "parameter") -> Content:
@@ -93,12 +99,18 @@ class TestVerify:
 
 
 class TestExport:
-    @pytest.mark.parametrize("prefix", ["parameter", "anchor"])
-    @pytest.mark.parametrize("arguments", [["model.pt"], ["model.pth"], ["model.x", "--format", "torch"]])
+    @pytest.mark.parametrize(
+        ("prefix", "arguments"),
+        [
+            ("parameter", ["model.pt"]),
+            ("anchor", ["model.pth"]),
+            ("parameter", ["model.x", "--format", "torch"]),
+        ],
+    )
     def test_torch_loads_the_model(self, lab: Commands, prefix: str, arguments: list[str]) -> None:
         trained, other = model(), torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
         write_checkpoint(Path(FILE), 12, common_of(trained, prefix), OWN)
-        out = lab.succeeds("checkpoint", "export", FILE, *arguments)
+        out = lab.succeeds(*EXPORT, *arguments)
         assert out == f"made {arguments[0]}: 6 tensors of update 12\n"
         missing, unexpected = other.load_state_dict(torch.load(arguments[0], weights_only=True), strict=False)
         assert (missing, unexpected) == ([], [])
@@ -106,48 +118,42 @@ class TestExport:
 
     @pytest.mark.parametrize("arguments", [["model.safetensors"], ["model.pt", "--format", "safetensors"]])
     def test_safetensors_loads_the_model(self, lab: Commands, arguments: list[str]) -> None:
-        lab.succeeds("checkpoint", "export", FILE, *arguments)
+        lab.succeeds(*EXPORT, *arguments)
         loaded = safetensors.torch.load_file(arguments[0])
-        expected = {
-            name: tensor for name, tensor in model().state_dict().items() if tensor.is_floating_point()
-        }
+        expected = floats()
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
     def test_a_torch_file_holds_no_more_than_the_model(self, lab: Commands) -> None:
         write_checkpoint(Path(FILE), 12, common_of(model()), Content({"large": torch.zeros(2**18)}))
-        lab.succeeds("checkpoint", "export", FILE, "model.pt")
+        lab.succeeds(*EXPORT, "model.pt")
         assert Path("model.pt").stat().st_size < 2**16
 
     def test_an_existing_file_is_overwritten_only_by_force(self, lab: Commands) -> None:
         Path("model.pt").write_bytes(b"precious")
-        assert "model.pt exists; --force overwrites it" in lab.fails("checkpoint", "export", FILE, "model.pt")
+        assert "model.pt exists; --force overwrites it" in lab.fails(*EXPORT, "model.pt")
         assert Path("model.pt").read_bytes() == b"precious"
-        lab.succeeds("checkpoint", "export", FILE, "model.pt", "--force")
-        assert torch.load("model.pt", weights_only=True).keys() == {
-            name for name, tensor in model().state_dict().items() if tensor.is_floating_point()
-        }
+        lab.succeeds(*EXPORT, "model.pt", "--force")
+        assert torch.load("model.pt", weights_only=True).keys() == floats().keys()
 
     def test_the_checkpoint_itself_is_never_overwritten(self, lab: Commands) -> None:
         os.link(FILE, "same")
         for name in (FILE, "same"):
-            assert "is the checkpoint itself" in lab.fails("checkpoint", "export", FILE, name, "--force")
+            assert "is the checkpoint itself" in lab.fails(*EXPORT, name, "--force")
         lab.succeeds("checkpoint", "verify", FILE)
 
     def test_a_damaged_checkpoint_is_not_exported(self, lab: Commands) -> None:
         damage()
-        assert "is damaged" in lab.fails("checkpoint", "export", FILE, "model.pt")
+        assert "is damaged" in lab.fails(*EXPORT, "model.pt")
         assert os.listdir() == [FILE]
 
     def test_mistakes_leave_no_file(self, lab: Commands) -> None:
         assert "--format must be safetensors or torch, got 'onnx'" in lab.fails(
-            "checkpoint", "export", FILE, "model", "--format", "onnx"
+            *EXPORT, "model", "--format", "onnx"
         )
-        assert "cannot write missing/model.pt: No such file" in lab.fails(
-            "checkpoint", "export", FILE, "missing/model.pt"
-        )
+        assert "cannot write missing/model.pt: No such file" in lab.fails(*EXPORT, "missing/model.pt")
         write_checkpoint(Path(FILE), 12, Content(), OWN)
-        assert "has no parameters and no buffers" in lab.fails("checkpoint", "export", FILE, "model.pt")
+        assert "has no parameters and no buffers" in lab.fails(*EXPORT, "model.pt")
         assert os.listdir() == [FILE]
 
 
@@ -164,7 +170,7 @@ class TestExportLike:
         rest = {name: torch.zeros(3) for name in ("1.weight", "1.bias", "1.running_mean", "1.running_var")}
         safetensors.torch.save_file(frozen, like / "model-1.safetensors")
         safetensors.torch.save_file(rest, like / "model-2.safetensors")
-        said = lab.succeeds("checkpoint", "export", FILE, "out", "--like", "base", "--dtype", "bfloat16")
+        said = lab.succeeds(*EXPORT, "out", "--like", "base", "--dtype", "bfloat16")
         assert said.startswith("made out: 7 tensors, of update 12")
         assert sorted(each.name for each in Path("out").iterdir()) == [
             "config.json",
@@ -172,8 +178,7 @@ class TestExportLike:
             "tokenizer.json",
         ]
         found = safetensors.torch.load_file("out/model.safetensors")
-        wanted = {name: t for name, t in model().state_dict().items() if t.is_floating_point()}
-        wanted["frozen"] = torch.ones(2)
+        wanted = {**floats(), "frozen": torch.ones(2)}
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():
             assert torch.equal(tensor, wanted[name].bfloat16())
@@ -191,50 +196,37 @@ class TestExportLike:
         Path("like/adapter_config.json").write_text("{}")
         saved = {name: torch.zeros(2, 2) for name in inside.values()}
         safetensors.torch.save_file(saved, "like/adapter_model.safetensors")
-        lab.succeeds("checkpoint", "export", FILE, "out", "--like", "like")
+        lab.succeeds(*EXPORT, "out", "--like", "like")
         found = safetensors.torch.load_file("out/adapter_model.safetensors")
         assert found.keys() == saved.keys()
         assert all(torch.equal(tensor, torch.ones(2, 2)) for tensor in found.values())
 
     @pytest.mark.parametrize(
-        ("weights", "named"),
+        ("weights", "options", "named"),
         [
-            ({}, "has no weights in safetensors"),
-            ({"0.bias": torch.zeros(3)}, "of shape (3, 4), and like no such tensor"),
-            ({"0.bias": torch.zeros(3), "0.weight": torch.zeros(4, 4)}, "and like one of shape (4, 4)"),
+            ({}, [], "has no weights in safetensors"),
+            ({"0.bias": torch.zeros(3)}, [], "of shape (3, 4), and like no such tensor"),
+            ({"0.bias": torch.zeros(3), "0.weight": torch.zeros(4, 4)}, [], "and like one of shape (4, 4)"),
+            (floats(), ["--like", "nothing"], "--like nothing has no config.json"),
+            (floats(), ["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16"),
+            (floats(), ["--force"], "leave out --format and --force"),
         ],
-        ids=["none", "another", "shape"],
+        ids=["none", "another", "shape", "nothing", "dtype", "force"],
     )
-    def test_another_model_is_refused(
-        self, lab: Commands, weights: dict[str, torch.Tensor], named: str
+    def test_what_cannot_be_is_refused(
+        self, lab: Commands, weights: dict[str, torch.Tensor], options: list[str], named: str
     ) -> None:
         Path("like").mkdir()
         Path("like/config.json").write_text("{}")
         if weights:
             safetensors.torch.save_file(weights, "like/model.safetensors")
-        assert named in lab.fails("checkpoint", "export", FILE, "out", "--like", "like")
-        assert not Path("out").exists()
-
-    @pytest.mark.parametrize(
-        ("options", "named"),
-        [
-            (["--like", "nothing"], "--like nothing has no config.json"),
-            (["--like", "like", "--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16"),
-            (["--like", "like", "--force"], "leave out --format and --force"),
-        ],
-    )
-    def test_what_cannot_be_is_refused(self, lab: Commands, options: list[str], named: str) -> None:
-        Path("like").mkdir()
-        Path("like/config.json").write_text("{}")
-        safetensors.torch.save_file({"0.weight": torch.zeros(3, 4)}, "like/model.safetensors")
-        assert named in lab.fails("checkpoint", "export", FILE, "out", *options)
+        assert named in lab.fails(*EXPORT, "out", "--like", "like", *options)
         assert not Path("out").exists()
 
     def test_a_folder_is_never_overwritten(self, lab: Commands) -> None:
         for name in ("like", "out"):
             Path(name).mkdir()
         Path("like/config.json").write_text("{}")
-        whole = {name: t for name, t in model().state_dict().items() if t.is_floating_point()}
-        safetensors.torch.save_file(whole, "like/model.safetensors")
-        assert "out exists" in lab.fails("checkpoint", "export", FILE, "out", "--like", "like")
+        safetensors.torch.save_file(floats(), "like/model.safetensors")
+        assert "out exists" in lab.fails(*EXPORT, "out", "--like", "like")
         assert not list(Path("out").iterdir())

@@ -336,59 +336,14 @@ class TestFiles:
         file = tmp_path / "peer.key"
         return file, Ed25519Signer(make_seed(file, what="identity")).peer_id
 
-    def test_others_can_read_the_key(self, doctor: Doctor, key: tuple[Path, str]) -> None:
+    def test_files_that_are_wrong(self, scene: Scene, doctor: Doctor, key: tuple[Path, str]) -> None:
+        """The rules have further tests in ``unit/tools/doctor``."""
         key[0].chmod(0o644)
-        told = doctor("--identity", key[0]).only("key file")
-        assert "its mode is 0644" in told
-        assert f"chmod 600 {key[0]}" in told
-
-    def test_key_that_is_none(self, doctor: Doctor, tmp_path: Path) -> None:
-        file = tmp_path / "peer.key"
-        file.write_bytes(b"not a key")
-        file.chmod(0o600)
-        assert "it has 9 bytes, and a key has 32" in doctor("--identity", file).only("key file")
-
-    def test_key_that_cannot_be_read(self, doctor: Doctor, tmp_path: Path) -> None:
-        assert "Is a directory" in doctor("--identity", tmp_path).only("key file")
-
-    def test_missing_key_is_not_made(self, doctor: Doctor, tmp_path: Path) -> None:
-        report = doctor("--identity", tmp_path / "peer.key")
-        assert report.faults() == []
-        assert "does not exist" in report.told("key file", "note")
-        assert list(tmp_path.iterdir()) == []
-
-    def test_run_file_that_is_none(self, doctor: Doctor, tmp_path: Path) -> None:
-        file = tmp_path / "lab.run"
-        file.write_text("version = 1\n")
-        assert "run_id is missing" in doctor("--run", file).only("run file")
-
-    @pytest.mark.parametrize(
-        ("begins", "ends", "cause"),
-        [(-2 * DAY, -DAY, "it has expired"), (DAY, 2 * DAY, "it is not valid yet")],
-        ids=["expired", "not yet valid"],
-    )
-    def test_certificate_at_the_wrong_time(
-        self, scene: Scene, doctor: Doctor, key: tuple[Path, str], begins: float, ends: float, cause: str
-    ) -> None:
-        certificate = scene.certificate(key[1], "untimely", begins=begins, ends=ends)
-        told = doctor("--run", scene.run, "--certificate", certificate, "--identity", key[0]).only(
-            "certificate"
-        )
-        assert cause in told
-
-    def test_certificate_of_another_peer(self, scene: Scene, doctor: Doctor, key: tuple[Path, str]) -> None:
-        files = ["--certificate", scene.folder / "one.cert", "--identity", key[0]]
-        told = doctor("--run", scene.run, *files).only("certificate")
-        assert "it is for another peer" in told
-        assert f"the key file is that of {key[1]}" in told
-
-    def test_certificate_of_another_run(self, scene: Scene, doctor: Doctor, tmp_path: Path) -> None:
-        create("other", tmp_path, [], {})
-        files = ["--certificate", scene.folder / "one.cert", "--identity", scene.folder / "one.key"]
-        assert "it is of another run" in doctor("--run", tmp_path / "other.run", *files).only("certificate")
-
-    def test_no_certificate(self, scene: Scene, doctor: Doctor) -> None:
-        assert "no certificate was named" in doctor("--run", scene.run).only("certificate")
+        report = doctor("--identity", key[0], "--run", scene.run, "--certificate", scene.folder / "one.cert")
+        assert report.faults() == ["key file", "certificate"]
+        assert f"chmod 600 {key[0]}" in report.told("key file")
+        assert f"the key file is that of {key[1]}" in report.told("certificate")
+        assert "cannot read the run file" in doctor("--run", scene.folder / "none.run").only("run file")
 
     def test_revoked_certificate(self, scene: Scene, doctor: Doctor, key: tuple[Path, str]) -> None:
         """The list comes from the members of the run."""

@@ -19,10 +19,10 @@ from p2pavg.base.logs import make_handler
 from p2pavg.metrics import PrometheusMetrics, RoundTraces
 from p2pavg.optim.logging.loggers import FiguresLog
 from p2pavg.telemetry import round_log
-from p2pavg.telemetry.events import AnyEvent, Drifted, PeerGone, PeerSeen, Progressed, StateMoved
+from p2pavg.telemetry.events import AnyEvent, Drifted, PeerGone, PeerSeen
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config
-from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, updated
+from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, moved, progressed, updated
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 
@@ -45,25 +45,8 @@ def events(number: int) -> list[AnyEvent]:
     return [
         ended(group_id=f"{number:064x}", members=(PEERS[0], other), lost={other: f"reason {number}"}),
         updated(epoch=number, group_id=f"{number:064x}", metrics={f"metric {number % 64}": float(number)}),
-        Progressed(
-            time=float(number),
-            run_id="lab",
-            epoch=number,
-            lineage=number.to_bytes(32),
-            samples=1.0,
-            samples_per_second=2.0,
-            waiting=False,
-            follows=False,
-        ),
-        StateMoved(
-            time=1.0,
-            run_id="lab",
-            direction="download",
-            done=number,
-            total=10**6,
-            bytes_per_second=1.0,
-            peers=1,
-        ),
+        progressed(epoch=number, lineage=number.to_bytes(32)),
+        moved("download", number, 10**6),
         Drifted(time=1.0, run_id="lab", sentence=f"{other} differs"),
         PeerSeen(time=1.0, run_id="lab", peer_id=other, name=other),
         PeerGone(time=1.0, run_id="lab", peer_id=other),

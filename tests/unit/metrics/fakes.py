@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import p2pavg
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
-from p2pavg.telemetry.events import RoundEnded, RoundKind, UpdateTaken, Way
+from p2pavg.telemetry.events import Direction, Progressed, RoundEnded, RoundKind, StateMoved, UpdateTaken, Way
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.telemetry.status import RunPeer
 
@@ -80,3 +80,26 @@ def updated(**changes: object) -> UpdateTaken:
         **changes,
     }
     return UpdateTaken(**given)  # type: ignore[arg-type]
+
+
+def progressed(**changes: object) -> Progressed:
+    """Return the word of a peer that computes at update 3."""
+    given: dict[str, object] = {
+        "time": 1.0,
+        "run_id": "lab",
+        "epoch": 3,
+        "lineage": bytes(32),
+        "samples": 4.0,
+        "samples_per_second": 5.0,
+        "waiting": False,
+        "follows": False,
+        **changes,
+    }
+    return Progressed(**given)  # type: ignore[arg-type]
+
+
+def moved(direction: Direction, done: int, total: int, *, time: float = 1.0) -> StateMoved:
+    """Return the progress of a transfer with one peer."""
+    return StateMoved(
+        time=time, run_id="lab", direction=direction, done=done, total=total, bytes_per_second=3.0, peers=1
+    )

@@ -15,8 +15,8 @@ import pytest
 
 from p2pavg.base.errors import ListenError
 from p2pavg.metrics import PrometheusMetrics
-from p2pavg.telemetry.events import Drifted, PeerGone, PeerSeen, Progressed, RoundKind, StateMoved
-from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, updated
+from p2pavg.telemetry.events import Drifted, PeerGone, PeerSeen, RoundKind
+from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, moved, progressed, updated
 from tests.unit.telemetry.statuses import HOSTILE_TEXTS
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
@@ -68,18 +68,7 @@ def test_rounds(averager: FakeAverager, metrics: PrometheusMetrics) -> None:
 
 def test_training(averager: FakeAverager, metrics: PrometheusMetrics) -> None:
     averager.events.emit(updated())
-    averager.events.emit(
-        Progressed(
-            time=1.0,
-            run_id="lab",
-            epoch=7,
-            lineage=b"",
-            samples=12.0,
-            samples_per_second=3.5,
-            waiting=True,
-            follows=False,
-        )
-    )
+    averager.events.emit(progressed(epoch=7, samples=12.0, samples_per_second=3.5, waiting=True))
     averager.events.emit(Drifted(time=1.0, run_id="lab", sentence="one differs"))
     assert value(metrics, "p2pavg_updates_total") == 1
     assert value(metrics, "p2pavg_epoch") == 7
@@ -105,35 +94,13 @@ def test_a_metrics_name_of_a_peer_is_a_label_and_nothing_else(
 
 def test_states_count_over_several_transfers(averager: FakeAverager, metrics: PrometheusMetrics) -> None:
     for done in (100, 400, 50, 60):
-        averager.events.emit(
-            StateMoved(
-                time=1.0,
-                run_id="lab",
-                direction="download",
-                done=done,
-                total=400,
-                bytes_per_second=1.0,
-                peers=1,
-            )
-        )
+        averager.events.emit(moved("download", done, 400))
     assert value(metrics, "p2pavg_state_bytes_total", direction="download") == 460
     assert value(metrics, "p2pavg_state_transfer_ratio", direction="download") == 0.15
     assert value(metrics, "p2pavg_state_bytes_total", direction="upload") == 0
-
-
-def test_states_that_are_sent_count_and_end(averager: FakeAverager, metrics: PrometheusMetrics) -> None:
+    # What is sent counts and ends, too.
     for done, total in ((100, 0), (400, 0), (400, 400), (500, 0)):
-        averager.events.emit(
-            StateMoved(
-                time=1.0,
-                run_id="lab",
-                direction="upload",
-                done=done,
-                total=total,
-                bytes_per_second=1.0,
-                peers=1,
-            )
-        )
+        averager.events.emit(moved("upload", done, total))
     assert value(metrics, "p2pavg_state_bytes_total", direction="upload") == 900
 
 
@@ -209,6 +176,8 @@ def status_of(port: int, host: str) -> int:
 def test_page_of_a_stranger_cannot_read_them_under_its_own_name(averager: FakeAverager) -> None:
     with PrometheusMetrics(averager) as metrics:
         port = metrics.serve()
+        with socket.socket() as other:
+            other.bind(("127.0.0.2", port))  # free: the server has only 127.0.0.1
         assert status_of(port, "rebound.example") == 421
         assert status_of(port, f"rebound.example:{port}") == 421
         assert status_of(port, f"localhost:{port}") == 200
@@ -218,13 +187,6 @@ def test_page_of_a_stranger_cannot_read_them_under_its_own_name(averager: FakeAv
 def test_other_machines_may_use_any_name_once_they_may_ask(averager: FakeAverager) -> None:
     with PrometheusMetrics(averager) as metrics:
         assert status_of(metrics.serve(host="0.0.0.0"), "trainer.lan") == 200
-
-
-def test_only_this_machine_can_read_them(averager: FakeAverager) -> None:
-    with PrometheusMetrics(averager) as metrics:
-        port = metrics.serve()
-        with socket.socket() as other:
-            other.bind(("127.0.0.2", port))  # free: the server has only 127.0.0.1
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt: prometheus)")

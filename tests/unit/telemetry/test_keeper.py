@@ -10,18 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.telemetry.events import (
-    AnyEvent,
-    Drifted,
-    PeerSeen,
-    Progressed,
-    RoundEnded,
-    RoundKind,
-    StateMoved,
-    UpdateTaken,
-)
+from p2pavg.telemetry.events import AnyEvent, Drifted, PeerSeen, RoundEnded, RoundKind, UpdateTaken
 from p2pavg.telemetry.keeper import TRANSFER_SECONDS, SeriesHistory, StatusKeeper
 from p2pavg.telemetry.status import Activity, PeerStatus, encode_status, key_of, read_status
+from tests.unit.metrics.fakes import moved, progressed
 
 ROUND = RoundEnded(
     time=100.0,
@@ -110,26 +102,14 @@ def test_rounds_without_an_optimizer_have_metrics_too() -> None:
     [(False, False, Activity.COMPUTING), (True, False, Activity.WAITING), (True, True, Activity.FOLLOWING)],
 )
 def test_progress_sets_the_activity(waiting: bool, follows: bool, activity: Activity) -> None:
-    progressed = Progressed(
-        time=1.0,
-        run_id="run",
-        epoch=3,
-        lineage=bytes(32),
-        samples=4.0,
-        samples_per_second=5.0,
-        waiting=waiting,
-        follows=follows,
-    )
-    status = after(progressed)
+    status = after(progressed(waiting=waiting, follows=follows))
     assert (status.activity, status.epoch, status.samples_per_second) == (activity, 3, 5.0)
 
 
 def test_transfer_is_over_when_it_has_not_moved_for_a_while() -> None:
-    moved = StateMoved(
-        time=100.0, run_id="run", direction="upload", done=1, total=2, bytes_per_second=3.0, peers=1
-    )
-    assert [transfer.is_upload for transfer in after(moved, now=101.0).transfers] == [True]
-    assert after(moved, now=100.0 + TRANSFER_SECONDS).transfers == ()
+    sent = moved("upload", 1, 2, time=100.0)
+    assert [transfer.is_upload for transfer in after(sent, now=101.0).transfers] == [True]
+    assert after(sent, now=100.0 + TRANSFER_SECONDS).transfers == ()
 
 
 def test_drift_is_shown_until_all_agree() -> None:

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from p2pavg.base.formats import bars
 from p2pavg.telemetry.status import PeerStatus, key_of
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg.tools.monitor.terminal import screen
@@ -76,9 +75,3 @@ def test_many_peers_leave_room_for_the_rest() -> None:
     assert "more" in text
     assert "Rounds" in text
     assert len(text.splitlines()) <= 45
-
-
-def test_bars_are_as_many_as_fit() -> None:
-    assert bars([1.0, 2.0, 3.0], 10) == "▁▅█"
-    assert bars([5.0] * 3, 10) == "▄▄▄"
-    assert len(bars([float(value) for value in range(1000)], 40)) == 40

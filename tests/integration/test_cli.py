@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import queue
+import json
 import re
 import signal
 import socket
 import stat
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec
@@ -28,203 +24,97 @@ import p2pavg
 from p2pavg import Success
 from p2pavg.base.errors import InvitationError
 from p2pavg.blocking import open_averager
-from p2pavg.tools.cli.main import main
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
+from tests.integration.daemons import ENVIRONMENT, LOOPBACK, TERMINAL, WATCHDOG_SECONDS, daemon, run, succeed
 from tests.programs import run_python
+from tests.unit.tools.cli.commands import Commands
 
 pytestmark = pytest.mark.processes
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
-WATCHDOG_SECONDS = 180.0
 LEAVE_SECONDS = 9.0  # no leaving peer waits for what ends after ten seconds: a handshake, the first message
 LEAVE_TRIES = 3  # such a peer would be late each time; another one is late once, on a busy machine
 FULL_ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/[1-9][0-9]*/p2p/12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 
-COMMAND = [sys.executable, "-m", "p2pavg"]
-TERMINAL = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
-ENVIRONMENT = os.environ | TERMINAL
-
-Done = subprocess.CompletedProcess[str]
-Call = Callable[..., Done]
-
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    """A function that runs the command in this process, without the seconds that a process takes to import torch."""
-    levels = {name: logging.getLogger(name).level for name in ("p2pavg", "p2pavg_dht")}
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
+    """The command in this process, without the seconds that a process takes to import torch."""
     for name, value in TERMINAL.items():
         monkeypatch.setenv(name, value)
-
-    def in_this_process(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["p2pavg", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return subprocess.CompletedProcess(arguments, ended.value.code, *capsys.readouterr())
-
-    yield in_this_process
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-
-
-def run(*arguments: str) -> Done:
-    return run_python(*COMMAND[1:], *arguments, timeout=WATCHDOG_SECONDS, env=ENVIRONMENT)
-
-
-class Daemon:
-    """A running ``p2pavg peer``. Its output is read as it arrives."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, "peer", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        self.out: list[str] = []
-        self.log: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self.out)),
-            threading.Thread(target=self._read, args=(self.process.stderr, self.log)),
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, stream: Iterator[str], lines: list[str]) -> None:
-        for line in stream:
-            lines.append(line)
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def wait_for(self, pattern: str) -> str:
-        """Return the first line of either stream that contains a text."""
-        while (line := self._lines.get(timeout=WATCHDOG_SECONDS)) is not None:
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"{pattern!r} never came:\n{''.join(self.out + self.log)}")
-
-    def address(self) -> str:
-        return self.wait_for(r"^/ip4/").strip()
-
-    def leave(self, number: signal.Signals = signal.SIGTERM, within: float = LEAVE_SECONDS) -> int:
-        """Return the exit code. Raise TimeoutExpired if the process takes longer than that."""
-        self.process.send_signal(number)
-        code = self.process.wait(within)
-        self.join()
-        return code
-
-    def join(self) -> None:
-        for reader in self._readers:
-            reader.join(WATCHDOG_SECONDS)
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
-
-
-@contextmanager
-def daemon(*arguments: str) -> Iterator[Daemon]:
-    started = Daemon("--listen", LOOPBACK, *arguments)
-    try:
-        yield started
-    finally:
-        if started.process.poll() is None:
-            started.process.kill()
-            started.process.wait(WATCHDOG_SECONDS)
-        started.join()
+    return Commands(monkeypatch, capsys)
 
 
 WITHOUT_TORCH = """
-import sys
+import json, sys
 sys.modules["torch"] = None  # an import of it fails
 from p2pavg.tools.cli.main import main
-main()
+codes = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["p2pavg", *words]
+    try:
+        main()
+        codes.append(0)
+    except SystemExit as ended:
+        codes.append(int(ended.code or 0))
+print(json.dumps(codes))
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        ("--help", ExitCode.DONE),
-        ("--version", ExitCode.DONE),
-        ("peer --help", ExitCode.DONE),
-        ("join --help", ExitCode.DONE),
-        ("run create --help", ExitCode.DONE),
-        ("identity key", ExitCode.DONE),
-        ("status --home none", ExitCode.NOT_RUNNING),
-        ("stop --home none", ExitCode.NOT_RUNNING),
-    ],
-)
-def test_a_command_that_does_not_need_torch_does_not_load_it(
-    command: str, code: ExitCode, tmp_path: Path
-) -> None:
+def without_torch(folder: Path, *commands: str) -> tuple[list[int], str]:
+    """Return the exit codes of commands in one process, and what they have written to standard error."""
+    words = json.dumps([command.split() for command in commands])
+    done = run_python("-c", WITHOUT_TORCH, words, env=ENVIRONMENT, cwd=folder, timeout=WATCHDOG_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_command_that_does_not_need_torch_does_not_load_it(tmp_path: Path) -> None:
     """It takes over a second, several times as long as the rest."""
-    done = run_python(
-        "-c", WITHOUT_TORCH, *command.split(), env=ENVIRONMENT, cwd=tmp_path, timeout=WATCHDOG_SECONDS
-    )
-    assert (done.returncode, done.stderr) == (code, "")
+    commands = {
+        "--help": ExitCode.DONE,
+        "--version": ExitCode.DONE,
+        "peer --help": ExitCode.DONE,
+        "join --help": ExitCode.DONE,
+        "run create --help": ExitCode.DONE,
+        "identity key": ExitCode.DONE,
+        "status --home none": ExitCode.NOT_RUNNING,
+        "stop --home none": ExitCode.NOT_RUNNING,
+    }
+    assert without_torch(tmp_path, *commands) == (list(commands.values()), "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wrong", "remedy"),
-    [
-        (["garbage"], "cannot read the run file garbage: No such file", "check the name garbage"),
-        (["p2pavg:garbage"], "the link is damaged", "copy the whole link"),
-        (["p2pavg:[/b]"], "the link is damaged", "copy the whole link"),
-        (["[/b]"], "cannot read the run file [/b]: No such file", "check the name [/b]"),
-    ],
-)
-def test_a_mistake_in_what_to_join_is_told_before_torch_is_loaded(
-    arguments: list[str], wrong: str, remedy: str, tmp_path: Path
-) -> None:
+def test_a_mistake_in_what_to_join_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     """Loading it takes seconds of processor, several times as long as the rest."""
-    done = run_python(
-        "-c", WITHOUT_TORCH, "join", *arguments, env=ENVIRONMENT, cwd=tmp_path, timeout=WATCHDOG_SECONDS
-    )
-    assert done.returncode == ExitCode.MISTAKE
-    assert wrong in done.stderr
-    assert f"what to do: {remedy}" in done.stderr
+    mistakes = {
+        "garbage": ("cannot read the run file garbage: No such file", "check the name garbage"),
+        "p2pavg:garbage": ("the link is damaged", "copy the whole link"),
+        "p2pavg:[/b]": ("the link is damaged", "copy the whole link"),
+        "[/b]": ("cannot read the run file [/b]: No such file", "check the name [/b]"),
+    }
+    codes, said = without_torch(tmp_path, *(f"join {name}" for name in mistakes))
+    assert codes == [ExitCode.MISTAKE] * len(mistakes)
+    lines = said.splitlines()
+    for (wrong, remedy), line, next_line in zip(mistakes.values(), lines[::2], lines[1::2], strict=True):
+        assert wrong in line
+        assert f"what to do: {remedy}" in next_line
 
 
 class TestInformation:
-    def test_help_names_the_commands(self, call: Call) -> None:
-        for done in (run("--help"), call("--help"), call()):
-            assert "no server" in done.stdout
-            assert re.search(r"peer\b.*Run a peer until Ctrl-C", done.stdout)
-            assert re.search(r"identity\b.*Show the peer id of a key file", done.stdout)
-            if "--help" in done.args:  # without a command, releases of click differ
-                assert done.returncode == 0
+    def test_help_names_the_commands(self, call: Commands) -> None:
+        for done in (call("--help"), call()):
+            assert "no server" in done.out
+            assert re.search(r"peer\b.*Run a peer until Ctrl-C", done.out)
+            assert re.search(r"identity\b.*Show the peer id of a key file", done.out)
 
-    def test_help_of_a_peer_names_its_options(self, call: Call) -> None:
-        done = call("peer", "--help")
-        assert (done.returncode, done.stderr) == (0, "")
-        for option in (
-            "--listen",
-            "--bootstrap",
-            "--identity",
-            "--run-id",
-            "--run",
-            "--certificate",
-            "--delegate",
-            "--bandwidth",
-            "--max-upload-mbps",
-            "--max-download-mbps",
-            "--verbose",
-        ):
-            assert option in done.stdout
+    def test_the_version(self, call: Commands) -> None:
+        assert call.succeeds("--version") == f"p2pavg {p2pavg.__version__}\n"
 
-    def test_the_version(self, call: Call) -> None:
-        done = call("--version")
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"p2pavg {p2pavg.__version__}\n", "")
-
-    def test_an_identity_is_created_once_and_then_shown(self, tmp_path: Path, call: Call) -> None:
+    def test_an_identity_is_created_once_and_then_shown(self, tmp_path: Path, call: Commands) -> None:
         file = tmp_path / "peer.key"
-        first, second = call("identity", str(file)), call("identity", str(file))
-        assert (first.returncode, first.stderr) == (0, "")
-        assert first.stdout == second.stdout == Ed25519Signer(file.read_bytes()).peer_id + "\n"
+        first, second = call.succeeds("identity", file), call.succeeds("identity", file)
+        assert first == second == Ed25519Signer(file.read_bytes()).peer_id + "\n"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -254,10 +144,9 @@ class TestPeer:
             address = peer.address()
             assert FULL_ADDRESS.fullmatch(address)
             assert address.endswith("/p2p/" + Ed25519Signer(file.read_bytes()).peer_id)
-            assert peer.leave(number) == 0
-            assert peer.out == [address + "\n"]
-            assert f"leaving: {number.name}" in "".join(peer.log)
-            assert "Traceback" not in "".join(peer.log)
+            assert peer.leave(number, LEAVE_SECONDS) == 0
+            assert peer.out == [address]
+            assert f"leaving: {number.name}" in peer.log
 
     @pytest.mark.long
     @leaves_in_time
@@ -266,13 +155,11 @@ class TestPeer:
             address = first.address()
             with daemon("--bootstrap", address) as second:
                 assert FULL_ADDRESS.fullmatch(second.address())
-                assert first.leave(signal.SIGINT) == 0, "while another peer is connected"
+                assert first.leave(signal.SIGINT, LEAVE_SECONDS) == 0, "while another peer is connected"
                 assert second.process.poll() is None
-                assert second.leave(signal.SIGTERM) == 0
-            for peer in (first, second):
-                assert len(peer.out) == 1
-                assert "Traceback" not in "".join(peer.log)
-            assert any(line for line in first.log if " DEBUG " in line or " INFO " in line)
+                assert second.leave(within=LEAVE_SECONDS) == 0
+                assert len(first.out) == len(second.out) == 1
+            assert " DEBUG " in first.log
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
     @leaves_in_time
@@ -286,9 +173,8 @@ class TestPeer:
             with daemon("--bootstrap", address) as peer:
                 connection, _ = silent.accept()
                 with connection:
-                    assert peer.leave(number) == 0
+                    assert peer.leave(number, LEAVE_SECONDS) == 0
                 assert peer.out == []
-                assert "Traceback" not in "".join(peer.log)
 
     @leaves_in_time
     def test_an_auxiliary_peer_helps_a_run_of_two(self) -> None:
@@ -322,8 +208,8 @@ class TestPeer:
                     assert time.monotonic() < give_up, "the auxiliary never took part"
                 assert [result.auxiliaries for result in results] == [(name,), (name,)]  # type: ignore[union-attr]
                 helper.wait_for(r"averaged 2 contributions of 3 members")
-            assert helper.leave() == 0
-            assert helper.out == [address + "\n"]
+            assert helper.leave(within=LEAVE_SECONDS) == 0
+            assert helper.out == [address]
 
 
 class TestInvitations:
@@ -340,8 +226,8 @@ class TestInvitations:
             link = succeed("run", "link", run_file, *files, "--address", address).strip()
             newcomer = tmp_path / "newcomer"
             config = p2pavg.join_run(link, home=newcomer)
-            assert delegate.leave(within=WATCHDOG_SECONDS) == 0
-            assert "serving invitation links of the run 'lab'" in "".join(delegate.log)
+            assert delegate.leave() == 0
+            assert "serving invitation links of the run 'lab'" in delegate.log
         assert config.access is not None
         assert config.access.peer_id == Ed25519Signer((newcomer / "identity.key").read_bytes()).peer_id
         assert p2pavg.join_run(link, home=newcomer) == config, "the next start asks no delegate"
@@ -354,7 +240,7 @@ class TestInvitations:
                 p2pavg.join_run(link, home=tmp_path / "other")
             (newcomer / "lab.cert").unlink()
             assert p2pavg.join_run(link, home=newcomer) == config, "the same peer may use it again"
-            assert delegate.leave(within=WATCHDOG_SECONDS) == 0
+            assert delegate.leave() == 0
 
 
 class TestRevoking:
@@ -371,25 +257,10 @@ class TestRevoking:
             assert "list 1 is published by 1 member" in out
             out = succeed("run", "revoke", run_file, "cd" * 16, *named)
             assert "list 2 is published by 1 member" in out
-            assert helper.leave(within=WATCHDOG_SECONDS) == 0
-            log = "".join(helper.log)
+            assert helper.leave() == 0
+            log = helper.log
         for number in (1, 2):
             assert f"this run's authority has signed list of revoked certificates number {number}" in log
-
-
-def succeed(*arguments: str) -> str:
-    done = run(*arguments)
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
-def is_one_line(done: subprocess.CompletedProcess[str], pattern: str, code: int = 1) -> None:
-    """Check that the command said what is wrong in one line, and what to do in a second one."""
-    assert (done.returncode, done.stdout) == (code, "")
-    said, remedy = done.stderr.splitlines()
-    assert said.startswith("p2pavg: ")
-    assert remedy.startswith("p2pavg: what to do: ")
-    assert re.search(pattern, f"{said}\n"), done.stderr
 
 
 class TestMistakes:
@@ -412,66 +283,61 @@ class TestMistakes:
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
     def test_malformed_addresses_runs_and_rates_are_refused(
-        self, call: Call, arguments: list[str], pattern: str
+        self, call: Commands, arguments: list[str], pattern: str
     ) -> None:
         if "--listen" not in arguments:
             arguments = ["--listen", LOOPBACK, *arguments]
-        is_one_line(call("peer", *arguments), pattern)
+        assert re.search(pattern, call.fails("peer", *arguments))
 
     def test_a_mistake_ends_the_process_without_a_traceback(self) -> None:
-        is_one_line(run("peer", "--listen", "127.0.0.1:4001"), r"'127\.0\.0\.1:4001' is not an address")
+        done = run("peer", "--listen", "127.0.0.1:4001")
+        assert (done.returncode, done.stdout) == (ExitCode.MISTAKE, "")
+        assert done.stderr.startswith("p2pavg: '127.0.0.1:4001' is not an address")
+        assert len(done.stderr.splitlines()) == 2
 
-    def test_a_port_that_is_taken(self, call: Call) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
+    def test_a_port_that_is_taken(self, call: Commands) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
-            is_one_line(
-                call("peer", "--listen", address),
-                rf"cannot listen on {address}: Address already in use",
-                code=ExitCode.TRY_AGAIN,
-            )
+            said = call.fails("peer", "--listen", address, code=ExitCode.TRY_AGAIN)
+        assert f"cannot listen on {address}: Address already in use" in said
 
     @pytest.mark.parametrize(
         "command", [["identity"], ["peer", "--listen", LOOPBACK, "--identity"]], ids=" ".join
     )
-    def test_a_key_that_other_users_can_read(self, tmp_path: Path, call: Call, command: list[str]) -> None:
+    def test_a_key_that_other_users_can_read(
+        self, tmp_path: Path, call: Commands, command: list[str]
+    ) -> None:
         file = tmp_path / "peer.key"
         file.write_bytes(b"k" * 32)
         file.chmod(0o640)
-        is_one_line(call(*command, str(file)), r"others can read the identity .*chmod 600 it")
-
-    def test_a_usage_error(self, call: Call) -> None:
-        done = call("peer", "--nonsense")
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "No such option: --nonsense" in done.stderr
-        assert "Traceback" not in done.stderr
+        assert re.search(r"others can read the identity .*chmod 600 it", call.fails(*command, file))
 
     @pytest.mark.parametrize(
         "arguments",
         [
-            ["nonsense"],
-            ["peer", "--bandwidth", "fast"],
-            ["peer", "--max-upload-mbps", "none"],
-            ["peer", "--listen"],
-            ["identity"],
-            ["identity", "one", "two"],
+            "nonsense",
+            "peer --nonsense",
+            "peer --bandwidth fast",
+            "peer --max-upload-mbps none",
+            "peer --listen",
+            "identity",
+            "identity one two",
         ],
-        ids=" ".join,
     )
-    def test_every_usage_error_exits_with_2(self, call: Call, arguments: list[str]) -> None:
-        done = call(*arguments)
-        assert (done.returncode, done.stdout, "Error" in done.stderr) == (2, "", True)
+    def test_every_usage_error_exits_with_2(self, call: Commands, arguments: str) -> None:
+        done = call(*arguments.split())
+        assert (done.code, done.out, "Error" in done.err) == (ExitCode.USAGE, "", True)
+        assert "Traceback" not in done.err
 
-    def test_no_bootstrap_peer_answers(self, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_bootstrap_peer_answers(self, call: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         """The test shortens the timeout of the bootstrap, and waits for all of it."""
         monkeypatch.setattr("p2pavg.peer.peer.BOOTSTRAP_SECONDS", 0.3)
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             done = call("peer", "--listen", LOOPBACK, "--bootstrap", address)
-        assert (done.returncode, done.stdout) == (ExitCode.TRY_AGAIN, "")
-        assert "Traceback" not in done.stderr
-        last = done.stderr.splitlines()[-2]
+        assert (done.code, done.out) == (ExitCode.TRY_AGAIN, "")
+        assert "Traceback" not in done.err
+        last = done.err.splitlines()[-2]
         assert last.startswith("p2pavg: no bootstrap peer could be reached")
         assert address in last

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,78 +17,39 @@ from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.tools.cli.authority import create, invite, open_authority
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
-from tests.programs import run_python
+from tests.integration.daemons import COMMAND, ENVIRONMENT, LOOPBACK, WATCHDOG_SECONDS, Daemon, run
 from tests.unit.packaging.test_files import settings
 
 pytestmark = pytest.mark.processes
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-COMMAND = [sys.executable, "-m", "p2pavg"]
-ENVIRONMENT = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
-WATCHDOG_SECONDS = 180.0  # a machine that does much else starts a process in half a minute
 
+class DaemonAtHome(Daemon):
+    """A daemon with a folder; its output goes into files beside it."""
 
-class Daemon:
-    """A daemon whose output goes into files beside its folder."""
-
-    def __init__(
-        self, home: Path, arguments: list[str], environment: Mapping[str, str] = ENVIRONMENT
-    ) -> None:
+    def __init__(self, home: Path, words: list[str], environment: dict[str, str]) -> None:
+        super().__init__(words, home, ENVIRONMENT | environment)
         self.home = home
-        self._out, self._log = home.with_suffix(".out"), home.with_suffix(".log")
-        with self._out.open("w") as out, self._log.open("w") as log:
-            self.process = subprocess.Popen(arguments, stdout=out, stderr=log, env=environment)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    @property
-    def addresses(self) -> list[str]:
-        return self._out.read_text().splitlines()
-
-    def until(self, condition: Callable[[], Any]) -> Any:
-        end = time.monotonic() + WATCHDOG_SECONDS
-        while not (found := condition()):
-            assert time.monotonic() < end, self.log
-            assert self.process.poll() is None, self.log
-            time.sleep(0.1)
-        return found
-
-    def address(self, number: int = 1) -> str:
-        """Return the address that the daemon printed at its ``number``-th start."""
-        self.until(lambda: len(self.addresses) >= number)
-        return self.addresses[number - 1]
-
-    def ended(self) -> int:
-        code = self.process.wait(WATCHDOG_SECONDS)
-        assert "Traceback" not in self.log, self.log
-        return code
 
 
-Start = Callable[..., Daemon]
+Start = Callable[..., DaemonAtHome]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts ``p2pavg peer`` with a folder."""
-    begun: list[Daemon] = []
+    begun: list[DaemonAtHome] = []
 
-    def begin(name: str, *arguments: str, command: list[str] | None = None, **environment: str) -> Daemon:
+    def begin(
+        name: str, *arguments: str, command: list[str] | None = None, **environment: str
+    ) -> DaemonAtHome:
         home = tmp_path / name
         given = [*COMMAND, "peer", "--home", str(home), "--no-port-mapping", *arguments]
-        begun.append(Daemon(home, given if command is None else command, ENVIRONMENT | environment))
+        begun.append(DaemonAtHome(home, given if command is None else command, environment))
         return begun[-1]
 
     yield begin
     for each in begun:
-        if each.process.poll() is None:
-            each.process.kill()
-        each.process.wait(WATCHDOG_SECONDS)
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_python(*COMMAND[1:], *arguments, timeout=WATCHDOG_SECONDS, env=ENVIRONMENT)
+        each.kill()
 
 
 def status(home: Path) -> tuple[int, dict[str, Any]]:
@@ -134,8 +91,7 @@ def test_a_hangup_starts_the_daemon_again_in_its_place(start: Start) -> None:
     daemon.process.send_signal(signal.SIGHUP)
     assert daemon.address(2) == address, "another identity or port"
     assert status(daemon.home)[1]["pid"] == daemon.process.pid
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.ended() == 0
+    assert daemon.leave() == 0
     assert "starting again, with the files as they are now" in daemon.log
 
 
@@ -148,8 +104,7 @@ def test_a_daemon_joins_again_through_peers_that_it_knew(start: Start) -> None:
     late = start("late", "--listen", LOOPBACK, "--bootstrap", hub.address())
     late.until(lambda: status(late.home)[1].get("peers", 0) == 2)
     for each in (late, hub):
-        each.process.send_signal(signal.SIGTERM)
-        assert each.ended() == 0
+        assert each.leave() == 0
     back = start("late", "--listen", LOOPBACK, "--bootstrap", hub.address())
     back.address()
     back.until(lambda: status(back.home)[0] == ExitCode.DONE)
@@ -163,8 +118,7 @@ def test_a_bootstrap_peer_starts_first_and_meets_those_that_it_knew(start: Start
     other.address()
     hub.until(lambda: status(hub.home)[1].get("peers", 0) == 1)
     for each in (other, hub):
-        each.process.send_signal(signal.SIGTERM)
-        assert each.ended() == 0
+        assert each.leave() == 0
     again = start("hub", "--listen", LOOPBACK)
     assert again.address() == hub.address()
     assert status(again.home)[0] == ExitCode.ALONE

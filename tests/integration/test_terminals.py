@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_cli import daemon, succeed
+from tests.integration.daemons import daemon, succeed
 
 WATCHDOG_SECONDS = 120.0
 SHOWS_CURSOR, HIDES_CURSOR = b"\x1b[?25h", b"\x1b[?25l"

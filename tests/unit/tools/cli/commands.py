@@ -43,10 +43,10 @@ class Commands:
         assert (done.code, done.err) == (0, ""), done
         return done.out
 
-    def fails(self, *arguments: object) -> str:
+    def fails(self, *arguments: object, code: int = 1) -> str:
         """Return the first line of a command that reports a mistake; the second one says what to do."""
         done = self(*arguments)
-        assert (done.code, done.out) == (1, ""), done
+        assert (done.code, done.out) == (code, ""), done
         said, remedy = done.err.splitlines()
         assert said.startswith("p2pavg: ")
         assert remedy.startswith("p2pavg: what to do: ")

@@ -16,6 +16,7 @@ from tests.unit.tools.cli.commands import Commands
 
 DAY = 86400.0
 FILES = ("--certificate", "delegate.cert", "--identity", "delegate.key")
+LINK = ("run", "link", "lab.run")
 ANYWHERE = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
 
@@ -36,7 +37,7 @@ def tokens(out: str) -> list[Token]:
 
 class TestLink:
     def test_links_grant_all_that_the_delegate_may(self, p2pavg: Commands, address: str) -> None:
-        out = p2pavg.succeeds("run", "link", "lab.run", *FILES, "--address", address, "--count", "3")
+        out = p2pavg.succeeds(*LINK, *FILES, "--address", address, "--count", "3")
         assert {parse_link(line).address for line in out.splitlines()} == {address}
         own = read_certificate_file("delegate.cert")
         found = tokens(out)
@@ -48,7 +49,7 @@ class TestLink:
 
     def test_links_can_grant_less(self, p2pavg: Commands, address: str) -> None:
         less = ["--role", "observer", "--max-weight", "5", "--days", "3", "--certificate-days", "2"]
-        (token,) = tokens(p2pavg.succeeds("run", "link", "lab.run", *FILES, "--address", address, *less))
+        (token,) = tokens(p2pavg.succeeds(*LINK, *FILES, "--address", address, *less))
         assert (token.roles, token.max_weight) == (frozenset({Role.OBSERVER}), 5.0)
         assert abs(token.certificate_expires - time.time() - 2 * DAY) < 600.0
         assert token.expires == token.certificate_expires, "no link for a certificate that has expired"
@@ -72,16 +73,14 @@ class TestLink:
         ids=lambda value: value[0] if isinstance(value, list) else "",
     )
     def test_mistakes(self, p2pavg: Commands, address: str, options: list[str], pattern: str) -> None:
-        error = p2pavg.fails("run", "link", "lab.run", *FILES, "--address", address, *options)
+        error = p2pavg.fails(*LINK, *FILES, "--address", address, *options)
         assert re.search(pattern, error)
 
     def test_a_peer_that_is_no_delegate_makes_no_links(self, p2pavg: Commands, address: str) -> None:
         peer_id = address.rpartition("/")[2]
         terms = ("--max-weight", "1", "--days", "1")
         p2pavg.succeeds("run", "invite", "lab.run", peer_id, *terms, "-o", "plain.cert")
-        error = p2pavg.fails(
-            "run", "link", "lab.run", "--certificate", "plain.cert", *FILES[2:], "--address", address
-        )
+        error = p2pavg.fails(*LINK, "--certificate", "plain.cert", *FILES[2:], "--address", address)
         assert "it does not have the role delegate" in error
 
 
@@ -114,3 +113,17 @@ class TestPeerOptions:
         terms = ("--max-weight", "1", "--days", "1")
         p2pavg.succeeds("run", "invite", "lab.run", peer_id, *terms, "-o", "plain.cert")
         assert re.search(pattern, p2pavg.fails("peer", *ANYWHERE, *options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("lab", "--bootstrap ADDR is needed"),
+        ("lab --bootstrap ADDR --listen 8080", "--listen must be HOST:PORT"),
+        ("lab --bootstrap ADDR --certificate x", "--certificate needs a run file"),
+        ("x.run", "--certificate FILE and --identity FILE"),
+        ("lab --bootstrap ADDR --token-file missing", "missing"),
+    ],
+)
+def test_mistakes_in_what_to_monitor(p2pavg: Commands, arguments: str, message: str) -> None:
+    assert message in p2pavg.fails("monitor", *arguments.split())

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from p2pavg.tools.cli.options import documented
+
 app = typer.Typer(
     name="checkpoint",
     help="Checkpoint files: show one, look for damage, and take the model out of it.",
@@ -34,34 +36,25 @@ def verify(file: FileArgument) -> None:
 
 
 @app.command()
+@documented
 def export(
     file: FileArgument,
-    output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The file to write; with --like, the folder to make.")
-    ],
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="FORMAT",
-            help="safetensors, or torch for torch.load. Default: torch if OUT ends in .pt or .pth.",
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A folder of the same model as save_pretrained of transformers or peft writes it. OUT becomes such a"
-            " folder, with its settings and its tokenizer.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help="Of all floating point tensors: float32, bfloat16 or float16."),
-    ] = None,
+    output: Path,
+    form: Annotated[str | None, typer.Option("--format")] = None,
+    force: Annotated[bool, typer.Option("--force")] = False,
+    like: Path | None = None,
+    dtype: str | None = None,
 ) -> None:
-    """Write the trained parameters and averaged buffers of a checkpoint under the model's own names."""
+    """Write the trained parameters and averaged buffers of a checkpoint under the model's own names.
+
+    Args:
+        output (OUT): The file to write; with --like, the folder to make.
+        form (FORMAT): safetensors, or torch for torch.load. Default: torch if OUT ends in .pt or .pth.
+        force: Overwrite OUT.
+        like (DIR): A folder of the same model as save_pretrained of transformers or peft writes it. OUT becomes such a
+            folder, with its settings and its tokenizer.
+        dtype (DTYPE): Of all floating point tensors: float32, bfloat16 or float16.
+    """
     from p2pavg.base.errors import ConfigError
     from p2pavg.tools.cli.checkpoint_files import export as write
     from p2pavg.tools.cli.checkpoint_files import export_like

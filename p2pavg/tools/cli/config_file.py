@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -22,9 +22,9 @@ from typer.models import OptionInfo
 
 from p2pavg.base.errors import AddressError, ConfigError, IdentityError
 from p2pavg.base.files import read_text
+from p2pavg.tools.cli.options import CommandT
 
 MAX_BYTES = 64 * 1024
-CommandT = TypeVar("CommandT", bound=Callable[..., None])
 
 _EXAMPLES: dict[type, tuple[str, str]] = {
     bool: ("true or false", "true"),

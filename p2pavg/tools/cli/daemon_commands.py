@@ -29,6 +29,7 @@ from p2pavg.tools.cli.options import (
     RelayOption,
     UploadOption,
     VerboseOption,
+    documented,
     with_defaults,
 )
 
@@ -91,61 +92,21 @@ DaemonHomeOption = Annotated[
 
 
 @configurable()
+@documented
 def join(
     context: typer.Context,
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run file NAME.run, or an invitation link p2pavg:...")
-    ],
-    link: Annotated[
-        str | None,
-        typer.Option(metavar="LINK", help="Invitation link that brings a certificate, if there is none yet."),
-    ] = None,
-    home: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for identity, certificate and the socket of `p2pavg status`, made when missing. "
-            "Default: a folder of the run's name in ~/.local/share/p2pavg.",
-        ),
-    ] = None,
-    identity: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Key file. Default: identity.key in the folder.")
-    ] = None,
-    certificate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="This peer's certificate. Default: NAME.cert in the folder, or beside the run file.",
-        ),
-    ] = None,
+    run: str,
+    link: str | None = None,
+    home: Path | None = None,
+    identity: Path | None = None,
+    certificate: Path | None = None,
     listen: ListenOption = [],  # noqa: B006 - typer only reads it
     bootstrap: BootstrapOption = [],  # noqa: B006
-    only_help: Annotated[
-        bool,
-        typer.Option("--only-help", help="Average and relay for the run; do not run its job, if it has one."),
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", help="Run the job of --job without a question, on machines without a person."),
-    ] = False,
-    job: Annotated[
-        list[str],
-        typer.Option(
-            metavar="HASH",
-            help="A job that --yes agrees to, and no other: its root, of `p2pavg job show`. Repeatable, for the next"
-            " version.",
-        ),
-    ] = [],  # noqa: B006
-    no_fence: Annotated[
-        bool, typer.Option("--no-fence", help="With --yes: run the job also if this machine cannot fence it.")
-    ] = False,
-    files: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A folder that has larger files of the job, such as its base model. Others are fetched from mirrors.",
-        ),
-    ] = None,
+    only_help: Annotated[bool, typer.Option("--only-help")] = False,
+    yes: Annotated[bool, typer.Option("--yes")] = False,
+    job: list[str] = [],  # noqa: B006
+    no_fence: Annotated[bool, typer.Option("--no-fence")] = False,
+    files: Path | None = None,
     delegate: DelegateOption = False,
     name: NameOption = "",
     bandwidth: BandwidthOption = None,
@@ -154,9 +115,7 @@ def join(
     announce: AnnounceOption = [],  # noqa: B006
     port_mapping: MappingOption = True,
     relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Write log lines, also on a terminal, in place of the live view.")
-    ] = False,
+    plain: Annotated[bool, typer.Option("--plain")] = False,
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
     verbose: VerboseOption = False,
     metrics: MetricsOption = None,
@@ -170,6 +129,21 @@ def join(
     fence. With --only-help, or in a run without a job, the peer helps the run's rounds as `p2pavg peer` does, if its
     certificate has the role auxiliary. Its identity is made at the first start. SIGHUP starts it again with all files
     read anew.
+
+    Args:
+        run (RUN): The run file NAME.run, or an invitation link p2pavg:...
+        link (LINK): Invitation link that brings a certificate, if there is none yet.
+        home (DIR): Folder for identity, certificate and the socket of `p2pavg status`, made when missing. Default: a
+            folder of the run's name in ~/.local/share/p2pavg.
+        identity (FILE): Key file. Default: identity.key in the folder.
+        certificate (FILE): This peer's certificate. Default: NAME.cert in the folder, or beside the run file.
+        only_help: Average and relay for the run; do not run its job, if it has one.
+        yes: Run the job of --job without a question, on machines without a person.
+        job (HASH): A job that --yes agrees to, and no other: its root, of `p2pavg job show`. Repeatable, for the next
+            version.
+        no_fence: With --yes: run the job also if this machine cannot fence it.
+        files (DIR): A folder that has larger files of the job, such as its base model. Others are fetched from mirrors.
+        plain: Write log lines, also on a terminal, in place of the live view.
     """
     log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
     with naming(context):
@@ -235,17 +209,19 @@ def _check_names(run: str, link: str | None) -> None:
             parse_link(text)
 
 
+@documented
 def status(
     run: RunArgument = None,
     home: DaemonHomeOption = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON array with one object a daemon.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Say what this user's daemons do: run, addresses, reachability, peers, rounds, bytes, certificate.
 
     The exit code is 0 if it runs and other peers answer it, 3 if no daemon runs, 4 if no other peer answers it, and 5
     if other members refuse it. Of several daemons, the highest counts.
+
+    Args:
+        json: Print a JSON array with one object a daemon.
     """
     from p2pavg.tools.cli import status as work
 
@@ -254,16 +230,14 @@ def status(
     raise typer.Exit(code)
 
 
-def stop(
-    run: RunArgument = None,
-    home: DaemonHomeOption = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Wait so long for the daemon's end.")
-    ] = 70.0,
-) -> None:
+@documented
+def stop(run: RunArgument = None, home: DaemonHomeOption = None, timeout: float = 70.0) -> None:
     """Tell a daemon to finish its round and to end, and wait for it.
 
     The exit code is 0 if it has ended, 3 if none runs, and 75 if it still finishes a round.
+
+    Args:
+        timeout (SECONDS): Wait so long for the daemon's end.
     """
     from p2pavg.tools.cli import status as work
 
@@ -279,8 +253,13 @@ MACHINE_FILES = {
 }
 
 
-def files(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made when missing.")]) -> None:
-    """Write a unit for systemd, a container file and a dashboard for Grafana into a folder."""
+@documented
+def files(folder: Path) -> None:
+    """Write a unit for systemd, a container file and a dashboard for Grafana into a folder.
+
+    Args:
+        folder (FOLDER): Made when missing.
+    """
     packaged = resources("p2pavg.tools.cli") / "machine_files"
     # All are looked at before one is written: what a person has changed stays, and none is left half done.
     present = [name for name in MACHINE_FILES if (folder / name).exists()]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from p2pavg.tools.cli.daemon_commands import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
-from p2pavg.tools.cli.options import HomeOption
+from p2pavg.tools.cli.options import HomeOption, documented
 
 app = typer.Typer(
     name="history",
@@ -25,26 +25,22 @@ RunOption = Annotated[
 ]
 
 
+@documented
 def archive(
     folder: FolderArgument,
-    run: Annotated[
-        str,
-        typer.Option(
-            "--run",
-            metavar="RUN",
-            help="Folder, run file or invitation link of the run, as for `p2pavg join`.",
-        ),
-    ],
+    run: Annotated[str, typer.Option()],
     home: HomeOption = None,
-    keep: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep the last N updates. Default: all of them.")
-    ] = None,
+    keep: int | None = None,
     log_format: FormatOption = LogFormat.TEXT,
     log_level: LevelOption = LogLevel.INFO,
 ) -> None:
     """Keep the history of a run: every update with its proof, and a snapshot now and then. It trains nothing.
 
     A peer that trains keeps one with RunState(history=DIR). `p2pavg history verify DIR` checks it.
+
+    Args:
+        run (RUN): Folder, run file or invitation link of the run, as for `p2pavg join`.
+        keep (N): Keep the last N updates. Default: all of them.
     """
     from p2pavg.tools.history.archivist import run_archive
 
@@ -53,40 +49,29 @@ def archive(
 
 
 @app.command()
+@documented
 def verify(
     folder: FolderArgument,
     run: RunOption = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Compare the last parameters with a file of safetensors, also a checkpoint."
-        ),
-    ] = None,
-    first: Annotated[
-        int | None,
-        typer.Option("--from", min=0, metavar="N", help="Begin at the last snapshot before update N."),
-    ] = None,
-    last: Annotated[int | None, typer.Option("--to", min=0, metavar="N", help="End with update N.")] = None,
-    sample: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            metavar="P",
-            help="Check this fraction of the updates, chosen at random, and replay nothing.",
-        ),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Verify what this machine has verified before, too.")
-    ] = False,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Replay on this device, such as cuda.")
-    ] = "cpu",
+    model: Path | None = None,
+    first: Annotated[int | None, typer.Option("--from", min=0)] = None,
+    last: Annotated[int | None, typer.Option("--to", min=0)] = None,
+    sample: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    again: Annotated[bool, typer.Option("--again")] = False,
+    device: str = "cpu",
 ) -> None:
     """Check every byte of a history, and replay it to the last bit. The exit code is 1 if something is wrong.
 
     An interrupted call goes on where it was: what was verified on this machine is not verified again, while its files
     do not change.
+
+    Args:
+        model (FILE): Compare the last parameters with a file of safetensors, also a checkpoint.
+        first (N): Begin at the last snapshot before update N.
+        last (N): End with update N.
+        sample (P): Check this fraction of the updates, chosen at random, and replay nothing.
+        again: Verify what this machine has verified before, too.
+        device (DEVICE): Replay on this device, such as cuda.
     """
     from p2pavg.tools.history.commands import verify as check
 
@@ -99,29 +84,24 @@ def verify(
 
 
 @app.command(name="credits")
+@documented
 def list_credits(
     folder: FolderArgument,
     run: RunOption = None,
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="table, csv, json, or html for a page with a drawing."
-        ),
-    ] = "table",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it to this file.")
-    ] = None,
-    same: Annotated[
-        list[Path], typer.Option(metavar="FILE", help="A statement of `p2pavg history same`. Repeatable.")
-    ] = [],  # noqa: B006 - typer only reads it
-    against: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare with credits in JSON. The exit code is 1 if they differ."),
-    ] = None,
+    form: Annotated[str, typer.Option("--format")] = "table",
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
+    same: list[Path] = [],  # noqa: B006 - typer only reads it
+    against: Path | None = None,
 ) -> None:
     """Count the samples and updates of each peer, by day, from what the members of each round have signed.
 
     A peer that evidence in the history proves to have lied is credited with nothing.
+
+    Args:
+        form (FORMAT): table, csv, json, or html for a page with a drawing.
+        output (FILE): Write it to this file.
+        same (FILE): A statement of `p2pavg history same`. Repeatable.
+        against (FILE): Compare with credits in JSON. The exit code is 1 if they differ.
     """
     from p2pavg.tools.history.commands import compare_credits, write_credits
 
@@ -139,22 +119,21 @@ def list_credits(
 
 
 @app.command()
+@documented
 def receipt(
-    peer: Annotated[
-        str, typer.Argument(metavar="PEER", help="Id of the peer; with --check, the receipt's file.")
-    ],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Folder of the history; not with --check.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The file to write. Default: PEER.receipt."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check a receipt, and print what it proves. No history is needed.")
-    ] = False,
+    peer: str,
+    folder: Annotated[Path | None, typer.Argument()] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o")] = None,
+    check: Annotated[bool, typer.Option("--check")] = False,
 ) -> None:
-    """Write a small file that proves one peer's contributions against the seals of an archivist, or check one."""
+    """Write a small file that proves one peer's contributions against the seals of an archivist, or check one.
+
+    Args:
+        peer (PEER): Id of the peer; with --check, the receipt's file.
+        folder (DIR): Folder of the history; not with --check.
+        output (FILE): The file to write. Default: PEER.receipt.
+        check: Check a receipt, and print what it proves. No history is needed.
+    """
     from p2pavg.tools.history.commands import check_receipt, write_receipt
 
     if check == (folder is not None):
@@ -165,11 +144,14 @@ def receipt(
 
 
 @app.command()
-def merge(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, or a history to add to.")],
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Histories of one run.")],
-) -> None:
-    """Copy into one folder what several archivists have of a run, so that one fills the holes of the other."""
+@documented
+def merge(output: Path, folders: list[Path]) -> None:
+    """Copy into one folder what several archivists have of a run, so that one fills the holes of the other.
+
+    Args:
+        output (OUT): Folder to make, or a history to add to.
+        folders (DIR...): Histories of one run.
+    """
     from p2pavg.tools.history.commands import merge as join
 
     for line in join(output, folders):
@@ -177,13 +159,14 @@ def merge(
 
 
 @app.command()
-def same(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The statement to write.")],
-    identities: Annotated[
-        list[Path], typer.Argument(metavar="KEY...", help="Key files of one person's peers, two at least.")
-    ],
-) -> None:
-    """Sign that several peers are one contributor. Each of their keys signs; `credits --same` counts them as one."""
+@documented
+def same(output: Path, identities: list[Path]) -> None:
+    """Sign that several peers are one contributor. Each of their keys signs; `credits --same` counts them as one.
+
+    Args:
+        output (OUT): The statement to write.
+        identities (KEY...): Key files of one person's peers, two at least.
+    """
     from p2pavg.tools.history.commands import write_same
 
     typer.echo(write_same(output, identities))

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from p2pavg.tools.cli.options import documented
+
 app = typer.Typer(
     name="job",
     help="Jobs, which are what runs train: check a folder, make one file of it, release it, look into one.",
@@ -32,16 +34,15 @@ def check(folder: FolderArgument) -> None:
 
 
 @app.command()
+@documented
 def pack(
-    folder: FolderArgument,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The file to write. Default: NAME.job, by the manifest."
-        ),
-    ] = None,
+    folder: FolderArgument, output: Annotated[Path | None, typer.Option("--output", "-o")] = None
 ) -> None:
-    """Make the one file of a job, which its members pass on. The same folder gives the same bytes and the same root."""
+    """Make the one file of a job, which its members pass on. The same folder gives the same bytes and the same root.
+
+    Args:
+        output (FILE): The file to write. Default: NAME.job, by the manifest.
+    """
     from p2pavg.base.files import PUBLIC, keep_file
     from p2pavg.tools.jobs.archive import job_root, pack_job, unpack_job
     from p2pavg.tools.jobs.folder import read_folder
@@ -64,10 +65,13 @@ def show(file: FileArgument) -> None:
 
 
 @app.command()
-def unpack(
-    file: FileArgument, folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.")]
-) -> None:
-    """Write the files of a job into a new folder, to look at them. Nothing of it runs."""
+@documented
+def unpack(file: FileArgument, folder: Path) -> None:
+    """Write the files of a job into a new folder, to look at them. Nothing of it runs.
+
+    Args:
+        folder (DIR): The folder to make.
+    """
     from p2pavg.tools.jobs.archive import unpack_job
     from p2pavg.tools.jobs.folder import read_job, write_folder
 
@@ -77,28 +81,21 @@ def unpack(
 
 
 @app.command()
+@documented
 def publish(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The run's folder, which `p2pavg run create` has made.")
-    ],
+    folder: Path,
     file: FileArgument,
-    since: Annotated[
-        int | None,
-        typer.Option(
-            "--since",
-            metavar="UPDATE",
-            min=0,
-            help="Update. Default: three minutes from now, at the run's pace.",
-        ),
-    ] = None,
-    bootstrap: Annotated[
-        list[str],
-        typer.Option("--bootstrap", metavar="ADDR", help="Address of a peer of the run. Repeatable."),
-    ] = [],  # noqa: B006
+    since: Annotated[int | None, typer.Option(min=0)] = None,
+    bootstrap: list[str] = [],  # noqa: B006
 ) -> None:
     """Release a new version of a run's job. All members change to it after the same update.
 
     Those that train ask their users first. A program continues from the checkpoints in its scratch folder.
+
+    Args:
+        folder (RUN): The run's folder, which `p2pavg run create` has made.
+        since (UPDATE): Update. Default: three minutes from now, at the run's pace.
+        bootstrap (ADDR): Address of a peer of the run. Repeatable.
     """
     from p2pavg.tools.cli.publishing import publish_job
 
@@ -107,12 +104,13 @@ def publish(
 
 
 @app.command()
-def fence(
-    test: Annotated[
-        bool, typer.Option("--test", help="Try to get out of it in many ways, and say what stopped each.")
-    ] = False,
-) -> None:
-    """Say whether this machine can fence jobs. The exit code is 1 if it cannot, or if an attempt got out."""
+@documented
+def fence(test: Annotated[bool, typer.Option("--test")] = False) -> None:
+    """Say whether this machine can fence jobs. The exit code is 1 if it cannot, or if an attempt got out.
+
+    Args:
+        test: Try to get out of it in many ways, and say what stopped each.
+    """
     from p2pavg.tools.jobs.escapes import try_fence
     from p2pavg.tools.jobs.fence import missing_fence
 

@@ -7,27 +7,26 @@ from typing import Annotated
 
 import typer
 
+from p2pavg.tools.cli.options import documented
 
+
+@documented
 def launch(
-    program: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PROGRAM] [ARGS]...", help="The program, such as train.py, and its arguments."
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option("-n", "--peers", metavar="N", min=1, help="Number of peers.")] = 2,
-    job: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Start the program of this job's folder.")
-    ] = None,
-    elastic: Annotated[
-        bool,
-        typer.Option("--elastic", help="Start a peer that fails again. Without it, all end when one fails."),
-    ] = False,
+    program: Annotated[list[str] | None, typer.Argument()] = None,
+    count: Annotated[int, typer.Option("-n", "--peers", min=1)] = 2,
+    job: Path | None = None,
+    elastic: Annotated[bool, typer.Option("--elastic")] = False,
 ) -> None:
     """Start a program N times, as the peers of one run that stays on this machine, until all of them have ended.
 
     The program takes its part with `p2pavg.job()`. Each line that it prints has its peer's number before it. Ctrl-C
     ends all. The exit code is 1 if a peer failed.
+
+    Args:
+        program ([PROGRAM] [ARGS]...): The program, such as train.py, and its arguments.
+        count (N): Number of peers.
+        job (DIR): Start the program of this job's folder.
+        elastic: Start a peer that fails again. Without it, all end when one fails.
     """
     from p2pavg.base.errors import ConfigError
     from p2pavg.tools.jobs.archive import some_of

@@ -54,10 +54,10 @@ from p2pavg.tools.cli.options import (
     MetricsOption,
     MonitorOption,
     NameOption,
-    OpenOption,
     RelayOption,
     UploadOption,
     VerboseOption,
+    documented,
     with_defaults,
 )
 from p2pavg.tools.cli.run import app as run_app
@@ -102,32 +102,16 @@ def options(
 
 @app.command()
 @configurable()
+@documented
 def peer(
     context: typer.Context,
     listen: ListenOption = [],  # noqa: B006 - typer only reads it
     bootstrap: BootstrapOption = [],  # noqa: B006
-    identity: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Key file, made when missing. Without one, and without --home, the identity is new at every start.",
-        ),
-    ] = None,
-    run_id: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="Help the rounds of this run: reduce a share, contribute nothing."),
-    ] = None,
-    open_run: OpenOption = False,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.run",
-            help="Take part in this run, which has an authority, with --certificate and --identity.",
-        ),
-    ] = None,
-    certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This peer's certificate in the run of --run.")
-    ] = None,
+    identity: Path | None = None,
+    run_id: str | None = None,
+    open_run: Annotated[bool, typer.Option("--open", "--open-run")] = False,
+    run: Path | None = None,
+    certificate: Path | None = None,
     delegate: DelegateOption = False,
     name: NameOption = "",
     bandwidth: BandwidthOption = None,
@@ -147,6 +131,15 @@ def peer(
     """Run a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
 
     Prints its address on one line when it is ready; everything else goes to the log on stderr.
+
+    Args:
+        identity (FILE): Key file, made when missing. Without one, and without --home, the identity is new at every
+            start.
+        run_id (ID): Help the rounds of this run: reduce a share, contribute nothing.
+        open_run: Let other machines reach a peer without a certificate. Any peer that knows the run's name can then read
+            and change its averages.
+        run (FILE.run): Take part in this run, which has an authority, with --certificate and --identity.
+        certificate (FILE): This peer's certificate in the run of --run.
     """
     # Imported here, as in the commands below:
     # torch takes seconds, which ``--help`` and ``--version`` need not wait for.
@@ -194,54 +187,20 @@ def peer(
 @app.command()
 # One file may serve several commands, so a key has one meaning. These two options mean something else in this command.
 @configurable("listen", "name")  # of a peer, in other commands
+@documented
 def monitor(
     context: typer.Context,
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Id of the run, or NAME.run of a run that has an authority.")
-    ],
-    bootstrap: Annotated[
-        list[str],
-        typer.Option(
-            metavar="ADDR", help="Address of a peer of the run's network, ending in /p2p/PEER_ID. Repeatable."
-        ),
-    ] = [],  # noqa: B006
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Port of the page on 127.0.0.1. Without it, a free one."),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Serve the page to other machines, to those that have the token."
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the token. Without it, one is made and printed."),
-    ] = None,
-    name: Annotated[
-        list[str],
-        typer.Option(metavar="HOST", help="Further name under which browsers ask for the page. Repeatable."),
-    ] = [],  # noqa: B006
-    history: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Show the credits of this history at /credits, too.")
-    ] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", help="Show the run here instead.")] = False,
-    certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The monitor's certificate in the run of NAME.run.")
-    ] = None,
-    identity: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The monitor's key file. Without one, the identity is not kept."),
-    ] = None,
-    peer_listen: Annotated[
-        list[str],
-        typer.Option(
-            metavar="ADDR",
-            help="Address on which the monitor listens for peers. Repeatable. Default: all interfaces, or 127.0.0.1 if "
-            "all addresses of --bootstrap are of this machine.",
-        ),
-    ] = [],  # noqa: B006
+    run: str,
+    bootstrap: list[str] = [],  # noqa: B006
+    port: int | None = None,
+    listen: str | None = None,
+    token_file: Path | None = None,
+    name: list[str] = [],  # noqa: B006
+    history: Path | None = None,
+    terminal: Annotated[bool, typer.Option("--terminal")] = False,
+    certificate: Path | None = None,
+    identity: Path | None = None,
+    peer_listen: list[str] = [],  # noqa: B006
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
     log_format: FormatOption = LogFormat.TEXT,
     log_level: LevelOption = LogLevel.WARNING,
@@ -250,6 +209,20 @@ def monitor(
 
     Prints the address of the page on one line. The monitor joins the network, reads what the run's peers publish, and
     is no peer of the run itself.
+
+    Args:
+        run (RUN): Id of the run, or NAME.run of a run that has an authority.
+        bootstrap (ADDR): Address of a peer of the run's network, ending in /p2p/PEER_ID. Repeatable.
+        port (PORT): Port of the page on 127.0.0.1. Without it, a free one.
+        listen (HOST:PORT): Serve the page to other machines, to those that have the token.
+        token_file (FILE): File with the token. Without it, one is made and printed.
+        name (HOST): Further name under which browsers ask for the page. Repeatable.
+        history (DIR): Show the credits of this history at /credits, too.
+        terminal: Show the run here instead.
+        certificate (FILE): The monitor's certificate in the run of NAME.run.
+        identity (FILE): The monitor's key file. Without one, the identity is not kept.
+        peer_listen (ADDR): Address on which the monitor listens for peers. Repeatable. Default: all interfaces, or
+            127.0.0.1 if all addresses of --bootstrap are of this machine.
     """
     from p2pavg.tools.cli.monitor import find_run, options_of, run_monitor
 
@@ -263,10 +236,13 @@ def monitor(
 
 
 @app.command()
-def identity(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Key file, made when missing.")],
-) -> None:
-    """Show the peer id of a key file; make the file, readable by its owner only, when it is missing."""
+@documented
+def identity(file: Path) -> None:
+    """Show the peer id of a key file; make the file, readable by its owner only, when it is missing.
+
+    Args:
+        file (FILE): Key file, made when missing.
+    """
     from p2pavg.runs.records.identity import load_or_make_seed
     from p2pavg_dht import Ed25519Signer
 
@@ -275,36 +251,34 @@ def identity(
 
 @app.command()
 @configurable()
+@documented
 def doctor(
     context: typer.Context,
-    listen: Annotated[
-        list[str], typer.Option(metavar="ADDR", help="Address on which the peer would listen. Repeatable.")
-    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
+    listen: list[str] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
     bootstrap: BootstrapOption = [],  # noqa: B006
-    identity: Annotated[Path | None, typer.Option(metavar="FILE", help="The peer's key file.")] = None,
-    run_id: Annotated[str | None, typer.Option(metavar="ID", help="Look for the peers of this run.")] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.run", help="Look for the peers of this run, which has an authority."),
-    ] = None,
-    certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The peer's certificate in the run of --run.")
-    ] = None,
+    identity: Path | None = None,
+    run_id: str | None = None,
+    run: Path | None = None,
+    certificate: Path | None = None,
     announce: AnnounceOption = [],  # noqa: B006
-    port_mapping: Annotated[
-        bool,
-        typer.Option(
-            "--port-mapping/--no-port-mapping", help="Ask the router to forward the port for a moment."
-        ),
-    ] = True,
+    port_mapping: Annotated[bool, typer.Option("--port-mapping/--no-port-mapping")] = True,
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json")] = False,
     verbose: VerboseOption = False,
     log_format: FormatOption = LogFormat.TEXT,
 ) -> None:
     """Find out why a peer does not meet others: check files, network and run, and name cause and remedy.
 
     It takes less than 30 s, and changes nothing that lasts. The exit code is 1 if a fault was found.
+
+    Args:
+        listen (ADDR): Address on which the peer would listen. Repeatable.
+        identity (FILE): The peer's key file.
+        run_id (ID): Look for the peers of this run.
+        run (FILE.run): Look for the peers of this run, which has an authority.
+        certificate (FILE): The peer's certificate in the run of --run.
+        port_mapping: Ask the router to forward the port for a moment.
+        json: Print the findings as JSON.
     """
     from p2pavg.tools.cli import doctor as work
     from p2pavg.tools.doctor.examination import ExaminedPeer

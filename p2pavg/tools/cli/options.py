@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from p2pavg.runs.membership.run_file import RunFile
 
+CommandT = TypeVar("CommandT", bound=Callable[..., None])
+_ARGUMENT = re.compile(r"^    (\w+)(?: \((.+?)\))?: (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 ListenOption = Annotated[
     list[str],
@@ -17,15 +23,6 @@ ListenOption = Annotated[
         metavar="ADDR",
         help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable. "
         "Default: all interfaces with a certificate or --open, else 127.0.0.1.",
-    ),
-]
-OpenOption = Annotated[
-    bool,
-    typer.Option(
-        "--open",
-        "--open-run",
-        help="Let other machines reach a peer without a certificate. Any peer that knows the run's name can then read "
-        "and change its averages.",
     ),
 ]
 BootstrapOption = Annotated[
@@ -116,3 +113,21 @@ def with_defaults(context: typer.Context, run: RunFile | None, **values: Any) ->
         if is_default and run is not None and getattr(run, name) is not None:
             values[name] = getattr(run, name)
     return values
+
+
+def documented(command: CommandT) -> CommandT:
+    """Give the parameters of a command the help that stands below ``Args:`` in its docstring.
+
+    A line there is ``name (METAVAR): help``. A parameter without a default is an argument, any other one an option, if
+    its type does not say otherwise.
+    """
+    command.__doc__, _, written = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
+    hints, parameters = get_type_hints(command, include_extras=True), inspect.signature(command).parameters
+    for name, metavar, text in _ARGUMENT.findall(written):
+        kind, *infos = get_args(hints[name]) if get_origin(hints[name]) is Annotated else [hints[name]]
+        is_argument = parameters[name].default is inspect.Parameter.empty
+        # Several commands may share the type, and with it the object in it.
+        info = copy(infos[0]) if infos else typer.Argument() if is_argument else typer.Option()
+        info.help, info.metavar = " ".join(text.split()), metavar or None
+        command.__annotations__[name] = Annotated[kind, info]
+    return command

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
@@ -18,6 +19,7 @@ from p2pavg.base.result import FailedCode, NoPeersCode
 from p2pavg.base.version import __version__
 from p2pavg.telemetry.events import (
     AnyEvent,
+    Direction,
     Drifted,
     PeerGone,
     PeerSeen,
@@ -34,7 +36,6 @@ DURATION_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.
 MAX_NAMES = 32
 """Metrics of training that are kept, of all runs: other peers may send any names. The ones that came last win."""
 MAX_PARAMETER_GROUPS = 16
-DIRECTIONS = ("sent", "received")
 
 
 class Figures:
@@ -45,38 +46,62 @@ class Figures:
     """
 
     def __init__(self, registry: CollectorRegistry, runs: Collection[str] = ()) -> None:
-        self._registry = registry
         self._named: OrderedDict[tuple[str, str], None] = OrderedDict()  # run and name, by the last change
         self._moved: dict[tuple[str, str], int] = {}
         Info("p2pavg_build", "Version of p2pavg.", registry=registry).info({"version": __version__})
-        self._round_seconds = self._histogram("round_duration_seconds", "Duration of a round.", ["result"])
-        self._exchange_seconds = self._histogram("exchange_duration_seconds", "Duration of an exchange.", [])
-        self._rounds = self._counter("rounds", "Rounds that have ended.", ["result"])
-        self._failures = self._counter("round_failures", "Rounds without a result, by cause.", ["code"])
-        self._bytes = self._counter("bytes", "Bytes of parts moved in rounds.", ["direction", "path"])
-        self._members = self._gauge("round_members", "Members of the last round's group.", [])
-        self._lost = self._counter("lost_members", "Members that were lost in rounds.", [])
-        self._clipped = self._counter("clipped_contributions", "Contributions that were shortened.", [])
-        self._samples = self._counter("samples", "Samples in averages, of all contributors.", [])
-        self._own_samples = self._counter("own_samples", "Samples of this peer in averages.", [])
-        self._updates = self._counter("updates", "Updates of this peer's parameters.", [])
-        self._epoch = self._gauge("epoch", "Updates since the run began.", [])
-        self._speed = self._gauge("samples_per_second", "Speed of this peer.", [])
-        self._accumulated = self._gauge("accumulated_samples", "Samples since the last update.", [])
-        self._waiting = self._gauge("waiting", "1 while this peer has computed enough, and waits.", [])
-        self._behind = self._gauge("behind", "1 while this peer catches up with its run.", [])
-        self._norm = self._gauge("gradient_norm", "L2 norm of the last averaged gradient.", [])
-        self._rate = self._gauge("learning_rate", "Learning rate of a parameter group.", ["group"])
-        self._metric = self._gauge("training_metric", "Mean of a metric over the last update.", ["name"])
-        self._drifted = self._gauge("drifted", "1 while peers of this lineage report other parameters.", [])
-        self._state_bytes = self._counter("state_bytes", "Bytes of states moved.", ["direction"])
-        self._state_done = self._gauge(
-            "state_transfer_ratio", "Part of the transfer that is done.", ["direction"]
+        plain: list[Any] = []  # the metrics that have no label but the run
+
+        def made(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            metric = kind(f"p2pavg_{name}", text, ["run", *labels], registry=registry, **options)
+            if not labels:
+                plain.append(metric)
+            return metric
+
+        buckets = DURATION_BUCKETS
+        self._round_seconds = made(
+            Histogram, "round_duration_seconds", "Duration of a round.", "result", buckets=buckets
         )
-        self._came = self._counter("peers_seen", "Peers of the run that have appeared.", [])
-        self._gone = self._counter("peers_gone", "Peers of the run that have gone.", [])
+        self._exchange_seconds = made(
+            Histogram, "exchange_duration_seconds", "Duration of an exchange.", buckets=buckets
+        )
+        self._rounds = made(Counter, "rounds", "Rounds that have ended.", "result")
+        self._failures = made(Counter, "round_failures", "Rounds without a result, by cause.", "code")
+        self._bytes = made(Counter, "bytes", "Bytes of parts moved in rounds.", "direction", "path")
+        self._members = made(Gauge, "round_members", "Members of the last round's group.")
+        self._lost = made(Counter, "lost_members", "Members that were lost in rounds.")
+        self._clipped = made(Counter, "clipped_contributions", "Contributions that were shortened.")
+        self._samples = made(Counter, "samples", "Samples in averages, of all contributors.")
+        self._own_samples = made(Counter, "own_samples", "Samples of this peer in averages.")
+        self._updates = made(Counter, "updates", "Updates of this peer's parameters.")
+        self._epoch = made(Gauge, "epoch", "Updates since the run began.")
+        self._speed = made(Gauge, "samples_per_second", "Speed of this peer.")
+        self._accumulated = made(Gauge, "accumulated_samples", "Samples since the last update.")
+        self._waiting = made(Gauge, "waiting", "1 while this peer has computed enough, and waits.")
+        self._behind = made(Gauge, "behind", "1 while this peer catches up with its run.")
+        self._norm = made(Gauge, "gradient_norm", "L2 norm of the last averaged gradient.")
+        self._rate = made(Gauge, "learning_rate", "Learning rate of a parameter group.", "group")
+        self._metric = made(Gauge, "training_metric", "Mean of a metric over the last update.", "name")
+        self._drifted = made(Gauge, "drifted", "1 while peers of this lineage report other parameters.")
+        self._state_bytes = made(Counter, "state_bytes", "Bytes of states moved.", "direction")
+        self._state_done = made(
+            Gauge, "state_transfer_ratio", "Part of the transfer that is done.", "direction"
+        )
+        self._came = made(Counter, "peers_seen", "Peers of the run that have appeared.")
+        self._gone = made(Counter, "peers_gone", "Peers of the run that have gone.")
+        # Series are made at once, so that a query finds them before the first event.
         for run in runs:
-            self._begin(run)
+            for kind in RoundKind:
+                self._rounds.labels(run, kind.value)
+                self._round_seconds.labels(run, kind.value)
+            for code in (*NoPeersCode, *FailedCode):
+                self._failures.labels(run, code.value)
+            for direction, way in product(("sent", "received"), Way):
+                self._bytes.labels(run, direction, way.value)
+            for direction in get_args(Direction):
+                self._state_bytes.labels(run, direction)
+                self._state_done.labels(run, direction)
+            for metric in plain:
+                metric.labels(run)
 
     def take(self, event: AnyEvent) -> None:
         """Count an event; a subscriber of events."""
@@ -154,34 +179,3 @@ class Figures:
         # A transfer that begins counts from 0 again.
         self._state_bytes.labels(*key).inc(event.done - before if event.done >= before else event.done)
         self._state_done.labels(*key).set(event.done / event.total if event.total else 0.0)
-
-    def _begin(self, run: str) -> None:
-        """Make the series of a run, so that a query finds them before the first event."""
-        for kind in RoundKind:
-            self._rounds.labels(run, kind.value)
-            self._round_seconds.labels(run, kind.value)
-        for code in (*NoPeersCode, *FailedCode):
-            self._failures.labels(run, code.value)
-        for direction in DIRECTIONS:
-            for way in Way:
-                self._bytes.labels(run, direction, way.value)
-        for direction in ("download", "upload"):
-            self._state_bytes.labels(run, direction)
-            self._state_done.labels(run, direction)
-        for metric in (
-            *(self._exchange_seconds, self._members, self._lost, self._clipped, self._samples),
-            *(self._own_samples, self._updates, self._epoch, self._speed, self._accumulated, self._waiting),
-            *(self._behind, self._norm, self._drifted, self._came, self._gone),
-        ):
-            metric.labels(run)
-
-    def _counter(self, name: str, text: str, labels: list[str]) -> Any:
-        return Counter(f"p2pavg_{name}", text, ["run", *labels], registry=self._registry)
-
-    def _gauge(self, name: str, text: str, labels: list[str]) -> Any:
-        return Gauge(f"p2pavg_{name}", text, ["run", *labels], registry=self._registry)
-
-    def _histogram(self, name: str, text: str, labels: list[str]) -> Any:
-        return Histogram(
-            f"p2pavg_{name}", text, ["run", *labels], registry=self._registry, buckets=DURATION_BUCKETS
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import trio
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from p2pavg.metrics.sources import MetricsSource
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.peer.peer import Peer
-from p2pavg.telemetry.status import RunPeer
 
 
 class RunCollector(Collector):
@@ -23,8 +22,18 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return the present values."""
-        run = self._source.config.run_id
-        yield from of_run(run, self._source.members(), self._source.excluded)
+        run, members = self._source.config.run_id, self._source.members()
+        speed = sum(member.samples_per_second for member in members)
+        for name, text, value in (
+            ("peers", "Peers of the run, this one included.", len(members)),
+            ("peers_waiting", "Peers that have computed enough.", sum(each.waiting for each in members)),
+            ("peers_behind", "Peers that catch up with the run.", sum(each.behind for each in members)),
+            ("excluded_peers", "Peers that are excluded because they lied.", len(self._source.excluded)),
+            ("run_samples_per_second", "Speed of all peers of the run, by their own words.", speed),
+        ):
+            family = GaugeMetricFamily(f"p2pavg_{name}", text, labels=["run"])
+            family.add_metric([run], value)
+            yield family
         yield reachability(self._source.reachability)
 
 
@@ -38,7 +47,10 @@ class PeerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return the present values; none once the peer has ended."""
         try:
-            contacts, relayed = trio.from_thread.run_sync(self._figures, trio_token=self._token)
+            contacts, relayed = trio.from_thread.run_sync(
+                lambda: (len(self._peer.records.contacts), self._peer.context.transport.relayed_bytes),
+                trio_token=self._token,
+            )
         except (trio.RunFinishedError, trio.Cancelled):
             return
         yield GaugeMetricFamily(
@@ -54,27 +66,6 @@ class PeerCollector(Collector):
     def describe(self) -> Iterator[Metric]:
         """Return no names, because the thread of trio, which registers this, cannot call itself."""
         return iter(())
-
-    def _figures(self) -> tuple[int, int]:
-        return len(self._peer.records.contacts), self._peer.context.transport.relayed_bytes
-
-
-def of_run(run: str, members: Collection[RunPeer], excluded: Collection[str]) -> Iterator[Metric]:
-    """Return the metrics of a run's peers."""
-    figures = {
-        "peers": ("Peers of the run, this one included.", len(members)),
-        "peers_waiting": ("Peers that have computed enough.", sum(member.waiting for member in members)),
-        "peers_behind": ("Peers that catch up with the run.", sum(member.behind for member in members)),
-        "excluded_peers": ("Peers that are excluded because they lied.", len(excluded)),
-        "run_samples_per_second": (
-            "Speed of all peers of the run, by their own words.",
-            sum(member.samples_per_second for member in members),
-        ),
-    }
-    for name, (text, value) in figures.items():
-        family = GaugeMetricFamily(f"p2pavg_{name}", text, labels=["run"])
-        family.add_metric([run], value)
-        yield family
 
 
 def reachability(now: Reachability) -> Metric:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.registry import Collector
 
+    from p2pavg.metrics.server import MetricsServer
     from p2pavg.peer.peer import Peer
 
 LOCALHOST = "127.0.0.1"
@@ -31,14 +32,11 @@ class _Metrics:
         from prometheus_client import CollectorRegistry as OwnRegistry
 
         from p2pavg.metrics.figures import Figures
-        from p2pavg.metrics.server import MetricsServer
 
         self.registry = OwnRegistry() if registry is None else registry
         """The registry of the metrics."""
         self.registry.register(collector)
-        figures = Figures(self.registry, runs)
-        self._subscription = source.subscribe(figures.take)
-        self._make_server = MetricsServer
+        self._subscription = source.subscribe(Figures(self.registry, runs).take)
         self._server: MetricsServer | None = None
 
     def serve(self, port: int = 0, host: str = LOCALHOST) -> int:
@@ -54,7 +52,9 @@ class _Metrics:
         """
         if self._server is not None:
             raise RuntimeError("the metrics are served already")
-        self._server = self._make_server(self.registry, port, host)
+        from p2pavg.metrics.server import MetricsServer
+
+        self._server = MetricsServer(self.registry, port, host)
         return self._server.port
 
     def close(self) -> None:

@@ -11,22 +11,19 @@ from p2pavg.telemetry.hub import OnEvent, Subscription
 from p2pavg.telemetry.status import RunPeer
 
 
-class MetricsSource(Protocol):
+class Subscribable(Protocol):
+    """An averager or a peer: anything with events."""
+
+    def subscribe(self, callback: OnEvent) -> Subscription: ...
+
+
+class MetricsSource(Subscribable, Protocol):
     """An averager: :class:`p2pavg.blocking.Averager` or :class:`p2pavg.DecentralizedAverager`."""
 
-    @property
-    def peer_id(self) -> str: ...
     @property
     def config(self) -> AveragingConfig: ...
     @property
     def reachability(self) -> Reachability: ...
     @property
     def excluded(self) -> Collection[str]: ...
-    def subscribe(self, callback: OnEvent) -> Subscription: ...
     def members(self) -> tuple[RunPeer, ...]: ...
-
-
-class Subscribable(Protocol):
-    """An averager or a peer: anything with events."""
-
-    def subscribe(self, callback: OnEvent) -> Subscription: ...

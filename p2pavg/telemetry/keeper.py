@@ -144,17 +144,27 @@ class StatusKeeper:
 
     def _changes(self, event: AnyEvent) -> dict[str, Any] | None:
         """Return the fields that an event changes; ``None`` if it changes nothing."""
-        if isinstance(event, RoundEnded):
-            return self._ended(event)
-        if isinstance(event, UpdateTaken):
-            return self._updated(event)
-        if isinstance(event, Progressed):
-            return _progressed(event)
-        if isinstance(event, StateMoved):
-            self._moved[event.direction] = event
-            # No field changes, but the version does: `status` has the transfer in it.
-            return {}
-        return {"drift": harmless(event.sentence, MAX_SENTENCE_CHARS)} if isinstance(event, Drifted) else None
+        match event:
+            case RoundEnded():
+                return self._ended(event)
+            case UpdateTaken():
+                return self._updated(event)
+            case Progressed():
+                activity = Activity.WAITING if event.waiting else Activity.COMPUTING
+                return {
+                    "epoch": event.epoch,
+                    "lineage": event.lineage[:LINEAGE_BYTES],
+                    "samples": _within(event.samples, MAX_WEIGHT),
+                    "samples_per_second": _within(event.samples_per_second, MAX_WEIGHT),
+                    "activity": Activity.FOLLOWING if event.follows else activity,
+                }
+            case StateMoved():
+                self._moved[event.direction] = event
+                # No field changes, but the version does: `status` has the transfer in it.
+                return {}
+            case Drifted():
+                return {"drift": harmless(event.sentence, MAX_SENTENCE_CHARS)}
+        return None
 
     def _ended(self, event: RoundEnded) -> dict[str, Any]:
         self._rounds.appendleft(_claim(event))
@@ -162,18 +172,16 @@ class StatusKeeper:
         changes: dict[str, Any] = {
             "total_rounds": before.total_rounds + succeeded,
             "total_failures": before.total_failures + (event.result is RoundKind.FAILED),
-            "total_sent": _count(before.total_sent + sum(event.sent.values()), MAX_BYTES),
-            "total_received": _count(before.total_received + sum(event.received.values()), MAX_BYTES),
+            "total_sent": min(before.total_sent + sum(event.sent.values()), MAX_BYTES),
+            "total_received": min(before.total_received + sum(event.received.values()), MAX_BYTES),
             "total_samples": _within(before.total_samples + event.own_samples, MAX_WEIGHT),
             "excluded": _keys(event.excluded, MAX_NAMED),
         }
         # A round that failed shows no ways that hold: some lanes may never have been opened.
         if succeeded:
-            changes |= {
-                "lanes": _partners(event.ways, Way.LANE),
-                "streams": _partners(event.ways, Way.STREAM),
-                "relayed": _partners(event.ways, Way.RELAYED),
-            }
+            for name, way in (("lanes", Way.LANE), ("streams", Way.STREAM), ("relayed", Way.RELAYED)):
+                partners = (peer_id for peer_id, its in event.ways.items() if its == way)
+                changes[name] = _keys(partners, MAX_MEMBERS)
         if succeeded and not before.lineage:  # without an optimizer, rounds are all there is
             changes |= self._measured(before.total_rounds + 1, event.metrics)
         return changes
@@ -206,17 +214,6 @@ class StatusKeeper:
         return {"metrics": tuple(found), "history_of": name}
 
 
-def _progressed(event: Progressed) -> dict[str, Any]:
-    activity = Activity.WAITING if event.waiting else Activity.COMPUTING
-    return {
-        "epoch": event.epoch,
-        "lineage": event.lineage[:LINEAGE_BYTES],
-        "samples": _within(event.samples, MAX_WEIGHT),
-        "samples_per_second": _within(event.samples_per_second, MAX_WEIGHT),
-        "activity": Activity.FOLLOWING if event.follows else activity,
-    }
-
-
 def _claim(event: RoundEnded) -> RoundClaim:
     return RoundClaim(
         group=bytes.fromhex(event.group_id)[:KEY_BYTES],
@@ -224,11 +221,11 @@ def _claim(event: RoundEnded) -> RoundClaim:
         ended=_within(event.time, MAX_STATUS_SECONDS),
         duration=_within(event.duration, MAX_STATUS_SECONDS),
         exchange_duration=_within(event.exchange_duration, MAX_STATUS_SECONDS),
-        sent=_count(sum(event.sent.values()), MAX_BYTES),
-        received=_count(sum(event.received.values()), MAX_BYTES),
-        members=_count(len(event.members), MAX_MEMBERS),
-        contributors=_count(len(event.contributors), MAX_GROUP_SIZE),
-        clipped=_count(len(event.clipped), MAX_GROUP_SIZE),
+        sent=min(sum(event.sent.values()), MAX_BYTES),
+        received=min(sum(event.received.values()), MAX_BYTES),
+        members=min(len(event.members), MAX_MEMBERS),
+        contributors=min(len(event.contributors), MAX_GROUP_SIZE),
+        clipped=min(len(event.clipped), MAX_GROUP_SIZE),
         lost=_keys(event.lost, MAX_NAMED),
         reason=harmless(event.reason, MAX_REASON_CHARS),
     )
@@ -237,15 +234,11 @@ def _claim(event: RoundEnded) -> RoundClaim:
 def _transfer(moved: StateMoved) -> TransferClaim:
     return TransferClaim(
         is_upload=moved.direction == "upload",
-        done=_count(moved.done, MAX_BYTES),
-        total=_count(moved.total, MAX_BYTES),
+        done=min(moved.done, MAX_BYTES),
+        total=min(moved.total, MAX_BYTES),
         bytes_per_second=_within(moved.bytes_per_second, MAX_BYTES),
-        peers=_count(moved.peers, MAX_MEMBERS),
+        peers=min(moved.peers, MAX_MEMBERS),
     )
-
-
-def _partners(ways: Mapping[str, str], way: Way) -> tuple[bytes, ...]:
-    return _keys((peer_id for peer_id, its in ways.items() if its == way), MAX_MEMBERS)
 
 
 def _keys(peer_ids: Iterable[str], most: int) -> tuple[bytes, ...]:
@@ -255,7 +248,3 @@ def _keys(peer_ids: Iterable[str], most: int) -> tuple[bytes, ...]:
 def _within(value: float, most: float) -> float:
     """Return a number from 0 to ``most``: other peers refuse a status with another one. NaN becomes 0."""
     return min(float(value), most) if value > 0 else 0.0
-
-
-def _count(value: int, most: int) -> int:
-    return min(value, most)

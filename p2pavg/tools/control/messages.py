@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta, structs
 
-from p2pavg.base.errors import ControlError, RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Count, Message, Seconds, cut, decoded
 
 VERSION = 2
@@ -139,19 +139,6 @@ def read_answer(data: bytes) -> Answer:
         RemoteProtocolError: the bytes are no answer, or one of another version.
     """
     answer: Answer = decoded(_content(data, "the daemon"), Answer)
-    return answer
-
-
-def answer_of(data: bytes) -> DaemonStatus | Done:
-    """Read an answer that does what was asked.
-
-    Raises:
-        ControlError: the daemon refused; the message is the daemon's reason.
-        RemoteProtocolError: as :func:`read_answer`.
-    """
-    answer = read_answer(data)
-    if isinstance(answer, RefusedRequest):
-        raise ControlError(f"the daemon refused: {answer.reason}")
     return answer
 
 

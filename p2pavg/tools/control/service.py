@@ -20,9 +20,9 @@ from p2pavg.tools.control.messages import (
     Done,
     Question,
     RefusedRequest,
-    answer_of,
     encode_answer,
     encode_question,
+    read_answer,
     read_question,
 )
 
@@ -80,9 +80,12 @@ async def ask(
                 data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
                 if data is None:
                     raise ControlError(f"the daemon at {path} ended before it answered")
-                return answer_of(data)
+                answer = read_answer(data)
             except RemoteProtocolError as error:
                 raise ControlError(f"the daemon at {path} is of another version: {error}") from None
             except StreamBrokenError as error:
                 raise ControlError(f"the daemon at {path} ended before it answered: {error}") from None
+        if isinstance(answer, RefusedRequest):
+            raise ControlError(f"the daemon refused: {answer.reason}")
+        return answer
     raise ControlError(f"the daemon at {path} did not answer within {timeout:.0f} s")

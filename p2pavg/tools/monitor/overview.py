@@ -163,15 +163,26 @@ class Overview:
             "summary": _summary(row.status for row in live.values()),
             "peers": [
                 _peer(peer_id, row, of_branch.get(peer_id), peer_id == self._me)
-                for peer_id, row in sorted(self._rows.items(), key=lambda each: _order(*each))
+                for peer_id, row in sorted(self._rows.items(), key=_order)
             ],
-            "rounds": [_named(each, ids) for each in self._rounds.shown(MAX_SHOWN_ROUNDS)],
+            "rounds": self._rounds.shown(MAX_SHOWN_ROUNDS, ids),
             "series": self._series.shown(),
             "lineages": [
                 {"epoch": each.epoch, "state": each.state.hex(), "peers": list(each.peers)} for each in found
             ],
             "not_compared": list(apart),
-            "transfers": _transfers(live),
+            "transfers": [
+                {
+                    "peer": peer_id,
+                    "upload": transfer.is_upload,
+                    "done": transfer.done,
+                    "total": transfer.total,
+                    "bytes_per_second": transfer.bytes_per_second,
+                    "peers": transfer.peers,
+                }
+                for peer_id, row in sorted(live.items())
+                for transfer in row.status.transfers
+            ],
             "exchanges": _exchanges(live, ids),
             "excluded": [{"peer": i, "reason": why[:200]} for i, why in sorted(self._excluded.items())],
             "news": list(reversed(self._news)),
@@ -189,7 +200,8 @@ class Overview:
         return compared
 
 
-def _order(peer_id: str, row: _Row) -> tuple[bool, str, str]:
+def _order(shown: tuple[str, _Row]) -> tuple[bool, str, str]:
+    peer_id, row = shown
     # "~" comes after the letters of ASCII, so peers without a name stand behind those that have one.
     return (row.gone is not None, row.status.name or "~", peer_id)
 
@@ -206,34 +218,37 @@ def _summary(statuses: Iterable[PeerStatus]) -> dict[str, object]:
     }
 
 
+_SHOWN = (
+    *(
+        "name",
+        "role",
+        "expires",
+        "reach",
+        "reach_sentence",
+        "activity",
+        "epoch",
+        "samples",
+        "samples_per_second",
+    ),
+    *("upload_mbps", "download_mbps", "grad_norm", "learning_rate", "total_samples", "drift"),
+)
+"""Fields of a status that are shown under their own names."""
+
+
 def _peer(peer_id: str, row: _Row, branch: int | None, is_me: bool) -> dict[str, object]:
     status = row.status
     return {
         "id": peer_id,
-        "name": status.name,
         "me": is_me,
         "version": status.software,
-        "role": status.role,
         "roles": list(status.roles),
-        "expires": status.expires,
-        "reach": status.reach,
-        "reach_sentence": status.reach_sentence,
-        "activity": str(status.activity),
-        "epoch": status.epoch,
         "branch": branch,
-        "samples": status.samples,
-        "samples_per_second": status.samples_per_second,
-        "upload_mbps": status.upload_mbps,
-        "download_mbps": status.download_mbps,
-        "grad_norm": status.grad_norm,
-        "learning_rate": status.learning_rate,
+        **{name: getattr(status, name) for name in _SHOWN},
         "metrics": dict(status.metrics),
         "rounds": status.total_rounds,
         "failures": status.total_failures,
         "sent": status.total_sent,
         "received": status.total_received,
-        "total_samples": status.total_samples,
-        "drift": status.drift,
         "excludes": len(status.excluded),
         # Counted from when the status came, because the peer's own clock may be wrong.
         "up_since": row.last_seen - status.uptime,
@@ -241,28 +256,6 @@ def _peer(peer_id: str, row: _Row, branch: int | None, is_me: bool) -> dict[str,
         "last_seen": row.last_seen,
         "gone": row.gone,
     }
-
-
-def _named(shown: dict[str, object], ids: Mapping[str, str]) -> dict[str, object]:
-    """Put the ids of known peers in the place of the keys of those that a round lost."""
-    lost = shown["lost"]
-    assert isinstance(lost, list)
-    return shown | {"lost": [{"peer": ids.get(each["key"], ""), **each} for each in lost]}
-
-
-def _transfers(live: Mapping[str, _Row]) -> list[dict[str, object]]:
-    return [
-        {
-            "peer": peer_id,
-            "upload": transfer.is_upload,
-            "done": transfer.done,
-            "total": transfer.total,
-            "bytes_per_second": transfer.bytes_per_second,
-            "peers": transfer.peers,
-        }
-        for peer_id, row in sorted(live.items())
-        for transfer in row.status.transfers
-    ]
 
 
 def _exchanges(live: Mapping[str, _Row], ids: Mapping[str, str]) -> list[dict[str, object]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import PeerStatus, RoundClaim
@@ -32,8 +32,12 @@ class MergedRound:
         self.at = at
         self.claims: dict[str, RoundClaim] = {}
 
-    def shown(self) -> dict[str, object]:
-        """Return the round as JSON values."""
+    def shown(self, ids: Mapping[str, str]) -> dict[str, object]:
+        """Return the round as JSON values.
+
+        Args:
+            ids: of known peers, by the keys that statuses have in their place.
+        """
         claims = list(self.claims.values())
         ended = [claim for claim in claims if claim.result is RoundKind.SUCCESS] or claims
         results = Counter(str(claim.result) for claim in claims)
@@ -43,13 +47,15 @@ class MergedRound:
             "group": self.name,
             "at": self.at,
             "results": dict(results),
-            "members": _median(claim.members for claim in ended),
-            "contributors": _median(claim.contributors for claim in ended),
-            "duration": _median(claim.duration for claim in ended),
-            "exchange": _median(claim.exchange_duration for claim in ended),
+            "members": statistics.median(claim.members for claim in ended),
+            "contributors": statistics.median(claim.contributors for claim in ended),
+            "duration": statistics.median(claim.duration for claim in ended),
+            "exchange": statistics.median(claim.exchange_duration for claim in ended),
             "bytes": sum(claim.sent for claim in claims),
-            "clipped": _median(claim.clipped for claim in ended),
-            "lost": [{"key": key, "by": count} for key, count in lost.most_common(8)],
+            "clipped": statistics.median(claim.clipped for claim in ended),
+            "lost": [
+                {"peer": ids.get(key, ""), "key": key, "by": count} for key, count in lost.most_common(8)
+            ],
             "reason": reasons.most_common(1)[0][0] if reasons else "",
             "by": sorted(self.claims),
         }
@@ -94,11 +100,7 @@ class MergedRounds:
         else:
             del self._rounds[next(iter(self._rounds))]
 
-    def shown(self, most: int) -> list[dict[str, object]]:
-        """Return the last rounds as JSON values, the newest first."""
+    def shown(self, most: int, ids: Mapping[str, str]) -> list[dict[str, object]]:
+        """Return the last rounds as JSON values, the newest first; see :meth:`MergedRound.shown`."""
         newest = sorted(self._rounds.values(), key=lambda each: each.at, reverse=True)
-        return [each.shown() for each in newest[:most]]
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
+        return [each.shown(ids) for each in newest[:most]]

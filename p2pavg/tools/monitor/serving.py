@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
+import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import trio
+
 from p2pavg.base.errors import ConfigError, ListenError
 from p2pavg.base.hostnames import is_loopback
-from p2pavg.base.limits import QUICK_REPLY_SECONDS
+from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.blocking import Averager
+from p2pavg.net.limits.call_budget import CallBudget
+from p2pavg.net.limits.sources import prefix_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.host import Host
 from p2pavg.runs.membership.membership import RunAccess
@@ -27,14 +33,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from p2pavg.tools.monitor.app import Page
-import struct
-from collections.abc import Awaitable
 
-import trio
-
-from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
-from p2pavg.net.limits.call_budget import CallBudget
-from p2pavg.net.limits.sources import prefix_of
+logger = logging.getLogger(__name__)
 
 # Connections of the monitor's server: how many there are, how long they may be silent, and how they end.
 #
@@ -114,49 +114,6 @@ Answer = Callable[[Connection], Awaitable[None]]
 """Serves one connection until it ends."""
 
 
-class _Connections:
-    """The open connections."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._open: set[Connection] = set()
-        self._budget = CallBudget()
-        self._has_ended = False
-
-    async def handle(self, stream: trio.SocketStream) -> None:
-        """Serve a new connection, or close it if there are too many, or too many of its host."""
-        connection = Connection(stream)
-        if self._has_ended or len(self._open) >= MAX_CONNECTIONS or not self._may_come(connection):
-            connection.abort()
-            return
-        self._open.add(connection)
-        try:
-            await self._answer(connection)
-        except Exception:
-            logger.exception("a connection to the monitor has failed")
-        finally:
-            self._open.discard(connection)
-            connection.abort()
-
-    def _may_come(self, connection: Connection) -> bool:
-        """Return whether the host of a connection has budget left, and charge it for this one."""
-        try:
-            host = str(connection.socket.getpeername()[0])
-        except OSError:  # the connection is gone already
-            return False
-        now, prefix = trio.current_time(), prefix_of(host)
-        if self._budget.delay(now, host, prefix) != 0.0:
-            return False
-        self._budget.charge(now, host, prefix, seconds=ANSWER_COST_SECONDS, count=0)
-        return True
-
-    def end(self) -> None:
-        """Close all connections at once, and take no more."""
-        self._has_ended = True
-        for connection in self._open:
-            connection.abort()
-
-
 @asynccontextmanager
 async def serving(listener: socket.socket, answer: Answer) -> AsyncIterator[None]:
     """Accept connections for as long as the block runs; no client delays its end.
@@ -165,21 +122,53 @@ async def serving(listener: socket.socket, answer: Answer) -> AsyncIterator[None
         listener: a bound socket; it is closed at the end.
         answer: serves one connection.
     """
+    opened: set[Connection] = set()
+    budget = CallBudget()
+    has_ended = False
+
+    def may_come(connection: Connection) -> bool:
+        """Return whether there is room, and the host of a connection has budget left; charge it for this one."""
+        if has_ended or len(opened) >= MAX_CONNECTIONS:
+            return False
+        try:
+            host = str(connection.socket.getpeername()[0])
+        except OSError:  # the connection is gone already
+            return False
+        now, prefix = trio.current_time(), prefix_of(host)
+        if budget.delay(now, host, prefix) != 0.0:
+            return False
+        budget.charge(now, host, prefix, seconds=ANSWER_COST_SECONDS, count=0)
+        return True
+
+    async def handle(stream: trio.SocketStream) -> None:
+        connection = Connection(stream)
+        if not may_come(connection):
+            connection.abort()
+            return
+        opened.add(connection)
+        try:
+            await answer(connection)
+        except Exception:
+            logger.exception("a connection to the monitor has failed")
+        finally:
+            opened.discard(connection)
+            connection.abort()
+
     listener.listen()
-    connections = _Connections(answer)
     async with trio.open_nursery() as nursery:
         listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
-        await nursery.start(partial(trio.serve_listeners, connections.handle, listeners))
+        await nursery.start(partial(trio.serve_listeners, handle, listeners))
         try:
             yield
         finally:
-            connections.end()
+            has_ended = True
+            for connection in opened:
+                connection.abort()
             nursery.cancel_scope.cancel()
 
 
-logger = logging.getLogger(__name__)
-
 MAX_HEADER_BYTES = 16 * 1024
+_TOKEN = re.compile(rf"[A-Za-z0-9_-]{{{MIN_TOKEN_CHARS},}}")
 DEFAULT_HOST = "127.0.0.1"
 
 
@@ -207,7 +196,7 @@ class MonitorOptions:
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be a whole number from 0 to 65535, got {self.port!r}")
-        if self.token is not None and (len(self.token) < MIN_TOKEN_CHARS or not _is_plain(self.token)):
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise ConfigError(f"token must have at least {MIN_TOKEN_CHARS} letters, digits, - or _")
 
     @property
@@ -242,10 +231,12 @@ async def serve_page(source: StatusSource, options: MonitorOptions) -> AsyncIter
 
     token = options.needed_token
     address = f"[{options.host}]" if ":" in options.host else options.host
+    # Browsers may ask under the user's names, and under those of the printed address.
+    names = frozenset(name.lower() for name in (*options.names, options.host, socket.gethostname()))
     with _listen(options) as listener:
         port = listener.getsockname()[1]
         async with watching(source, time.time) as watcher:
-            app = make_app(watcher, token=token, names=_names(options), pages=options.pages)
+            app = make_app(watcher, token=token, names=names, pages=options.pages)
             async with serving(listener, _answer_with(app)):
                 # An address to open in a browser, also for one that stands for all addresses of this machine.
                 named = socket.gethostname() if address in ("0.0.0.0", "[::]") else address
@@ -264,7 +255,9 @@ def _answer_with(app: ASGIApp) -> Answer:
 
     config = Config()
     config.accesslog = None  # its lines would hold tokens
-    config.errorlog = _http_logger()
+    http = logging.getLogger("p2pavg.tools.monitor.http")
+    http.setLevel(logging.WARNING)
+    config.errorlog = http
     config.include_server_header = False
     config.h11_max_incomplete_size = MAX_HEADER_BYTES
     # A connection on which nothing is asked is closed after this.
@@ -356,18 +349,3 @@ def serve_monitor(averager: Averager, port: int = 0, **options: Any) -> Iterator
     chosen = MonitorOptions(port=port, **options)
     with averager.beside(partial(monitor_of, options=chosen)) as address:
         yield address
-
-
-def _names(options: MonitorOptions) -> frozenset[str]:
-    """Return the names under which browsers may ask: the user's, and those of the printed address."""
-    return frozenset(name.lower() for name in (*options.names, options.host, socket.gethostname()))
-
-
-def _http_logger() -> logging.Logger:
-    http = logging.getLogger("p2pavg.tools.monitor.http")
-    http.setLevel(logging.WARNING)
-    return http
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and all(character.isalnum() or character in "-_" for character in text)

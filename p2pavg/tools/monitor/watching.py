@@ -51,19 +51,11 @@ class AveragerSource:
     gives = ""
 
     def __init__(self, averager: DecentralizedAverager) -> None:
+        self.run_id = averager.config.run_id
+        self.me = averager.peer_id
         self._averager = averager
         self._own = _Own()
         averager.statuses.look_every(LOOK_SECONDS)
-
-    @property
-    def run_id(self) -> str:
-        """The run."""
-        return self._averager.config.run_id
-
-    @property
-    def me(self) -> str:
-        """This peer's id."""
-        return self._averager.peer_id
 
     @property
     def excluded(self) -> Mapping[str, str]:
@@ -72,10 +64,9 @@ class AveragerSource:
 
     def read(self) -> dict[str, tuple[PeerStatus, float]]:
         """Return each peer's status, and when it came."""
-        found = {
-            peer_id: (heard.status, heard.at) for peer_id, heard in self._averager.statuses.others().items()
-        }
-        return {self.me: self._own.read(self._averager.statuses), **found}
+        statuses = self._averager.statuses
+        found = {peer_id: (heard.status, heard.at) for peer_id, heard in statuses.others().items()}
+        return {self.me: self._own.read(statuses), **found}
 
 
 class BoardSource:
@@ -85,16 +76,12 @@ class BoardSource:
         self, host: Host, run_id: str, run: JoinedRun, heards: HeardStatuses, given: Callable[[], str]
     ) -> None:
         self.run_id = run_id
+        self.me = host.id
         self._given = given
         self._host = host
         self._run = run
         self._heards = heards
         self._own = _Own()
-
-    @property
-    def me(self) -> str:
-        """This peer's id."""
-        return self._host.id
 
     @property
     def excluded(self) -> Mapping[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import fields
 
-from p2pavg.base.errors import ControlError, RemoteProtocolError
+from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import pack
 from p2pavg.tools.control.messages import (
     MAX_TEXTS,
@@ -14,7 +14,6 @@ from p2pavg.tools.control.messages import (
     Done,
     Question,
     RefusedRequest,
-    answer_of,
     encode_answer,
     encode_question,
     read_answer,
@@ -102,8 +101,3 @@ def test_a_status_out_of_range_is_refused(name: str, value: object) -> None:
     values = [value if each.name == name else getattr(STATUS, each.name) for each in fields(DaemonStatus)]
     with pytest.raises(RemoteProtocolError):
         read_answer(pack(2, pack("status", *values)))
-
-
-def test_a_refusal_becomes_an_error_with_its_reason() -> None:
-    with pytest.raises(ControlError, match="the daemon refused: it is busy"):
-        answer_of(encode_answer(RefusedRequest("it is busy")))

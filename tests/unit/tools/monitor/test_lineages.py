@@ -79,12 +79,10 @@ def test_cost_of_a_comparison_is_that_of_the_smaller_side() -> None:
 
 
 def test_peers_that_join_a_branch_copy_none_of_its_states() -> None:
-    cluster, other = _Cluster(), _Cluster()
-    cluster.add("one", {4: state(4)})
-    known = cluster.states
-    cluster.add("two", {4: state(4), 5: state(5)})
-    other.add("three", {5: state(5), 6: state(6)})
-    cluster.take(other)
+    known = {4: state(4)}
+    cluster = _Cluster(["one"], known)
+    cluster.take(["two"], {4: state(4), 5: state(5)})
+    cluster.take(["three"], {5: state(5), 6: state(6)})
     assert cluster.states is known
     assert known == {4: state(4), 5: state(5), 6: state(6)}
 

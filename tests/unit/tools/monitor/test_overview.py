@@ -131,7 +131,7 @@ def test_peer_that_invents_rounds_pushes_out_its_own() -> None:
         rounds.receive(name, honest, NOW)
     for index in range(3 * MAX_ROUNDS):
         rounds.receive("liar", PeerStatus(rounds=(claim(index.to_bytes(8, "big")),)), NOW + index)
-    shown = rounds.shown(10 * MAX_ROUNDS)
+    shown = rounds.shown(10 * MAX_ROUNDS, {})
     assert len(shown) == MAX_ROUNDS
     assert b"honest!!".hex() in [each["group"] for each in shown]
 

@@ -106,7 +106,7 @@ def create(
     bootstrap: Sequence[str],
     settings: dict[str, Any],
     job: tuple[bytes, int] | None = None,
-) -> list[str]:
+) -> None:
     """Make an authority's key and the run file.
 
     Args:
@@ -142,12 +142,6 @@ def create(
     except ConfigError:
         key_file.unlink()  # made a moment ago, and of no run
         raise
-    return [
-        f"made {key_file}: the authority's key. Keep it and a copy of it to yourself; it signs all certificates.",
-        f"made {run_file}: for every member, over a private channel. It holds the run's secret.",
-        "Next: ask each peer for its id, which `p2pavg identity FILE` prints, and sign its certificate with",
-        f"  p2pavg run invite {run_file} PEER_ID --max-weight SAMPLES --days DAYS",
-    ]
 
 
 def rotate(run_file: Path, output: Path) -> list[str]:
@@ -245,10 +239,7 @@ def revoke(authority: Authority, named: Sequence[str], number: int | None) -> li
             # As a whole or not at all: half a list would be refused by every member.
             replace_file(authority.revoked_file, revocations_text(revocations).encode(), mode=PUBLIC)
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {authority.revoked_file}: {error.strerror}",
-                remedy=what_to_do(error, authority.revoked_file),
-            ) from None
+            raise cannot_write(authority.revoked_file, error) from None
     return [
         f"made {authority.revoked_file}: list number {number}, certificates in it: {len(identifiers)}",
         *(f"  revoked {each.hex()}" for each in sorted(added)),
@@ -346,7 +337,12 @@ def write_new(file: Path, text: str, *, mode: int) -> None:
         refuse_to_overwrite(file)
         raise ConfigError(f"{file} is a link to a missing file; remove it") from None
     except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+        raise cannot_write(file, error) from None
+
+
+def cannot_write(file: Path, error: OSError) -> ConfigError:
+    """Return the error of a file that cannot be written, with what to do about it."""
+    return ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file))
 
 
 def _read_ledger(authority: Authority) -> list[Certificate]:

@@ -16,6 +16,7 @@ from p2pavg.runs.membership.certificate import date_of
 from p2pavg.state.checkpoint import COMMON, OWN, Checkpoint, pieces_of, read
 from p2pavg.state.layout import read_header, write_header
 from p2pavg.state.snapshot import Content, specs_of, tensors_in
+from p2pavg.tools.cli.authority import cannot_write
 
 TORCH, SAFETENSORS = "torch", "safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth")
@@ -82,18 +83,21 @@ def export(file: Path, output: Path, *, form: str | None, force: bool, dtype: st
         raise ConfigError(f"--format must be {SAFETENSORS} or {TORCH}, got {form!r}")
     if output.exists() and output.samefile(file):
         raise ConfigError(f"{output} is the checkpoint itself; choose another name")
+    exists = ConfigError(f"{output} exists; --force overwrites it")
     if output.exists() and not force:
-        raise _exists(output)
+        raise exists
     tensors = _tensors_in(file, dtype)
     try:
         with (replacing if force else creating)(output, mode=PUBLIC) as opened:
-            (_write_torch if form == TORCH else _write_safetensors)(opened, tensors)
+            if form == TORCH:
+                # torch saves the whole memory of a view, here that of the file, so each tensor gets its own.
+                torch.save({name: tensor.clone() for name, tensor in tensors.items()}, opened)
+            else:
+                _write_safetensors(opened, tensors)
     except FileExistsError:
-        raise _exists(output) from None
+        raise exists from None
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
-        ) from None
+        raise cannot_write(output, error) from None
     return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
 
 
@@ -134,9 +138,7 @@ def export_like(file: Path, output: Path, like: Path, *, dtype: str | None = Non
     except FileExistsError:
         raise ConfigError(f"{output} exists; name a folder that does not") from None
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {output}: {error.strerror}", remedy=what_to_do(error, output)
-        ) from None
+        raise cannot_write(output, error) from None
     return f"made {output}: {len(found)} tensors, of update {read(file, verified=True).epoch}"
 
 
@@ -173,7 +175,14 @@ def _names_in_file(name: str, *, is_adapter: bool) -> Iterator[str]:
 def _tensors_in(file: Path, dtype: str | None) -> dict[str, torch.Tensor]:
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    tensors = model_of(read(file))
+    common = read(file).common.tensors
+    # The trained parameters and averaged buffers, by the model's own names.
+    tensors = {
+        name.removeprefix(prefix): tensor
+        for prefix in _PREFIXES
+        for name, tensor in common.items()
+        if name.startswith(prefix)
+    }
     if not tensors:
         raise ConfigError(f"{file} has no parameters and no buffers of a model")
     return _as_dtype(tensors, dtype)
@@ -188,30 +197,10 @@ def _as_dtype(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[st
     }
 
 
-def model_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the trained parameters and averaged buffers of a checkpoint, by the model's own names."""
-    tensors = checkpoint.common.tensors
-    return {
-        name.removeprefix(prefix): tensor
-        for prefix in _PREFIXES
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def _write_torch(opened: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
-    # torch saves the whole memory of a view, here that of the file, so each tensor gets its own.
-    torch.save({name: tensor.clone() for name, tensor in tensors.items()}, opened)
-
-
 def _write_safetensors(opened: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
     header, layout = write_header(specs_of(tensors), {"format": "pt"})
     for piece in pieces_of(tensors, header, layout):
         opened.write(piece)
-
-
-def _exists(output: Path) -> ConfigError:
-    return ConfigError(f"{output} exists; --force overwrites it")
 
 
 def _when(seconds: float) -> str:

@@ -68,17 +68,6 @@ class RunMember:
     delegate: Delegate | None
     """Set if the peer serves invitation links."""
 
-    @property
-    def helps(self) -> str | None:
-        """Id of the run whose rounds this peer helps; ``None`` if its certificate does not say so."""
-        return self.run.run_id if Role.AUXILIARY in self.access.roles else None
-
-    @property
-    def other_addresses(self) -> list[str]:
-        """The run file's addresses of other peers. This peer may itself be one that others bootstrap from."""
-        own = f"/p2p/{self.access.peer_id}"
-        return [address for address in self.run.bootstrap if not address.endswith(own)]
-
 
 def read_member(
     run_file: Path | None,
@@ -218,13 +207,20 @@ class DaemonOptions:
 
     @property
     def named(self) -> list[str]:
-        """The addresses that its user and the run file name."""
-        return [*self.bootstrap, *(() if self.member is None else self.member.other_addresses)]
+        """The addresses of other peers that its user and the run file name."""
+        if self.member is None:
+            return list(self.bootstrap)
+        # This peer may itself be one that others bootstrap from.
+        own = f"/p2p/{self.member.access.peer_id}"
+        others = [address for address in self.member.run.bootstrap if not address.endswith(own)]
+        return [*self.bootstrap, *others]
 
     @property
     def helps(self) -> str | None:
-        """Id of the run whose rounds this peer helps, if any."""
-        return self.run_id if self.member is None else self.member.helps
+        """Id of the run whose rounds this peer helps; ``None`` without one, or if its certificate does not say so."""
+        if self.member is None:
+            return self.run_id
+        return self.member.run.run_id if Role.AUXILIARY in self.member.access.roles else None
 
     @property
     def training(self) -> TrainingOptions | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import trio
 
@@ -36,27 +34,19 @@ def check(options: ExaminedPeer) -> None:
         raise ConfigError(f"--run-id must be text of 1 to {MAX_RUN_ID_CHARS} characters")
 
 
-def report(options: ExaminedPeer, *, json: bool) -> tuple[str, int]:
+def report(options: ExaminedPeer, *, json: bool, verbose: bool) -> tuple[str, int]:
     """Examine this machine. Return the text to print, and the exit code."""
     began = time.monotonic()
-    findings = trio.run(examine, options)
+    if not verbose:
+        # The examined peer warns of what it meets. The findings say the same in order.
+        logging.disable()
+    try:
+        findings = trio.run(examine, options)
+    finally:
+        logging.disable(logging.NOTSET)
     seconds = time.monotonic() - began
     if json:
         text = as_json(findings, seconds)
     else:
         text = "\n".join(as_table(findings, shutil.get_terminal_size((100, 24)).columns))
     return text, FAULTY if faults_of(findings) else 0
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep warnings of the doctor's own peer from the terminal: the findings say the same in order."""
-    loggers = [logging.getLogger(name) for name in ("p2pavg", "p2pavg_dht", "libp2p")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)

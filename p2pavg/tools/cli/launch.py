@@ -46,9 +46,11 @@ def launch(
         )
 
     # Imported here: torch takes seconds, and a mistake is told at once.
+    import trio
+
     from p2pavg.tools.cli.launching import launch_all
 
-    ends = launch_all(words, count, elastic=elastic)
+    ends = trio.run(launch_all, words, Path(words[0]).resolve().parent, count, elastic)
     for number, end in enumerate(ends):
         if end.is_error:
             typer.echo(f"[{number}] {end.why}", err=True)

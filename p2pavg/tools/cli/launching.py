@@ -19,18 +19,14 @@ from p2pavg.tools.jobs.limits import JobEnd
 from p2pavg.tools.jobs.running import JobProgram
 
 
-def launch_all(words: list[str], count: int, *, elastic: bool) -> list[JobEnd]:
+async def launch_all(words: list[str], folder: Path, count: int, elastic: bool) -> list[JobEnd]:
     """Run a program's processes until all of them have ended; return how each has.
 
     Args:
         words: the program and its arguments.
+        folder: of the program.
         elastic: start one that fails again, in place of ending all.
     """
-    return trio.run(_launch, words, Path(words[0]).resolve().parent, count, elastic)
-
-
-async def _launch(words: list[str], folder: Path, count: int, elastic: bool) -> list[JobEnd]:
-    """Run the program's processes; return how each has ended."""
     programs: list[JobProgram] = []
     ends: dict[int, JobEnd] = {}
     run_id = f"{re.sub(r'[^A-Za-z0-9._-]', '_', folder.name) or 'job'}-{secrets.token_hex(4)}"

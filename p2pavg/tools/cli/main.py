@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -136,8 +135,8 @@ def peer(
         identity (FILE): Key file, made when missing. Without one, and without --home, the identity is new at every
             start.
         run_id (ID): Help the rounds of this run: reduce a share, contribute nothing.
-        open_run: Let other machines reach a peer without a certificate. Any peer that knows the run's name can then read
-            and change its averages.
+        open_run: Let other machines reach a peer without a certificate. Any peer that knows the run's name can then
+            read and change its averages.
         run (FILE.run): Take part in this run, which has an authority, with --certificate and --identity.
         certificate (FILE): This peer's certificate in the run of --run.
     """
@@ -280,7 +279,7 @@ def doctor(
         port_mapping: Ask the router to forward the port for a moment.
         json: Print the findings as JSON.
     """
-    from p2pavg.tools.cli import doctor as work
+    from p2pavg.tools.cli.doctor import check, report
     from p2pavg.tools.doctor.examination import ExaminedPeer
 
     options = ExaminedPeer(
@@ -296,14 +295,12 @@ def doctor(
     # Mistakes in the options are errors of usage, and are found before this machine is examined.
     try:
         with naming(context):
-            work.check(options)
+            check(options)
     except (AddressError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     if verbose:
         log_to_stderr(log_format, LogLevel.DEBUG)
-    # The examined peer warns of what it meets. The findings say the same in order.
-    with nullcontext() if verbose else work.quiet():
-        text, code = work.report(options, json=json)
+    text, code = report(options, json=json, verbose=verbose)
     typer.echo(text)
     raise typer.Exit(code)
 

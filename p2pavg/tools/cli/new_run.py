@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from p2pavg.base.errors import AddressError, ConfigError
-from p2pavg.base.files import PUBLIC, keep_file, make_folder
+from p2pavg.base.files import PUBLIC, keep_file, make_folder, read_text
 from p2pavg.base.hostnames import is_loopback
 from p2pavg.base.limits import MAX_WEIGHT
+from p2pavg.group.topology import BUTTERFLY, resolve_topology
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.peer.joining.finding import files_in
 from p2pavg.peer.joining.home import Home
@@ -27,6 +28,8 @@ from p2pavg.runs.membership.certificate import SERIAL_BYTES, MemberCertificateEr
 from p2pavg.runs.membership.tokens import InvitationLink, Token, certify, make_token, token_key
 from p2pavg.runs.records.identity import make_seed
 from p2pavg.runs.records.invitations import Delegate
+from p2pavg.strategies import DataParallel, Federated, read_json, read_toml
+from p2pavg.strategies.reading import MAX_TOML_CHARS
 from p2pavg.tools.cli.authority import (
     create,
     invite,
@@ -200,6 +203,34 @@ def create_run(
                 folder.rmdir()
         raise
     return _lines(name, folder, links, own, days, has_job=job is not None)
+
+
+def settings_with(settings: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return the settings of a run file with a strategy, and with its rule of combining contributions and its topology.
+
+    Raises:
+        ConfigError: the file cannot be read or is no strategy, or the settings have others.
+    """
+    text = read_text(file, "strategy", max_bytes=MAX_TOML_CHARS)
+    try:
+        strategy = read_json(text) if file.suffix == ".json" else read_toml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    found = {**settings, "strategy": strategy.json}
+    if isinstance(strategy, DataParallel | Federated):
+        rule = strategy.robust
+        if settings["robust"] not in (None, rule):
+            raise ConfigError(
+                f"robust is {settings['robust']!r}, and the strategy's is {rule!r}: leave --robust out"
+            )
+        found["robust"] = rule
+        if resolve_topology(settings["topology"]).text not in (BUTTERFLY.text, strategy.topology):
+            raise ConfigError(
+                f"topology is {settings['topology']!r}, and the strategy's is {strategy.topology!r}: leave --topology"
+                " out"
+            )
+        found["topology"] = strategy.topology
+    return found
 
 
 def _lines(

@@ -113,6 +113,7 @@ def create(
         output (DIR): Folder of the run. Default: its name.
     """
     from p2pavg.tools.cli.new_run import create_run as make
+    from p2pavg.tools.cli.new_run import settings_with
 
     # The names are those of the fields of `RunFile`, which checks the values.
     settings = {
@@ -133,8 +134,6 @@ def create(
     }
     if strategy is not None:
         # A strategy may bring a rule and a topology of its own. They become settings of the run file, too.
-        from p2pavg.tools.cli.strategy import settings_with
-
         settings = settings_with(settings, strategy)
     # All files are made before the first line is printed. If one fails, none stays.
     _print(make(name, output, bootstrap, settings, address=address, count=count, days=days, job=job))

@@ -26,8 +26,7 @@ from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import MAX_TEXTS, Answer, DaemonStatus, Done, Question
 from p2pavg.tools.control.service import control_handler
-from p2pavg.tools.daemon.progress import in_words, progress_of
-from p2pavg.tools.daemon.words import helped
+from p2pavg.tools.daemon.words import helped, in_words, progress_of
 from p2pavg.tools.jobs.given import GivenWork
 
 # The service manager's socket (`sd_notify`): it tells systemd that a daemon is ready, ends, or starts again.

@@ -14,11 +14,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from p2pavg.base.formats import bars, count, in_bytes, in_time
+from p2pavg.base.formats import PeerText, bars, count, in_bytes, in_time
 from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import DaemonStatus
-from p2pavg.tools.daemon.progress import TrainingProgress, in_words, progress_of
+from p2pavg.tools.daemon.words import in_words, progress_of
 
 BARS = 32  # of the curve
 LOG_LINES = 6
@@ -42,7 +42,7 @@ async def showing(
 
         async def refresh() -> None:
             while True:
-                live.update(view(status(), statuses(), log.lines), refresh=True)
+                live.update(view(status(), statuses(), tuple(log.lines)), refresh=True)
                 await trio.sleep(LOOK_SECONDS)
 
         async with trio.open_nursery() as nursery:
@@ -62,38 +62,32 @@ def view(status: DaemonStatus, statuses: Mapping[str, PeerStatus], log: Sequence
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(status, statuses, progress):
-        table.add_row(Text(name), value)  # a name may be another peer's, and is no markup
-    parts: list[RenderableType] = [table]
-    if log:
-        parts += [Text(), *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in log)]
-    title = Text(f"p2pavg {status.version}" + (f" in the run {status.run_id}" if status.run_id else ""))
-    hint = (
-        "finishing the last round; Ctrl-C again ends at once"
-        if status.leaving
-        else "Ctrl-C ends after the round"
-    )
-    return Panel(Group(*parts), title=title, subtitle=Text(hint, style="dim"), title_align="left")
-
-
-def _rows(
-    status: DaemonStatus, statuses: Mapping[str, PeerStatus], progress: TrainingProgress
-) -> list[tuple[str, Text]]:
     gives = (
         f"{count(status.rounds, 'round')} in {in_time(status.uptime)}; {in_bytes(status.bytes_sent)} sent, "
         f"{in_bytes(status.bytes_received)} received; {status.elements:,} numbers averaged"
     )
-    rows = [("this machine gives", Text(gives))]
+    table.add_row("this machine gives", gives)
     if status.failed_rounds:
-        rows.append(("", Text(f"{count(status.failed_rounds, 'round')} failed", style="yellow")))
-    rows += [("with", _partners(status, statuses)), ("the run", Text(in_words(progress)))]
+        table.add_row("", Text(f"{count(status.failed_rounds, 'round')} failed", style="yellow"))
+    # What other peers have named goes into a Text: in a plain string, rich would obey its markup.
+    table.add_row("with", _partners(status, statuses))
+    table.add_row("the run", Text(in_words(progress)))
     if len(progress.history) > 1:
-        line = bars(progress.history, BARS)
-        rows.append((f"{progress.metric} over the run", Text(line, style="green")))
-    rows += [("others reach it", Text(status.reachability)), ("network", _network(status))]
+        name = Text(f"{progress.metric} over the run")
+        table.add_row(name, Text(bars(progress.history, BARS), style="green"))
+    table.add_row("others reach it", Text(status.reachability))
+    network = f"{count(status.peers, 'other peer')} of the network, {status.run_peers} of the run"
+    table.add_row("network", Text(network, style="" if status.is_connected else "yellow"))
     if status.refusal:
-        rows.append(("refused", Text(status.refusal, style="bold red")))
-    return rows
+        table.add_row("refused", Text(status.refusal, style="bold red"))
+    parts: list[RenderableType] = [table]
+    if log:
+        parts += [Text(), *(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in log)]
+    title = Text(f"p2pavg {status.version}" + (f" in the run {status.run_id}" if status.run_id else ""))
+    hint = "Ctrl-C ends after the round"
+    if status.leaving:
+        hint = "finishing the last round; Ctrl-C again ends at once"
+    return Panel(Group(*parts), title=title, subtitle=Text(hint, style="dim"), title_align="left")
 
 
 def _partners(status: DaemonStatus, statuses: Mapping[str, PeerStatus]) -> Text:
@@ -107,11 +101,6 @@ def _partners(status: DaemonStatus, statuses: Mapping[str, PeerStatus]) -> Text:
     return Text(", ".join(names) + (f" and {more} more" if more > 0 else "") + " in the last round")
 
 
-def _network(status: DaemonStatus) -> Text:
-    text = f"{count(status.peers, 'other peer')} of the network, {status.run_peers} of the run"
-    return Text(text, style="" if status.is_connected else "yellow")
-
-
 class LogLines(logging.Handler):
     """Keeps the last log lines, while the terminal shows a view.
 
@@ -122,17 +111,12 @@ class LogLines(logging.Handler):
     def __init__(self, most: int) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-        self._lines: deque[str] = deque(maxlen=most)
-
-    @property
-    def lines(self) -> tuple[str, ...]:
+        self.lines: deque[str] = deque(maxlen=most)
         """The last lines, the oldest first."""
-        return tuple(self._lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the first line of a record, without what a terminal would obey."""
-        text = self.format(record).splitlines()[0]
-        self._lines.append("".join(character if character.isprintable() else "?" for character in text))
+        self.lines.append(PeerText(self.format(record).splitlines()[0]))
 
     @contextmanager
     def in_place_of_others(self) -> Iterator[None]:

@@ -14,8 +14,8 @@ from trio.testing import MockClock
 from p2pavg.base.formats import bars
 from p2pavg.telemetry.status import Activity, PeerStatus
 from p2pavg.tools.control.messages import DaemonStatus
-from p2pavg.tools.daemon.progress import TrainingProgress, in_words, progress_of
 from p2pavg.tools.daemon.view import LogLines, showing, view
+from p2pavg.tools.daemon.words import TrainingProgress, in_words, progress_of
 from tests.unit.tools.control.statuses import STATUS, status
 
 LINEAGE = b"l" * 8
@@ -67,18 +67,15 @@ class TestProgress:
 
 
 def shown(
-    status: DaemonStatus, statuses: dict[str, PeerStatus] | None = None, log: tuple[str, ...] = ()
+    status: DaemonStatus,
+    statuses: dict[str, PeerStatus] | None = None,
+    log: tuple[str, ...] = (),
+    width: int = 110,
 ) -> str:
-    console = Console(file=io.StringIO(), width=110)
+    console = Console(file=io.StringIO(), width=width)
     console.print(view(status, statuses or {}, log))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def test_a_metric_with_a_name_like_markup_is_shown_as_it_is() -> None:
-    """Other peers choose it, and an error here would end the view of each volunteer."""
-    named = replace(trains(), history_of="[/x]", metrics=(("[/x]", 1.0),))
-    assert "[/x] over the run" in shown(STATUS, {"one": named})
 
 
 class TestView:
@@ -107,9 +104,12 @@ class TestView:
         assert "its certificate was revoked" in text
         assert "Ctrl-C again ends at once" in text
 
-    def test_names_of_peers_are_no_markup(self) -> None:
-        text = shown(STATUS, {"12D3KooWone": trains(name="[bold red]x[/]")})
+    def test_names_of_peers_and_metrics_are_no_markup(self) -> None:
+        """Other peers choose them, and an error here would end the view of each volunteer."""
+        named = replace(trains(name="[bold red]x[/]"), history_of="[/x]", metrics=(("[/x]", 1.0),))
+        text = shown(STATUS, {"12D3KooWone": named})
         assert "[bold red]x[/]" in text
+        assert "[/x] over the run" in text
 
     def test_many_partners_are_counted(self) -> None:
         assert "and 12 more" in shown(status(round_peers=tuple(f"12D3KooW{i}" for i in range(20))))
@@ -139,7 +139,5 @@ def test_only_the_last_log_lines_are_kept() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_every_width_of_a_terminal_is_enough(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(view(STATUS, {"12D3KooWone": trains()}, ("a long log line " * 20,)))
-    assert isinstance(console.file, io.StringIO)
-    assert max(map(len, console.file.getvalue().splitlines())) <= width
+    text = shown(STATUS, {"12D3KooWone": trains()}, ("a long log line " * 20,), width)
+    assert max(map(len, text.splitlines())) <= width

@@ -24,7 +24,9 @@ from tests.unit.tools.control.statuses import STATUS, status
 
 @pytest.mark.parametrize("question", list(Question))
 def test_questions_come_back(question: Question) -> None:
-    assert read_question(encode_question(question)) is question
+    data = encode_question(question)
+    assert read_question(data) is question
+    assert data == pack(2, pack(question.value)), "the encoding is frozen"
 
 
 @pytest.mark.parametrize("answer", [STATUS, status(addresses=(), run_id=""), Done(), RefusedRequest("no")])
@@ -32,8 +34,7 @@ def test_answers_come_back(answer: Answer) -> None:
     assert read_answer(encode_answer(answer)) == answer
 
 
-def test_the_encoding_of_a_question_and_an_answer_is_frozen() -> None:
-    assert encode_question(Question.STATUS) == pack(2, pack("status"))
+def test_the_encoding_of_an_answer_is_frozen() -> None:
     assert encode_answer(Done()) == pack(2, pack("done"))
     assert encode_answer(RefusedRequest("no")) == pack(2, pack("refused", "no"))
 
@@ -47,35 +48,16 @@ def test_another_version_is_named_with_the_remedy() -> None:
         read_answer(pack(9, b"what a later version may say"))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff",
-        pack("status", 1),
-        pack(2),
-        pack(2, b""),
-        pack(2, pack("unknown")),
-        pack(2, pack("status", 1)),
-        pack(2, pack("done")),
-    ],
-)
+NOT_MESSAGES = (b"", b"\xff", pack("status", 1), pack(2), pack(2, b""), pack(2, pack("unknown")))
+
+
+@pytest.mark.parametrize("data", [*NOT_MESSAGES, pack(2, pack("status", 1)), pack(2, pack("done"))])
 def test_bytes_that_are_no_question_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read_question(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff",
-        pack("status", 1),
-        pack(2, pack("other")),
-        pack(2, pack("done", 1)),
-        pack(2, pack("status")),
-    ],
-)
+@pytest.mark.parametrize("data", [*NOT_MESSAGES, pack(2, pack("done", 1)), pack(2, pack("status"))])
 def test_bytes_that_are_no_answer_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read_answer(data)

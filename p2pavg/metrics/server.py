@@ -47,49 +47,6 @@ _Answer: TypeAlias = tuple[str, bytes]
 """A media type, and an answer of it."""
 
 
-class MetricsServer:
-    """Serves a registry until :meth:`close`, in a thread of its own.
-
-    Args:
-        port: 0 takes a free one.
-        host: address to listen on. Every program that reaches it can read the metrics, without a password.
-
-    Raises:
-        ListenError: the port is taken, or the address is not one of this machine.
-    """
-
-    def __init__(self, registry: CollectorRegistry, port: int, host: str = LOCALHOST) -> None:
-        try:
-            self._server = _ScrapeServer(_MetricsText(registry), host, port)
-        except (OSError, OverflowError) as error:
-            # Python raises OverflowError for a port above 65535.
-            raise ListenError(f"cannot serve metrics on {host}:{port}: {error}") from None
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(LOOK_SECONDS,), name="p2pavg metrics", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """The port on which it listens."""
-        return int(self._server.server_address[1])
-
-    @property
-    def connections(self) -> int:
-        """The number of open connections."""
-        return len(self._server.places)
-
-    def close(self) -> None:
-        """Stop serving, wait for the thread, and end all connections.
-
-        The threads of connections are not waited for: one may wait for the very thread that calls this. They end as
-        soon as they use their connection.
-        """
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
 class _MetricsText:
     """The metrics as text, which is made anew at most every TEXT_SECONDS. For all threads."""
 
@@ -113,30 +70,63 @@ class _MetricsText:
             return media_type, self._texts[media_type]
 
 
-class _Scrapes:
-    """The open connections, the oldest first. For all threads."""
+class MetricsServer(TCPServer):
+    """Serves a registry until :meth:`close`, in a thread of its own, and each connection in a further one.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[socket.socket, float] = {}
+    :class:`http.server.HTTPServer` asks for its name in the DNS first, so it is no base of this one.
 
-    def __len__(self) -> int:
+    Args:
+        port: 0 takes a free one.
+        host: address to listen on. Every program that reaches it can read the metrics, without a password.
+
+    Raises:
+        ListenError: the port is taken, or the address is not one of this machine.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = MAX_SCRAPES
+
+    def __init__(self, registry: CollectorRegistry, port: int, host: str = LOCALHOST) -> None:
+        self.texts = _MetricsText(registry)
+        self.only_here = is_loopback(host)
+        self._budget = CallBudget()
+        self._lock = threading.Lock()  # of the budget and the connections, which all threads change
+        self._since: dict[socket.socket, float] = {}  # the open connections, the oldest first
+        try:
+            self.address_family, _, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            super().__init__((str(address[0]), port), _ScrapeHandler)
+        except (OSError, OverflowError) as error:
+            # Python raises OverflowError for a port above 65535.
+            raise ListenError(f"cannot serve metrics on {host}:{port}: {error}") from None
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(LOOK_SECONDS,), name="p2pavg metrics", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+        return int(self.server_address[1])
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
         return len(self._since)
 
-    def enter(self, connection: socket.socket) -> None:
-        """Note a new connection. If there are too many, the oldest one is ended."""
-        with self._lock:
-            if len(self._since) >= MAX_SCRAPES:
-                # A dict keeps the order in which connections came, so the first is the oldest.
-                self._end(next(iter(self._since)))
-            self._since[connection] = time.monotonic()
+    def close(self) -> None:
+        """Stop serving, wait for the thread, and end all connections.
 
-    def leave(self, connection: socket.socket) -> None:
-        """Forget a connection that has ended."""
-        with self._lock:
-            self._since.pop(connection, None)
+        The threads of connections are not waited for: one may wait for the very thread that calls this. They end as
+        soon as they use their connection.
+        """
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+        self._end_older_than(0.0)
 
-    def end_older_than(self, seconds: float) -> None:
+    def _end_older_than(self, seconds: float) -> None:
         """End the connections that were opened more than ``seconds`` ago."""
         with self._lock:
             too_old = time.monotonic() - seconds
@@ -152,47 +142,31 @@ class _Scrapes:
         except OSError as error:
             logger.debug("a connection to the metrics had ended already: %s", error)
 
-
-class _ScrapeServer(TCPServer):
-    """Accepts connections, and serves each in a thread of its own. :class:`http.server.HTTPServer` asks for its name
-    in the DNS first.
-    """
-
-    allow_reuse_address = True
-    request_queue_size = MAX_SCRAPES
-
-    def __init__(self, texts: _MetricsText, host: str, port: int) -> None:
-        self.address_family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self.texts = texts
-        self.only_here = is_loopback(host)
-        self.places = _Scrapes()
-        self._budget = CallBudget()
-        self._accounts = threading.Lock()
-        super().__init__((str(address[0]), port), _ScrapeHandler)
-
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection. If no file is left for one, all others give way, and the next try is later."""
         try:
             return super().get_request()
         except OSError as error:
             if is_shortage(error):  # without the pause, the loop would try again at once, for ever
-                self.places.end_older_than(0.0)
+                self._end_older_than(0.0)
                 time.sleep(LOOK_SECONDS)
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
         """Return whether a host has budget left. A connection beyond it is closed unread."""
         host = str(client_address[0])
-        with self._accounts:
+        with self._lock:
             # Refused rather than delayed: a connection that waits keeps a file and a thread.
             return self._budget.delay(time.monotonic(), host, prefix_of(host)) == 0.0
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread."""
-        # Before the thread starts: a connection that waits for it counts too.
-        self.places.enter(request)
+        with self._lock:
+            if len(self._since) >= MAX_SCRAPES:
+                # A dict keeps the order in which connections came, so the first is the oldest.
+                self._end(next(iter(self._since)))
+            # Before the thread starts: a connection that waits for it counts too.
+            self._since[request] = time.monotonic()
         threading.Thread(
             target=self._serve, args=(request, client_address), name="p2pavg scrape", daemon=True
         ).start()
@@ -206,12 +180,12 @@ class _ScrapeServer(TCPServer):
             logger.exception("an exception while the metrics were served")
         finally:
             host = str(client_address[0])
-            with self._accounts:
+            with self._lock:
                 # The thread began with this connection, so all of its time is that of this host.
                 self._budget.charge(
                     time.monotonic(), host, prefix_of(host), seconds=time.thread_time(), count=0
                 )
-            self.places.leave(request)
+                self._since.pop(request, None)
             self.shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
@@ -221,18 +195,13 @@ class _ScrapeServer(TCPServer):
     def service_actions(self) -> None:
         """End the connections that have had their time. The loop calls this now and then."""
         # Time for a request and its answer: the timeout of a Prometheus that is configured with none.
-        self.places.end_older_than(REPLY_SECONDS)
-
-    def server_close(self) -> None:
-        """Stop listening, and end all connections."""
-        super().server_close()
-        self.places.end_older_than(0.0)
+        self._end_older_than(REPLY_SECONDS)
 
 
 class _ScrapeHandler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: _ScrapeServer
+    server: MetricsServer
     server_version = "p2pavg"
     sys_version = ""
 

@@ -35,11 +35,17 @@ def describe(file: Path) -> list[str]:
         StateError: the file is no checkpoint; the message says why.
     """
     checkpoint = read(file, verified=True)
+    # A lineage is as :mod:`p2pavg.optim.base.state` packs it; a file may hold anything in its place.
     lineage = checkpoint.common.values.get(_LINEAGE)
+    state = lineage.get("state") if isinstance(lineage, dict) else None
     extras = checkpoint.own.values.get(_EXTRAS)
+    try:
+        when = date_of(checkpoint.written)
+    except (ValueError, OverflowError, OSError):
+        when = "at an unknown time"
     return [
-        f"update {checkpoint.epoch}, written {_when(checkpoint.written)}",
-        f"lineage {_state_of(lineage) or 'unknown'}",
+        f"update {checkpoint.epoch}, written {when}",
+        f"lineage {state if isinstance(state, str) and state.isalnum() else 'unknown'}",
         f"root {checkpoint.root.hex()}",
         f"size {checkpoint.size:,} bytes",
         f"common to all peers: {_summary(checkpoint.common)}",
@@ -47,12 +53,6 @@ def describe(file: Path) -> list[str]:
         f"extras: {_listed(extras if isinstance(extras, dict) else ())}",
         *_table(checkpoint),
     ]
-
-
-def _state_of(lineage: object) -> str:
-    """Return the state of a lineage as :mod:`p2pavg.optim.base.state` packs it; empty for anything else."""
-    state = lineage.get("state") if isinstance(lineage, dict) else None
-    return state if isinstance(state, str) and state.isalnum() else ""
 
 
 def verify(file: Path) -> str:
@@ -201,13 +201,6 @@ def _write_safetensors(opened: BinaryIO, tensors: Mapping[str, torch.Tensor]) ->
     header, layout = write_header(specs_of(tensors), {"format": "pt"})
     for piece in pieces_of(tensors, header, layout):
         opened.write(piece)
-
-
-def _when(seconds: float) -> str:
-    try:
-        return date_of(seconds)
-    except (ValueError, OverflowError, OSError):
-        return "at an unknown time"
 
 
 def _summary(content: Content) -> str:

@@ -318,14 +318,10 @@ def main() -> None:
         typer.echo(f"p2pavg: {' '.join(map(PeerText, str(error).splitlines()))}", err=True)
         if error.remedy:
             typer.echo(f"p2pavg: what to do: {error.remedy}", err=True)
-        sys.exit(_exit_code(error))
+        # These come from the network, a port or another process.
+        # All others need a person, and would be the same after a restart.
+        is_temporary = isinstance(error, BootstrapError | BusyError | ListenError | UnreachableError)
+        sys.exit(ExitCode.TRY_AGAIN if is_temporary else ExitCode.MISTAKE)
     except Exception:  # noqa: BLE001 - a bug has its own exit code, with which a daemon is started again
         traceback.print_exc()
         sys.exit(ExitCode.BUG)
-
-
-def _exit_code(error: P2PAvgError) -> ExitCode:
-    # These come from the network, a port or another process.
-    # All others need a person, and would be the same after a restart.
-    temporary = isinstance(error, BootstrapError | BusyError | ListenError | UnreachableError)
-    return ExitCode.TRY_AGAIN if temporary else ExitCode.MISTAKE

@@ -20,7 +20,7 @@ from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import read_access, read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
-from p2pavg.tools.monitor.serving import MonitorOptions, check_installed, serve_run
+from p2pavg.tools.monitor.serving import DEFAULT_HOST, MonitorOptions, check_installed, serve_run
 from p2pavg.tools.monitor.watching import board_source, watching
 from p2pavg_dht import Ed25519Signer
 
@@ -80,29 +80,25 @@ def options_of(
     Raises:
         ConfigError: the options do not fit together, or the token's file cannot be read.
     """
-    token = None if token_file is None else _read_token(token_file)
+    token = None
+    if token_file is not None:
+        token = read_text(token_file, "token file", max_bytes=MAX_TOKEN_FILE_BYTES).strip()
+        if len(token) < MIN_TOKEN_CHARS:
+            raise ConfigError(f"{token_file}: a token has at least {MIN_TOKEN_CHARS} characters")
     pages = None
     if history is not None:
         from p2pavg.tools.history.commands import CreditsPage
 
         pages = {"/credits": CreditsPage(history)}
-    if listen is None:
-        return MonitorOptions(port=port or 0, token=token, names=tuple(names), pages=pages)
-    if port is not None:
-        raise ConfigError("--port and --listen exclude each other: --listen HOST:PORT has the port")
-    host, colon, its_port = listen.rpartition(":")
-    if not colon or not host or not its_port.isdecimal():
-        raise ConfigError(f"--listen must be HOST:PORT, such as 0.0.0.0:8080, got {listen!r}")
-    return MonitorOptions(
-        port=int(its_port), host=host.strip("[]"), token=token, names=tuple(names), pages=pages
-    )
-
-
-def _read_token(path: Path) -> str:
-    text = read_text(path, "token file", max_bytes=MAX_TOKEN_FILE_BYTES).strip()
-    if len(text) < MIN_TOKEN_CHARS:
-        raise ConfigError(f"{path}: a token has at least {MIN_TOKEN_CHARS} characters")
-    return text
+    host, number = DEFAULT_HOST, port or 0
+    if listen is not None:
+        if port is not None:
+            raise ConfigError("--port and --listen exclude each other: --listen HOST:PORT has the port")
+        host, colon, text = listen.rpartition(":")
+        if not colon or not host or not text.isdecimal():
+            raise ConfigError(f"--listen must be HOST:PORT, such as 0.0.0.0:8080, got {listen!r}")
+        host, number = host.strip("[]"), int(text)
+    return MonitorOptions(port=number, host=host, token=token, names=tuple(names), pages=pages)
 
 
 def run_monitor(

@@ -133,7 +133,7 @@ class _Examination:
 
     async def _judge_network(self) -> None:
         # Before the doctor listens itself, since it would hold the ports that it tries.
-        self._ports = await ports.try_ports(self._options.listen)
+        self._ports = await trio.to_thread.run_sync(ports.try_ports, self._options.listen)
         free = [port.address for port in self._ports if port.state is PortState.FREE]
         # A new identity: two processes with one key would be one peer to others.
         seed = secrets.token_bytes(SEED_BYTES)

@@ -6,10 +6,8 @@ import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import psutil
-import trio
 from multiaddr import Multiaddr
 
 from p2pavg.net.addresses import parse_listen_address
@@ -25,22 +23,27 @@ _STATES = {
 }
 
 
-def try_port(text: str) -> Port:
-    """Listen at an address for a moment, and say how that went."""
-    address = parse_listen_address(text)
-    host, port = _host_of(address), int(str(address.value_for_protocol("tcp")))
-    family = socket.AF_INET if "ip4" in address else socket.AF_INET6
-    made = partial(Port, address=text, port=port)
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            probe.listen(1)
-    except OSError as error:
-        state = _STATES.get(error.errno or 0, PortState.FAILED)
-        owner = _owner_of(port) if state is PortState.TAKEN else ""
-        return made(state=state, owner=owner, error=error.strerror or str(error))
-    return made(state=PortState.FREE)
+def try_ports(listen: Sequence[str]) -> list[Port]:
+    """Listen at each address for a moment, and say how that went.
+
+    It runs off the event loop: a system with many connections takes a moment to list them.
+    """
+    found = []
+    for text in listen:
+        address = parse_listen_address(text)
+        host, port = _host_of(address), int(str(address.value_for_protocol("tcp")))
+        family = socket.AF_INET if "ip4" in address else socket.AF_INET6
+        state, owner, wrong = PortState.FREE, "", ""
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+                probe.listen(1)
+        except OSError as error:
+            state, wrong = _STATES.get(error.errno or 0, PortState.FAILED), error.strerror or str(error)
+            owner = _owner_of(port) if state is PortState.TAKEN else ""
+        found.append(Port(address=text, port=port, state=state, owner=owner, error=wrong))
+    return found
 
 
 async def ask_owner(port: Port, transport: Transport, own_id: str | None) -> Port:
@@ -71,12 +74,3 @@ def _owner_of(port: int) -> str:
             except psutil.Error:  # it has just ended, or belongs to another user
                 return f"process {each.pid}"
     return ""
-
-
-async def try_ports(listen: Sequence[str]) -> list[Port]:
-    """Try all addresses, off the event loop: a system with many connections takes a moment to list them."""
-
-    def work() -> list[Port]:
-        return [try_port(text) for text in listen]
-
-    return await trio.to_thread.run_sync(work)

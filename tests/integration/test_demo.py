@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -15,52 +15,23 @@ PEERS, STEPS = 2, 5
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.demo_gpt",
-        "--json",
-        "--output",
-        str(output),
-        "--batch-size",
-        "4",
-    ]
-    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=480)
+    given = ["--json", "--output", output, "--batch-size", "4", *options]
+    return run_python("-m", "scripts.demo_gpt", *given, cwd=ROOT, timeout=480.0)
 
 
-@pytest.fixture(scope="module", params=[("blockwise8", 1e-2), ("fp32", 1e-4)], ids=lambda param: param[0])
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, float]:
-    """Return the JSON object of a run, and the distance from the reference that its codec allows."""
-    compression, tolerance = request.param
-    output = tmp_path_factory.mktemp("demo")
-    options = ["--peers", str(PEERS), "--steps", str(STEPS), "--compression", compression, "--calm"]
-    result = run_demo(output, *options)
+def test_peers_learn_and_end_with_the_same_parameters_as_the_reference(tmp_path: Path) -> None:
+    options = ["--peers", str(PEERS), "--steps", str(STEPS), "--compression", "fp32", "--calm"]
+    result = run_demo(tmp_path, *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout), tolerance
-
-
-def test_peers_end_with_the_same_parameters_near_the_reference(outcome: tuple[Any, float]) -> None:
-    report, tolerance = outcome
+    report = json.loads(result.stdout)
     assert report["identical_parameters"] is True
-    assert report["relative_difference"] <= tolerance
-
-
-def test_every_peer_learns(outcome: tuple[Any, float]) -> None:
-    report, _ = outcome
+    assert report["relative_difference"] <= 1e-4
     for process in [*report["peers"], report["reference"]]:
         assert process["state"] == "done"
         assert len(process["train_losses"]) == STEPS
         assert process["final_loss"] < process["held_out_losses"][0][1] - 0.3
-
-
-def test_every_round_had_every_peer(outcome: tuple[Any, float]) -> None:
-    report, _ = outcome
     assert [entry["group_sizes"] for entry in report["rounds"]] == [[PEERS] * PEERS] * STEPS
     assert all(entry["bytes_sent"] > 0 and entry["seconds"] > 0 for entry in report["rounds"])
-
-
-def test_the_chart_is_written(outcome: tuple[Any, float]) -> None:
-    report, _ = outcome
     assert Path(report["png"]).name == "loss.png"
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -18,7 +18,7 @@ from p2pavg.metrics import server
 from p2pavg.metrics.server import MAX_HEAD_BYTES, MAX_SCRAPES, MetricsServer
 from p2pavg.net.limits import call_budget
 
-IDLE = 120
+IDLE = 60
 PATIENCE = 60.0
 
 
@@ -29,13 +29,19 @@ def registry() -> CollectorRegistry:
     return found
 
 
-@pytest.fixture
-def served(registry: CollectorRegistry) -> Iterator[MetricsServer]:
+@contextmanager
+def serving(registry: CollectorRegistry) -> Iterator[MetricsServer]:
     found = MetricsServer(registry, 0)
     try:
         yield found
     finally:
         found.close()
+
+
+@pytest.fixture
+def served(registry: CollectorRegistry) -> Iterator[MetricsServer]:
+    with serving(registry) as found:
+        yield found
 
 
 def read(served: MetricsServer, accept: str = "") -> bytes:
@@ -87,19 +93,16 @@ def test_the_oldest_connection_gives_way(served: MetricsServer) -> None:
         assert b"answer 42.0" in until_the_end(opened[-1])
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.0\r\n"])
 def test_a_connection_has_a_bounded_time(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, said: bytes
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "REPLY_SECONDS", 0.2)
-    served = MetricsServer(registry, 0)
-    try:
-        with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as held:
-            held.sendall(said)
-            assert b"answer" not in until_the_end(held)
+    with serving(registry) as served:
+        for said in (b"", b"GET /metrics HTTP/1.0\r\n"):
+            with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as held:
+                held.sendall(said)
+                assert b"answer" not in until_the_end(held)
         eventually(lambda: served.connections == 0)
-    finally:
-        served.close()
 
 
 def test_a_request_without_end_is_not_read_without_end(served: MetricsServer) -> None:
@@ -128,16 +131,13 @@ def test_many_scrapes_at_once_make_the_text_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(server, "TEXT_SECONDS", 1e6)
     registry, counting = CollectorRegistry(), Counting()
     registry.register(counting)
-    served = MetricsServer(registry, 0)
-    try:
+    with serving(registry) as served:
         for _ in range(20):
             assert b"reads 1.0" in read(served)
             assert b"# EOF" in read(served, "application/openmetrics-text; version=1.0.0")
         assert counting.reads == 2  # one of each format
         for index in range(50):
             read(served, f"application/openmetrics-text; version=1.0.{index}")
-    finally:
-        served.close()
 
 
 def test_a_host_has_a_budget_of_processor_time(
@@ -145,14 +145,11 @@ def test_a_host_has_a_budget_of_processor_time(
 ) -> None:
     rates = call_budget.CallRates(peer_seconds=1e-6, peer_burst_seconds=1e-6)
     monkeypatch.setattr(server, "CallBudget", lambda: call_budget.CallBudget(rates))
-    served = MetricsServer(registry, 0)
-    try:
+    with serving(registry) as served:
         assert b"answer 42.0" in read(served)
         eventually(lambda: served.connections == 0)
         with socket.create_connection(("127.0.0.1", served.port), PATIENCE) as beyond:
             assert until_the_end(beyond) == b""
-    finally:
-        served.close()
 
 
 @pytest.mark.parametrize("accept", ["text/plain; version=x.y", "application/openmetrics-text; version=-1.a"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
+
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.monitor.lineages import MAX_BRANCHES, MAX_KNOWN, Reported, _agree, _Cluster, branches
 
@@ -20,26 +22,24 @@ def test_peers_of_one_lineage_at_different_updates_are_one_branch() -> None:
     assert apart == ()
 
 
-def test_peers_that_differ_at_a_common_update_are_branches() -> None:
-    found, apart = branches({"one": {4: state(4)}, "two": {4: state(4)}, "three": {4: state(9)}})
-    assert [branch.peers for branch in found] == [("one", "two"), ("three",)]
-    assert apart == ()
-
-
-def test_peers_that_agreed_once_and_differ_later_are_branches() -> None:
-    found, _ = branches({"one": {4: state(4), 8: state(8)}, "two": {4: state(4), 8: state(9)}})
-    assert [branch.peers for branch in found] == [("one",), ("two",)]
-
-
-def test_peer_without_a_common_update_is_not_compared() -> None:
-    found, apart = branches({"one": {4: state(4)}, "two": {4: state(4)}, "new": {0: state(0)}})
-    assert [branch.peers for branch in found] == [("one", "two")]
-    assert apart == ("new",)
-
-
-def test_single_peer_is_a_branch_and_none_are_none() -> None:
-    assert branches({"one": {3: state(3)}})[0][0].peers == ("one",)
-    assert branches({}) == ((), ())
+@pytest.mark.parametrize(
+    ("reported", "expected", "alone"),
+    [
+        ({"one": {4: 4}, "two": {4: 4}, "three": {4: 9}}, [("one", "two"), ("three",)], ()),
+        ({"one": {4: 4, 8: 8}, "two": {4: 4, 8: 9}}, [("one",), ("two",)], ()),
+        ({"one": {4: 4}, "two": {4: 4}, "new": {0: 0}}, [("one", "two")], ("new",)),
+        ({"one": {3: 3}}, [("one",)], ()),
+        ({}, [], ()),
+    ],
+    ids=["they differ", "they agreed once", "one is not compared", "a single one", "none"],
+)
+def test_branches(
+    reported: dict[str, dict[int, int]], expected: list[tuple[str, ...]], alone: tuple[str, ...]
+) -> None:
+    states = {peer: {epoch: state(each) for epoch, each in its.items()} for peer, its in reported.items()}
+    found, apart = branches(states)
+    assert [branch.peers for branch in found] == expected
+    assert apart == alone
 
 
 def test_number_of_branches_is_bounded() -> None:

@@ -15,7 +15,6 @@ import trio
 from p2pavg.base.errors import ConfigError, ListenError
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.monitor import serving
-from p2pavg.tools.monitor import serving as connections
 from p2pavg.tools.monitor.serving import MonitorOptions, serve_page
 from tests.unit.telemetry.statuses import FULL, HOSTILE_TEXTS
 
@@ -78,33 +77,23 @@ async def test_page_and_its_parts_come_from_here_alone() -> None:
         assert b"http" not in body.replace(b"http-equiv", b"")
         assert b"<script>" not in body
         assert b"style=" not in body
-        for path, kind in (
-            ("monitor.js", "text/javascript"),
-            ("monitor.css", "text/css"),
-            ("icon.svg", "image/svg+xml"),
-        ):
+        kinds = {"monitor.js": "text/javascript", "monitor.css": "text/css", "icon.svg": "image/svg+xml"}
+        for path, kind in kinds.items():
             status, headers, body = await client.ask(f"/{path}")
             assert (status, headers["content-type"].split(";")[0]) == (200, kind)
             assert body
 
 
-async def test_run_is_served_as_json() -> None:
-    async with served() as client:
-        status, headers, body = await client.ask("/api/run.json")
-        run = json.loads(body)
-        assert (status, headers["content-type"]) == (200, "application/json")
-        assert (run["run"], run["peers"][0]["name"]) == ("run", "garage, 3090")
-        assert run["gives"] == "this machine gave 64 samples"
-
-
-async def test_texts_of_peers_are_values_in_json_that_no_browser_takes_for_a_page() -> None:
+async def test_run_is_served_as_json_that_no_browser_takes_for_a_page() -> None:
     source = Peers()
-    source.statuses = {text: (PeerStatus(name=text, drift=text), 1_800_000_000.0) for text in HOSTILE_TEXTS}
+    source.statuses |= {text: (PeerStatus(name=text, drift=text), 1_800_000_000.0) for text in HOSTILE_TEXTS}
     async with served(source) as client:
-        _, headers, body = await client.ask("/api/run.json")
-    assert headers["content-type"] == "application/json"
+        status, headers, body = await client.ask("/api/run.json")
+    run = json.loads(body)
+    assert (status, headers["content-type"]) == (200, "application/json")
     assert headers["x-content-type-options"] == "nosniff"
-    assert sorted(peer["name"] for peer in json.loads(body)["peers"]) == sorted(HOSTILE_TEXTS)
+    assert (run["run"], run["gives"]) == ("run", "this machine gave 64 samples")
+    assert sorted(peer["name"] for peer in run["peers"]) == sorted([*HOSTILE_TEXTS, "garage, 3090"])
 
 
 async def test_events_follow_the_changes() -> None:
@@ -143,7 +132,10 @@ async def test_nothing_is_read_without_the_token() -> None:
         assert (await client.ask("/api/run.json", Authorization=f"Bearer {TOKEN}"))[0] == 200
 
 
-async def test_token_moves_from_the_address_into_a_cookie() -> None:
+async def test_token_moves_from_the_address_into_a_cookie_and_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(0)
     async with served(token=TOKEN) as client:
         status, headers, body = await client.ask(f"/?token={TOKEN}&metric=loss")
         assert (status, headers["location"]) == (303, "/?metric=loss")
@@ -152,6 +144,7 @@ async def test_token_moves_from_the_address_into_a_cookie() -> None:
         assert "SameSite=strict" in cookie
         assert TOKEN not in body.decode() + headers["location"]
         assert (await client.ask("/", Cookie=cookie.partition(";")[0]))[0] == 200
+    assert TOKEN not in caplog.text
 
 
 async def test_further_pages_are_behind_the_same_guard() -> None:
@@ -167,13 +160,6 @@ async def test_further_pages_are_behind_the_same_guard() -> None:
             "text/plain",
             b"p2pavg_peers 1\n",
         )
-
-
-async def test_token_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(0):
-        async with served(token=TOKEN) as client:
-            await client.ask(f"/?token={TOKEN}")
-    assert TOKEN not in caplog.text
 
 
 async def test_taken_port_is_an_error_that_names_it() -> None:
@@ -222,7 +208,7 @@ ASK_FALSELY = b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n"
 async def test_client_that_does_not_read_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, request_bytes: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "REPLY_SECONDS", 600)
+    monkeypatch.setattr(serving, "REPLY_SECONDS", 600)
     with trio.fail_after(30):
         async with served() as client:
             stream = await asking_without_reading(client.port, request_bytes * 100_000)
@@ -230,7 +216,7 @@ async def test_client_that_does_not_read_does_not_hold_up_the_end(
 
 
 async def test_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(serving, "REPLY_SECONDS", 0.5)
     with trio.fail_after(30):
         async with served() as client:
             with pytest.raises(trio.BrokenResourceError):
@@ -255,14 +241,14 @@ async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
                 await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", client.port))
                 for _ in range(200)
             ]
-            assert not await is_served(idle[connections.MAX_CONNECTIONS])
+            assert not await is_served(idle[serving.MAX_CONNECTIONS])
             assert not await is_served(idle[-1])
             assert await is_served(idle[0])
-            assert await is_served(idle[connections.MAX_CONNECTIONS - 1])
+            assert await is_served(idle[serving.MAX_CONNECTIONS - 1])
 
 
 async def test_place_of_a_connection_that_has_ended_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(serving, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(serving, "QUICK_REPLY_SECONDS", 0.1)
     with trio.fail_after(30):
         async with served() as client:

@@ -200,19 +200,9 @@ def test_the_sentences_tell_of_the_late_and_the_killed_peer() -> None:
     assert "Peer 1 was killed at step 2, started again, and caught up." in text
 
 
-def test_the_json_object_has_the_figures() -> None:
-    report = json.loads(json.dumps(to_json(finished_run(), Path("loss.png"))))
-    assert report["config"]["peers"] == 2
-    assert report["seconds"] == pytest.approx(12.0)
-    assert report["relative_difference"] == pytest.approx(0.01)
-    assert report["identical_parameters"] is True
-    assert [len(peer["train_losses"]) for peer in report["peers"]] == [STEPS, STEPS]
-    assert [entry["group_sizes"] for entry in report["rounds"]] == [[2, 2]] * STEPS
-    assert report["png"] == "loss.png"
-
-
 def test_the_json_object_of_a_run_with_a_failure() -> None:
-    report = to_json(run_with_a_killed_peer(), None)
+    assert to_json(finished_run(), None)["relative_difference"] == pytest.approx(0.01)
+    report = json.loads(json.dumps(to_json(run_with_a_killed_peer(), None)))
     assert report["peers"][1]["final_loss"] is None
     assert report["peers"][1]["reason"].startswith("killed by SIGKILL")
     assert report["peers"][1]["kills"] == [2] * MOST_STARTS

@@ -22,7 +22,6 @@ from p2pavg.peer.peer import peer_over
 from p2pavg.runs.membership.certificate import SERIAL_BYTES, Role, issue
 from p2pavg.runs.membership.job_release import JobRelease, SeenProgress, sign_release
 from p2pavg.runs.membership.membership import Membership, RunAccess
-from p2pavg.runs.membership.revocation import RevocationList
 from p2pavg.runs.membership.run_file import read_revocations_file
 from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.runs.records.notices import releases_of, revocations_of, spread
@@ -49,7 +48,17 @@ def publish(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
     if not authority.revoked_file.exists():
         raise ConfigError(f"{authority.revoked_file} does not exist: no certificate was revoked yet")
     newest = read_revocations_file(authority.revoked_file, authority.run.authority)
-    told = trio.run(_publish_list, authority, newest, _addresses(authority, bootstrap))
+    addresses = _addresses(authority, bootstrap)
+
+    async def hand_over() -> int:
+        async with _records_of(authority, addresses) as records:
+            # A certificate that is on the list counts no more, also here.
+            assert records.membership is not None
+            records.membership.known.learn(newest)
+            kind = revocations_of(authority.run.authority)
+            return await spread(records, kind, newest, timeout=PUBLISH_LIST_SECONDS)
+
+    told = trio.run(hand_over)
     if not told:
         return [
             f"no member took list {newest.number} within {PUBLISH_LIST_SECONDS:.0f} s. When the run is up again:",
@@ -136,7 +145,10 @@ async def _release(
     newest = known[-1]
     try:
         async with _records_of(authority, addresses) as records:
-            seen = await _progress(records, run.run_id)
+            seen = await read_progress(records, run.run_id)
+            if not seen.version:  # a first look may come before this peer has met the others
+                await trio.sleep(SPREAD_LOOK_SECONDS)
+                seen = await read_progress(records, run.run_id)
             # One that no member has taken in time is of no use: members change together after an update to come.
             is_late = newest.number > 1 and seen.version < newest.number and newest.since <= seen.epoch
             if root != newest.root or is_late:
@@ -165,14 +177,6 @@ def _addresses(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
     return addresses
 
 
-async def _progress(records: RunRecords, run_id: str) -> SeenProgress:
-    seen = await read_progress(records, run_id)
-    if not seen.version:  # a first look may come before this peer has met the others
-        await trio.sleep(SPREAD_LOOK_SECONDS)
-        seen = await read_progress(records, run_id)
-    return seen
-
-
 async def _next_change(records: RunRecords, run_id: str, before: SeenProgress) -> int:
     """Return the update that the run will have taken when all members know of a release."""
     if not before.version:
@@ -184,15 +188,6 @@ async def _next_change(records: RunRecords, run_id: str, before: SeenProgress) -
     # All members hear of a release within a minute, and fetch the job then. Where an update takes hours, it is not the
     # one that is being made, which some may have begun.
     return max(now.epoch, before.epoch) + max(2, math.ceil(3.0 * PUBLISH_LIST_SECONDS * pace))
-
-
-async def _publish_list(authority: Authority, newest: RevocationList, addresses: Sequence[str]) -> int:
-    async with _records_of(authority, addresses) as records:
-        # A certificate that is on the list counts no more, also here.
-        assert records.membership is not None
-        records.membership.known.learn(newest)
-        kind = revocations_of(authority.run.authority)
-        return await spread(records, kind, newest, timeout=PUBLISH_LIST_SECONDS)
 
 
 @asynccontextmanager

@@ -72,7 +72,11 @@ class Overview:
             if row is None and len(self._rows) >= MAX_PEERS + MAX_GONE:
                 continue
             if row is None or row.gone is not None:
-                row = self._came(peer_id, status, now)
+                first, word = (now, "came") if row is None else (row.first_seen, "came back")
+                # A peer that comes back may have begun anew. The states that it reported before do not count for it
+                # then.
+                row = self._rows[peer_id] = _Row(PeerStatus(), first, now)
+                self._tell(now, "came", word, peer_id)
             # A status is read once, so the same object means that no new one has come.
             elif row.status is status:
                 continue
@@ -95,16 +99,6 @@ class Overview:
         if sentence != self._gives:
             self._gives = sentence
             self.version += 1
-
-    def _came(self, peer_id: str, status: PeerStatus, now: float) -> _Row:
-        before = self._rows.get(peer_id)
-        # A peer that comes back may have begun anew. The states that it reported before do not count for it then.
-        row = _Row(status, now if before is None else before.first_seen, now)
-        self._rows[peer_id] = row
-        self._tell(now, "came", "came" if before is None else "came back", peer_id)
-        if status.drift:  # it has drifted before it was first seen
-            self._tell(now, "drift", f"says: {status.drift}", peer_id)
-        return row
 
     def _update(self, peer_id: str, row: _Row, status: PeerStatus, at: float, now: float) -> None:
         if status.drift and status.drift != row.status.drift:

@@ -122,7 +122,11 @@ class Doctor:
     def __call__(self, *arguments: object, listen: str = LOOPBACK) -> Report:
         done = self.call("doctor", "--json", "--listen", listen, *arguments)
         assert done.err == ""
-        return Report.of(done.out, done.code)
+        read = json.loads(done.out)
+        found = Report(read["findings"])
+        assert read["faults"] == len(found.faults())
+        assert done.code == (1 if read["faults"] else 0)
+        return found
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,6 @@ class Report:
     """The findings of one call."""
 
     findings: list[dict[str, str]]
-
-    @classmethod
-    def of(cls, out: str, code: int) -> Report:
-        read = json.loads(out)
-        found = cls(read["findings"])
-        assert read["faults"] == len(found.faults())
-        assert code == (1 if read["faults"] else 0)
-        return found
 
     def faults(self) -> list[str]:
         return [each["name"] for each in self.findings if each["level"] == "fault"]
@@ -304,15 +300,14 @@ class TestPeers:
         [
             ("schemas", ("schema: 1 tensors of", "1 tensors of 100 elements", "1 tensors of 200 elements")),
             ("codecs", ("codec: fp", "fp16", "fp32")),
-            (RECIPES, ("recipe: lr 0.", "lr 0.1", "lr 0.2", "0.2; most peers")[:1]),
+            (RECIPES, ("recipe: lr 0.",)),
         ],
     )
     def test_peers_that_do_not_meet(
         self, scene: Scene, doctor: Doctor, run_id: str, causes: tuple[str, ...]
     ) -> None:
         told = doctor("--bootstrap", scene.addresses["one"], "--run-id", run_id).only("peers")
-        for cause in causes:
-            assert cause in told
+        assert all(cause in told for cause in causes)
 
     def test_a_ready_peer_that_is_not_there(self, scene: Scene, doctor: Doctor) -> None:
         report = doctor("--bootstrap", scene.addresses["one"], "--run-id", ABSENT_RUN)
@@ -396,16 +391,16 @@ def free_ports(count: int) -> list[int]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--bootstrap", "127.0.0.1:4001"],
-        ["--listen", "/ip4/127.0.0.1"],
-        ["--run", "lab.run", "--run-id", "lab"],
-        ["--certificate", "lab.cert"],
-        ["--run-id", ""],
-        ["--announce", "/ip4/0.0.0.0/tcp/4001"],
-        ["--no-such-option"],
+        "--bootstrap 127.0.0.1:4001",
+        "--listen /ip4/127.0.0.1",
+        "--run lab.run --run-id lab",
+        "--certificate lab.cert",
+        "--run-id=",
+        "--announce /ip4/0.0.0.0/tcp/4001",
+        "--no-such-option",
     ],
 )
-def test_wrong_arguments_end_with_exit_code_2(doctor: Doctor, arguments: list[str]) -> None:
-    done = doctor.call("doctor", *arguments)
+def test_wrong_arguments_end_with_exit_code_2(doctor: Doctor, arguments: str) -> None:
+    done = doctor.call("doctor", *arguments.split())
     assert (done.code, done.out) == (2, "")
     assert "Traceback" not in done.err

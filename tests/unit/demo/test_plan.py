@@ -67,17 +67,11 @@ def test_a_calm_run_kills_no_peer() -> None:
     assert next_actions(run) == []
 
 
-def test_the_first_peer_joins_the_others_again() -> None:
+def test_the_first_peer_joins_the_others_again_and_two_never_begin_a_network_each() -> None:
     run = run_of(2, calm=True)
     ready(run, 0, 1)
     kill(run, 0)
     assert next_actions(run) == [Start(0, ("address 1",))]
-
-
-def test_two_peers_never_begin_a_network_each() -> None:
-    run = run_of(2, calm=True)
-    ready(run, 0, 1)
-    kill(run, 0)
     kill(run, 1)
     assert next_actions(run) == [Start(0)]
 

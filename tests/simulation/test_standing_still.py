@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS

@@ -78,69 +78,6 @@ async def test_waiters_get_the_lock_in_order_before_its_last_holder() -> None:
     assert order == ["first", "second", "third", "last holder"]
 
 
-async def test_a_cancelled_waiter_is_skipped() -> None:
-    lock = EagerLock()
-    order: list[str] = []
-
-    async def wait(name: str, scope: trio.CancelScope) -> None:
-        with scope:
-            async with lock:
-                order.append(name)
-
-    given_up = trio.CancelScope()
-    async with trio.open_nursery() as nursery:
-        await lock.acquire()
-        for name, scope in (("gone", given_up), ("stays", trio.CancelScope())):
-            nursery.start_soon(wait, name, scope)
-            await wait_all_tasks_blocked()
-        given_up.cancel()
-        await wait_all_tasks_blocked()
-        lock.release()
-    assert order == ["stays"]
-    assert given_up.cancelled_caught
-    assert not lock.locked()
-
-
-async def test_a_waiter_cancelled_as_it_gets_the_lock_releases_it() -> None:
-    lock = EagerLock()
-    scope = trio.CancelScope()
-
-    async def wait() -> None:
-        with scope:
-            async with lock:
-                await trio.lowlevel.checkpoint()
-
-    async with trio.open_nursery() as nursery:
-        await lock.acquire()
-        nursery.start_soon(wait)
-        await wait_all_tasks_blocked()
-        lock.release()
-        scope.cancel()
-    assert not lock.locked()
-
-
-async def test_the_lock_is_released_when_its_block_fails_or_is_cancelled() -> None:
-    lock = EagerLock()
-    with pytest.raises(ValueError, match="of the block"):
-        async with lock:
-            raise ValueError("of the block")
-    assert not lock.locked()
-    with trio.CancelScope() as scope:
-        async with lock:
-            scope.cancel()
-            await trio.lowlevel.checkpoint()
-    assert not lock.locked()
-
-
-async def test_only_the_holder_can_release_the_lock() -> None:
-    lock = EagerLock()
-    with pytest.raises(RuntimeError):
-        lock.release()
-    async with lock:
-        with pytest.raises(RuntimeError):  # the task would wait for itself
-            await lock.acquire()
-
-
 async def test_libp2p_sees_all_of_trio_except_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = (yamux, net_stream, rw_lock, io_trio)
     for module in modules:

@@ -103,31 +103,6 @@ async def test_the_client_sends_everything_in_one_write() -> None:
         assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, SPOKEN)]
 
 
-@CLIENTS
-async def test_an_unserved_protocol_is_refused(client: MultiselectClient) -> None:
-    async with answered(speak) as pipe:
-        with pytest.raises(MultiselectClientError, match=r"not supported"):
-            await client.select_one_of([UNKNOWN], MultiselectCommunicator(pipe))
-
-
-@CLIENTS
-async def test_the_first_served_protocol_of_several_is_agreed(client: MultiselectClient) -> None:
-    async with answered(speak) as pipe:
-        wanted = [UNKNOWN, OTHER, SPOKEN]
-        assert await client.select_one_of(wanted, MultiselectCommunicator(pipe)) == OTHER
-        assert pipe.writes == [delimited(line) for line in (MULTISELECT_PROTOCOL_ID, UNKNOWN, OTHER)]
-
-
-@CLIENTS
-@pytest.mark.parametrize("protocols", [[], [UNKNOWN, TProtocol("/unknown/2")]], ids=["none", "two"])
-async def test_none_of_several_unserved_protocols_is_agreed(
-    client: MultiselectClient, protocols: list[TProtocol]
-) -> None:
-    async with answered(speak) as pipe:
-        with pytest.raises(MultiselectClientError):
-            await client.select_one_of(protocols, MultiselectCommunicator(pipe))
-
-
 NONSENSE: dict[str, Sequence[str | bytes]] = {
     "another version": ["/multistream/2.0.0", SPOKEN],
     "another protocol": [MULTISELECT_PROTOCOL_ID, OTHER],
@@ -147,13 +122,6 @@ async def test_malformed_answers_agree_on_no_protocol(
             await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
         if isinstance(client, EagerMultiselectClient):
             assert len(str(found.value)) < 200, "a stranger's words must not fill the log"
-
-
-@CLIENTS
-async def test_an_answer_that_is_no_text_costs_its_stream_only(client: MultiselectClient) -> None:
-    async with answered(saying(b"\xff\xfe", b"\xff\xfe")) as pipe:
-        with pytest.raises((MultiselectClientError, ValueError)):  # the transport handles either exception
-            await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
 
 
 async def garbage(pipe: Pipe) -> None:
@@ -266,12 +234,6 @@ async def test_after_a_refusal_another_request_may_be_agreed() -> None:
     pipe = await asked(delimited(MULTISELECT_PROTOCOL_ID, UNKNOWN, UNKNOWN, OTHER))
     assert await answer(pipe) == (OTHER, None)
     assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, "na"), delimited("na"), delimited(OTHER)]
-
-
-async def test_a_refused_client_gets_an_answer() -> None:
-    async with answered(answer) as pipe:
-        with pytest.raises(MultiselectClientError, match=r"not supported.*'na'"):
-            await EagerMultiselectClient().select_one_of([UNKNOWN], MultiselectCommunicator(pipe))
 
 
 @FAILURES

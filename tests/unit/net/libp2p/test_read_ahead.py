@@ -11,7 +11,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.exceptions import ConnectionClosedError, IncompleteReadError
+from libp2p.io.exceptions import IncompleteReadError
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
@@ -142,43 +142,6 @@ async def test_a_message_of_noise_is_one_read_of_the_socket() -> None:
     assert await reader.read_msg() == b"one"
 
 
-async def test_a_frame_is_one_read_of_the_socket() -> None:
-    near, far = memory_stream_pair()
-    stream, counting = ahead(near)
-    await far.send_all(b"\x00\x05hello\x00\x02yo")
-    assert [await stream.read(n) for n in (2, 5, 2, 2)] == [b"\x00\x05", b"hello", b"\x00\x02", b"yo"]
-    assert counting.reads == 1
-
-
-async def test_available_bytes_are_returned_without_waiting() -> None:
-    near, far = memory_stream_pair()
-    stream, counting = ahead(near)
-    await far.send_all(b"hello")
-    with trio.fail_after(WATCHDOG_SECONDS):
-        assert await stream.read(2) == b"he"
-        assert await stream.read(100) == b"llo"
-    assert counting.reads == 1
-
-
-async def test_a_read_of_zero_bytes_reads_nothing() -> None:
-    near, _far = memory_stream_pair()
-    stream, counting = ahead(near)
-    with trio.fail_after(WATCHDOG_SECONDS):
-        assert await stream.read(0) == b""
-    assert counting.reads == 0
-
-
-async def test_a_read_without_a_size_returns_the_available_bytes() -> None:
-    near, far = memory_stream_pair()
-    stream, counting = ahead(near)
-    await far.send_all(b"hello")
-    assert await stream.read(1) == b"h"
-    assert await stream.read(None) == b"ello"
-    await far.send_all(b"more")
-    assert await stream.read() == b"more"
-    assert counting.reads == 2
-
-
 async def test_a_read_that_is_cancelled_loses_nothing() -> None:
     near, far = memory_stream_pair()
     stream, _ = ahead(near)
@@ -193,35 +156,6 @@ async def test_a_read_that_is_cancelled_loses_nothing() -> None:
         scope.cancel()
         assert await stream.read(1) == b"l", "the read neither waits nor ends"
     assert await stream.read(3) == b"o"
-
-
-async def test_bytes_before_the_end_are_read_before_it() -> None:
-    near, far = memory_stream_pair()
-    stream, _ = ahead(near)
-    await far.send_all(b"last words")
-    await far.aclose()
-    assert [await stream.read(5) for _ in range(4)] == [b"last ", b"words", b"", b""]
-
-
-async def test_a_broken_stream_raises() -> None:
-    class Broken(Counting):
-        async def receive_some(self, max_bytes: int | None = None) -> bytes:
-            raise trio.BrokenResourceError
-
-    near, _far = memory_stream_pair()
-    stream = ReadAheadStream.of(TrioTCPStream(cast(trio.SocketStream, Broken(near))))
-    with pytest.raises(ConnectionClosedError):
-        await stream.read(1)
-
-
-async def test_writing_and_closing_are_unchanged() -> None:
-    near, far = memory_stream_pair()
-    stream, _ = ahead(near)
-    await stream.write(b"hello")
-    assert await far.receive_some(100) == b"hello"
-    await stream.close()
-    assert await far.receive_some(100) == b""
-    assert await stream.read(1) == b""
 
 
 async def test_two_concurrent_reads_lose_nothing() -> None:

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.net.limits.rate import (
-    BURST_SECONDS,
-    MIN_BURST_BYTES,
-    UNLIMITED,
-    WIRE_OVERHEAD,
-    RateLimit,
-    TokenBucket,
-)
+from p2pavg.net.limits.rate import MIN_BURST_BYTES, UNLIMITED, WIRE_OVERHEAD, RateLimit, TokenBucket
 
 BEGUN = 500.0
 RATE = 1_000_000.0
@@ -129,29 +122,11 @@ class TestRateLimit:
         if mbps >= 5.0:
             assert sent <= 1.05 * rate
 
-    @pytest.mark.parametrize("mbps", [6.0, 10.0, 100.0, 1000.0])
-    def test_any_window_of_a_second_is_within_five_percent(self, mbps: float) -> None:
-        clock = Clock()
-        limit = RateLimit(mbps, clock=clock)
-        rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
-        window = 1.01
-        gone = 0
-        while gone <= 2.0 * rate:
-            clock.now += limit.delay(1024)
-            if clock.now > BEGUN + window:
-                break
-            gone += 1024
-        assert 0.95 * rate * window <= gone <= 1.05 * rate * window
-
     @pytest.mark.parametrize(
         ("mbps", "kib"), [(1.0, 64), (20.0, 64), (60.0, 140), (1000.0, 256), (None, 256)]
     )
     def test_a_piece_takes_a_fiftieth_of_a_second_within_bounds(self, mbps: float | None, kib: int) -> None:
         assert RateLimit(mbps).piece_bytes == pytest.approx(kib * 1024, rel=0.01)
-
-    def test_the_burst_is_small(self) -> None:
-        assert BURST_SECONDS <= 0.05
-        assert MIN_BURST_BYTES <= 64 * 1024
 
     @pytest.mark.parametrize("count", [0, 1, 2**40])
     def test_an_unlimited_rate_never_waits(self, count: int) -> None:
@@ -190,7 +165,3 @@ class TestRateLimit:
         one = RateLimit(8.0, clock=Clock())
         one.delay(MIN_BURST_BYTES * 2)
         assert max(waits) == pytest.approx(one.delay(100 * 80))
-
-    def test_the_overhead_is_that_of_the_headers(self) -> None:
-        segments, records = 1500 / 1448, (16_384 + 22) / 16_384
-        assert segments * records <= WIRE_OVERHEAD <= 1.05

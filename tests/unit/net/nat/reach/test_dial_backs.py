@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pavg.net.nat.reach.facts import FAILS_SECONDS, WORKS_SECONDS, DialBacks
+from p2pavg.net.nat.reach.facts import DialBacks
 
 ENDPOINT = ("203.0.113.1", 4001)
 
@@ -34,35 +34,3 @@ def test_votes_of_peers_that_have_left_give_way_to_two_new_ones() -> None:
     assert verdict(votes) is True  # one liar does not decide
     votes.vote(400.0, ENDPOINT, "d", "8.0.0.1", reached=False)
     assert verdict(votes) is False
-
-
-def test_endpoints_are_checked_again_after_a_while() -> None:
-    votes = DialBacks()
-    assert votes.check_at(ENDPOINT) == float("-inf")
-    votes.vote(10.0, ENDPOINT, "a", "5.0.0.1", reached=True)
-    assert votes.check_at(ENDPOINT) == 10.0 + WORKS_SECONDS
-    votes = DialBacks()
-    votes.vote(10.0, ENDPOINT, "a", "5.0.0.1", reached=False)
-    assert votes.check_at(ENDPOINT) == 10.0 + FAILS_SECONDS
-
-
-def test_silence_closes_the_port_of_a_router_and_not_that_of_a_public_host() -> None:
-    votes = DialBacks()
-    votes.unanswered(ENDPOINT)
-    assert verdict(votes) is None
-    votes.unanswered(ENDPOINT)
-    assert verdict(votes) is False
-    assert verdict(votes, routed=False) is None
-
-
-def test_endpoints_of_other_hosts_and_ports_are_forgotten() -> None:
-    votes = DialBacks()
-    votes.vote(0.0, ENDPOINT, "a", "5.0.0.1", reached=True)
-    votes.keep_hosts([ENDPOINT[0]])
-    votes.forget_port(80)
-    assert votes.has_voted(ENDPOINT, "a")
-    votes.forget_port(ENDPOINT[1])
-    assert not votes.has_voted(ENDPOINT, "a")
-    votes.vote(0.0, ENDPOINT, "a", "5.0.0.1", reached=True)
-    votes.keep_hosts([])
-    assert not votes.has_voted(ENDPOINT, "a")

@@ -119,17 +119,6 @@ async def test_lost_mapping_is_made_again_within_seconds(autojump_clock: MockClo
         assert run.told == [MAPPED, None, MAPPED]
 
 
-async def test_new_outer_address_is_told(autojump_clock: MockClock) -> None:
-    router = Router()
-    run = Run(router)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(run.run, 200.0)
-        await trio.sleep(50.0)
-        router.host = "5.0.0.2"
-        await trio.sleep(CHECK_MAPPING_SECONDS + 1.0)
-        assert run.told[-1] == Mapped(port=4777, protocol="UPnP", host="5.0.0.2")
-
-
 async def test_other_port_at_a_renewal_is_told(autojump_clock: MockClock) -> None:
     router = Router()
     run = Run(router)

@@ -93,32 +93,16 @@ class TestMapping:
             await client.remove(PORT, Granted(4777, LEASE))
             assert found.requests == [b"\0\0", encode_map(PORT, PORT, LEASE), encode_map(PORT, 0, 0)]
 
-    async def test_no_more_than_the_wanted_lease_is_believed(self) -> None:
+    @pytest.mark.parametrize(
+        ("change", "value"),
+        [("clock", 0), ("clock", 100 + LEASE), ("host", bytes([5, 0, 0, 2]))],
+        ids=["restarted", "slept over its lease", "new address"],
+    )
+    async def test_lost_mapping_is_recognized(self, change: str, value: object) -> None:
         async with router() as (found, client):
-            found.answers = lambda request: [ADDRESS if request == b"\0\0" else mapped(lease=2**32 - 1)]
-            assert (await client.add(PORT, PORT, LEASE))[1].lease == LEASE
-
-    async def test_kept_mapping_is_recognized(self) -> None:
-        async with router() as (_, client):
             host, granted = await client.add(PORT, PORT, LEASE)
             assert await client.still_has(PORT, host, granted)
-
-    async def test_restarted_router_is_recognized(self) -> None:
-        async with router() as (found, client):
-            host, granted = await client.add(PORT, PORT, LEASE)
-            found.clock = 0
-            assert not await client.still_has(PORT, host, granted)
-
-    async def test_lease_that_ran_out_while_this_machine_slept_is_recognized(self) -> None:
-        async with router() as (found, client):
-            host, granted = await client.add(PORT, PORT, LEASE)
-            found.clock += LEASE
-            assert not await client.still_has(PORT, host, granted)
-
-    async def test_new_outer_address_is_recognized(self) -> None:
-        async with router() as (found, client):
-            host, granted = await client.add(PORT, PORT, LEASE)
-            found.host = bytes([5, 0, 0, 2])
+            setattr(found, change, value)
             assert not await client.still_has(PORT, host, granted)
 
     async def test_lost_packet_is_sent_again(self) -> None:
@@ -147,15 +131,10 @@ class TestHostileRouters:
             found.answers = lambda request: [junk, *found.well(request)]
             assert await client.add(PORT, PORT, LEASE) == ("5.0.0.1", Granted(4777, LEASE))
 
-    async def test_only_junk_ends_like_silence(self) -> None:
+    @pytest.mark.parametrize("junk", [[], [b"\0\x81junk"] * 3], ids=["nothing", "junk"])
+    async def test_silence_ends(self, junk: list[bytes]) -> None:
         async with router() as (found, client):
-            found.answers = lambda _: [b"\0\x81junk"] * 3
-            with pytest.raises(UnreachableError, match="does not answer"):
-                await client.add(PORT, PORT, LEASE)
-
-    async def test_silence_ends(self) -> None:
-        async with router() as (found, client):
-            found.answers = lambda _: []
+            found.answers = lambda _: junk
             with pytest.raises(UnreachableError, match="does not answer"):
                 await client.add(PORT, PORT, LEASE)
             assert len(found.requests) == len(gateway.PAUSES)

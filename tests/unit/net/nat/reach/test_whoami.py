@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.nat.reach import whoami
-from p2pavg.net.nat.reach.whoami import ANSWER_BYTES, MAGIC, NONCE_BYTES, WhoamiAnswerer, ask, bound_socket
+from p2pavg.net.nat.reach.whoami import MAGIC, NONCE_BYTES, WhoamiAnswerer, ask, bound_socket
 
 Handler = Callable[[socket.socket], Awaitable[None]]
 LOOPBACK = "127.0.0.1"
@@ -144,11 +144,6 @@ class TestHostileAskers:
             with trio.fail_after(5.0):
                 assert await stream.receive_some(100) == b""
 
-    async def test_a_host_gets_a_bounded_number_of_answers(self) -> None:
-        answerer = WhoamiAnswerer()
-        async with listener(answerer.answer) as port:
-            assert await self.count(port, 100) <= whoami.HOST_BURST + 5
-
     async def test_all_hosts_together_get_a_bounded_number_of_answers(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -175,10 +170,6 @@ class TestHostileAskers:
             except UnreachableError:
                 pass
         return answered
-
-
-def test_an_answer_has_the_stated_length() -> None:
-    assert len(whoami.encode_answer(bytes(NONCE_BYTES), "::1", 65535)) == ANSWER_BYTES
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,44 @@ class TokenBucket:
         return min(self._burst, self._level + self._rate * max(0.0, now - last))
 
 
+MAX_ACCOUNTS = 4096
+
+
+class Accounts:
+    """Buckets of one rate, one for each name, such as a peer or a host.
+
+    The one that was used least recently is forgotten, and then full again. So a limit for all together must hold
+    beside them.
+
+    Args:
+        most: buckets that are kept.
+    """
+
+    def __init__(self, per_second: float, burst: float, most: int = MAX_ACCOUNTS) -> None:
+        self._per_second, self._burst, self._most = per_second, burst, most
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def of(self, name: str) -> TokenBucket:
+        """Return the bucket of a name, which is the last one to be forgotten from now on."""
+        bucket = self._buckets.pop(name, None) or TokenBucket(self._per_second, self._burst)
+        self._buckets[name] = bucket
+        if len(self._buckets) > self._most:
+            self._buckets.popitem(last=False)
+        return bucket
+
+
+def take_from_all(now: float, count: float, *buckets: TokenBucket) -> bool:
+    """Take from each bucket, and return true; take nothing if one of them holds less."""
+    if any(bucket.level(now) < count for bucket in buckets):
+        return False
+    for bucket in buckets:
+        bucket.take(now, count)
+    return True
+
+
 class RateLimit:
     """A limit that all senders, or all receivers, of this process share. Threads and tasks may use it at once.
 
@@ -123,8 +161,6 @@ TOTAL_BYTES = 128 * 1024
 
 MAX_AT_ONCE = 2
 """Measurements at once: more of them would measure each other."""
-MAX_ACCOUNTS = 1024
-"""Accounts of peers and prefixes. One that is forgotten is full again; then the limit for all still holds."""
 
 
 class BandwidthBudget:
@@ -132,7 +168,8 @@ class BandwidthBudget:
 
     def __init__(self) -> None:
         self._total = TokenBucket(TOTAL_BYTES, TOTAL_BURST_BYTES)
-        self._accounts: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
+        self._peers = Accounts(PEER_BYTES, PEER_BURST_BYTES)
+        self._prefixes = Accounts(PREFIX_BYTES, PREFIX_BURST_BYTES)
         self._under_way = 0
 
     def begin(self, now: float, peer_id: str, prefix: str) -> bool:
@@ -142,27 +179,12 @@ class BandwidthBudget:
             now: seconds of a clock that does not run backwards.
             prefix: the network of the peer; see :func:`p2pavg.net.limits.sources.prefix_of`.
         """
-        buckets = [
-            self._total,
-            self._account("peer", peer_id, PEER_BYTES, PEER_BURST_BYTES),
-            self._account("prefix", prefix, PREFIX_BYTES, PREFIX_BURST_BYTES),
-        ]
-        while len(self._accounts) > MAX_ACCOUNTS:
-            self._accounts.popitem(last=False)
-        if self._under_way >= MAX_AT_ONCE or any(bucket.level(now) < COST_BYTES for bucket in buckets):
+        buckets = (self._total, self._peers.of(peer_id), self._prefixes.of(prefix))
+        if self._under_way >= MAX_AT_ONCE or not take_from_all(now, COST_BYTES, *buckets):
             return False
-        for bucket in buckets:
-            bucket.take(now, COST_BYTES)
         self._under_way += 1
         return True
 
     def end(self) -> None:
         """End a measurement that :meth:`begin` has begun."""
         self._under_way -= 1
-
-    def _account(self, kind: str, name: str, rate: float, burst: float) -> TokenBucket:
-        key = (kind, name)
-        if key not in self._accounts:
-            self._accounts[key] = TokenBucket(rate, burst)
-        self._accounts.move_to_end(key)
-        return self._accounts[key]

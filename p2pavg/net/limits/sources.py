@@ -31,6 +31,18 @@ def parse_host(host: str) -> Address | None:
     return address
 
 
+def version_of(host: str) -> int:
+    """Return the version of IP of an address; 0 for other texts."""
+    address = parse_host(host)
+    return address.version if address is not None else 0
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address leads to this machine itself; false for other texts."""
+    address = parse_host(host)
+    return address is not None and address.is_loopback
+
+
 @lru_cache(_CACHED)
 def prefix_of(host: str) -> str:
     """Return the /24 (IPv4) or /48 (IPv6) network of an address; other texts stand for themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -12,7 +12,7 @@ import trio
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
 from p2pavg.net.limits.dial_policy import NOT_REACHED
-from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.net.limits.rate import Accounts, TokenBucket, take_from_all
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.nat.reach.messages import (
     MAX_MESSAGE_BYTES,
@@ -43,7 +43,6 @@ MAX_DIALS_AT_ONCE = 8
 PEER_DIALS, PEER_DIALS_PER_SECOND = 6.0, 0.1
 HOST_DIALS, HOST_DIALS_PER_SECOND = 12.0, 0.2
 ALL_DIALS, ALL_DIALS_PER_SECOND = 60.0, 1.0
-MAX_ACCOUNTS = 4096
 
 # Looks take a stream each, and no dial.
 PEER_LOOKS, PEER_LOOKS_PER_SECOND = 30.0, 1.0
@@ -53,21 +52,6 @@ DialPeer = Callable[[PeerId, str, int], Awaitable[None]]
 
 Raises UnreachableError with the reason. An existing connection to the peer must not count.
 """
-
-
-class _Accounts:
-    """The rates of askers: the least recently used account is forgotten."""
-
-    def __init__(self, burst: float, per_second: float) -> None:
-        self._burst, self._per_second = burst, per_second
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
-
-    def of(self, name: str) -> TokenBucket:
-        found = self._buckets.pop(name, None) or TokenBucket(self._per_second, self._burst)
-        self._buckets[name] = found
-        if len(self._buckets) > MAX_ACCOUNTS:
-            self._buckets.popitem(last=False)
-        return found
 
 
 class ReachService:
@@ -83,46 +67,41 @@ class ReachService:
 
     def __init__(self, transport: Transport, dial_peer: DialPeer) -> None:
         self._dial_peer = dial_peer
-        self._serving: dict[PeerId, int] = {}
+        self._serving: Counter[PeerId] = Counter()
         self._dialling: set[PeerId] = set()
-        self._lookers = _Accounts(PEER_LOOKS, PEER_LOOKS_PER_SECOND)
-        self._peers = _Accounts(PEER_DIALS, PEER_DIALS_PER_SECOND)
-        self._hosts = _Accounts(HOST_DIALS, HOST_DIALS_PER_SECOND)
+        self._lookers = Accounts(PEER_LOOKS_PER_SECOND, PEER_LOOKS)
+        self._peers = Accounts(PEER_DIALS_PER_SECOND, PEER_DIALS)
+        self._hosts = Accounts(HOST_DIALS_PER_SECOND, HOST_DIALS)
         self._all = TokenBucket(ALL_DIALS_PER_SECOND, ALL_DIALS)
         transport.serve(PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
         """Answer one question; streams beyond the limits get no answer."""
-        mine = self._serving.get(stream.remote, 0)
-        if mine >= MAX_SERVED_PER_PEER or sum(self._serving.values()) >= MAX_SERVED:
+        if self._serving[stream.remote] >= MAX_SERVED_PER_PEER or self._serving.total() >= MAX_SERVED:
             return
-        self._serving[stream.remote] = mine + 1
+        self._serving[stream.remote] += 1
         try:
             with trio.move_on_after(REPLY_SECONDS):
-                await self._serve(stream)
+                if (message := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)) is None:
+                    return
+                question = read_question(message)
+                if isinstance(question, Look):
+                    answer = self._observe(stream)
+                else:
+                    answer = await self._dial_back(stream, question)
+                if answer is not None:
+                    await send_message(stream, answer.encode())
+                    await stream.aclose()
         finally:
             self._serving[stream.remote] -= 1
-            if not self._serving[stream.remote]:
-                del self._serving[stream.remote]
-
-    async def _serve(self, stream: Stream) -> None:
-        message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-        if message is None:
-            return
-        question = read_question(message)
-        answer = (
-            self._observe(stream) if isinstance(question, Look) else await self._dial_back(stream, question)
-        )
-        if answer is not None:
-            await send_message(stream, answer.encode())
-            await stream.aclose()
+            self._serving += Counter()  # drops the peers without a stream
 
     def _observe(self, stream: Stream) -> Answer | None:
         """Return the host and port of a direct connection; ``None`` if there is no answer to give."""
         address = parse_host(stream.remote_host)
         if stream.relayed or address is None or not stream.remote_port:
             return None
-        if not _take(self._lookers.of(stream.remote)):
+        if not take_from_all(trio.current_time(), 1.0, self._lookers.of(stream.remote)):
             return None
         return Observed(str(address), stream.remote_port)
 
@@ -134,10 +113,8 @@ class ReachService:
         try:
             with trio.fail_after(QUICK_REPLY_SECONDS):
                 await self._dial_peer(stream.remote, stream.remote_host, question.port)
-        except UnreachableError as error:
-            logger.debug("%s asked to be dialled back at port %d: %s", stream.remote, question.port, error)
-            return DialledBack(question.nonce, DialBackOutcome.FAILED, NOT_REACHED)
-        except trio.TooSlowError:
+        except (UnreachableError, trio.TooSlowError) as error:
+            logger.debug("%s asked to be dialled back at port %d: %r", stream.remote, question.port, error)
             return DialledBack(question.nonce, DialBackOutcome.FAILED, NOT_REACHED)
         finally:
             self._dialling.discard(stream.remote)
@@ -152,19 +129,9 @@ class ReachService:
         if len(self._dialling) >= MAX_DIALS_AT_ONCE:
             return f"{MAX_DIALS_AT_ONCE} dial-backs are under way"
         accounts = (self._peers.of(stream.remote), self._hosts.of(stream.remote_host), self._all)
-        if not _take(*accounts):
+        if not take_from_all(trio.current_time(), 1.0, *accounts):
             return "too many dial-backs in a minute"
         return ""
-
-
-def _take(*buckets: TokenBucket) -> bool:
-    """Take one from each bucket, unless one of them is empty."""
-    now = trio.current_time()
-    if any(bucket.level(now) < 1.0 for bucket in buckets):
-        return False
-    for bucket in buckets:
-        bucket.take(now, 1.0)
-    return True
 
 
 async def ask_to_look(transport: Transport, peer_id: PeerId) -> Observed:

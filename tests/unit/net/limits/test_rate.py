@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.net.limits.rate import MIN_BURST_BYTES, UNLIMITED, WIRE_OVERHEAD, RateLimit, TokenBucket
+from p2pavg.net.limits.rate import (
+    MIN_BURST_BYTES,
+    UNLIMITED,
+    WIRE_OVERHEAD,
+    Accounts,
+    RateLimit,
+    TokenBucket,
+    take_from_all,
+)
 
 BEGUN = 500.0
 RATE = 1_000_000.0
@@ -165,3 +173,18 @@ class TestRateLimit:
         one = RateLimit(8.0, clock=Clock())
         one.delay(MIN_BURST_BYTES * 2)
         assert max(waits) == pytest.approx(one.delay(100 * 80))
+
+
+def test_the_account_that_was_used_least_recently_is_forgotten() -> None:
+    accounts = Accounts(1.0, 1.0, most=2)
+    for name in ("one", "two", "one", "three"):
+        accounts.of(name).take(BEGUN, 1.0)
+    assert len(accounts) == 2
+    assert [accounts.of(name).level(BEGUN) for name in ("one", "three", "two")] == [-1.0, 0.0, 1.0]
+
+
+def test_an_empty_bucket_costs_the_others_nothing() -> None:
+    full, empty = TokenBucket(1.0, 2.0), TokenBucket(1.0, 0.5)
+    assert not take_from_all(BEGUN, 1.0, full, empty)
+    assert take_from_all(BEGUN, 1.0, full)
+    assert (full.level(BEGUN), empty.level(BEGUN)) == (1.0, 0.5)

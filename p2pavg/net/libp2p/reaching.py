@@ -9,6 +9,7 @@ router takes part from the first second. What follows improves the way without d
 * A direct connection to the same peer is preferred by every stream that is opened after it.
 * The relayed connection ends when its last stream has ended, and not before LINGER_DIAL_SECONDS: the other side may be
   opening a stream on it at this moment. The connection of a dial-back ends in the same way.
+* The peer that opened a relayed connection tries again and again to replace it by a direct one, while it is in use.
 
 When an address of this machine disappears, the connections from it are dead, although nothing says so. They are dropped
 at once, and relays are asked again.
@@ -21,20 +22,17 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2pavg.base.errors import UnreachableError, is_shortage
+from p2pavg.base.errors import ClosedError, UnreachableError, is_shortage
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.improving import Improver
-from p2pavg.net.limits.sources import parse_host
+from p2pavg.net.limits.sources import is_loopback, parse_host, version_of
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.plan import OwnSide
 from p2pavg.net.nat.punch.service import PunchService
 from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.nat.reach import whoami
-from p2pavg.net.nat.reach.facts import Endpoint, version_of
-from p2pavg.net.nat.reach.mapping import PortMapper
+from p2pavg.net.nat.reach.facts import Endpoint
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
@@ -50,6 +48,9 @@ logger = logging.getLogger(__name__)
 LINGER_DIAL_SECONDS = 5.0
 SETTLE_DIAL_SECONDS = 4.0
 PROBE_SECONDS = 2.0
+TRY_DIRECT_SECONDS = 30.0
+# The pauses before each try. At first, a peer may not know its router yet; later, one of the two may have moved.
+PAUSES = (0.0, 1.0, 3.0, 10.0, 30.0, 120.0, 300.0)
 _MOST_PROBES = 2
 _IDLE_LOOKS = 2
 _RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
@@ -77,6 +78,8 @@ class Reaching:
         self._options = options
         self._listened = listened
         self._retiring: set[GuardedYamux] = set()
+        self._improving: set[PeerId] = set()
+        self._kind_changed = trio.Event()
         self._network = 0
         self._addresses: tuple[str, ...] = ()
         self._reachability = NOT_ASKED
@@ -92,7 +95,7 @@ class Reaching:
             relays=lambda: (self.reservations.relays, self.reservations.addresses),
             on_change=self._conclude,
             announce=options.announce,
-            make_mapper=PortMapper if options.port_mapping else None,
+            maps_ports=options.port_mapping,
         )
         self.relay = RelayService(
             transport,
@@ -108,20 +111,13 @@ class Reaching:
         )
         InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
         ReachService(transport, self._dial_back)
-        self.puncher = Puncher(connections.gate, self._own_side, self._predict)
-        punches = PunchService(
+        self.puncher = Puncher(connections.gate, lambda: self.reachability, self._predict)
+        self.punches = PunchService(
             transport,
             self.puncher,
             adopt=connections.adopt_socket,
             dial=connections.dial,
             talks_to=connections.is_connected,
-        )
-        self._improver = Improver(
-            nursery,
-            punches,
-            path_to=self.path_to,
-            reachability=lambda: self.reachability,
-            direct_addresses=self._direct_addresses,
         )
         self.whoami = whoami.WhoamiAnswerer()
 
@@ -159,7 +155,7 @@ class Reaching:
         if self._wants_relays():
             return bool(self.reservations.relays)
         # Peers of this machine cannot tell how others reach it, so there is nothing to wait for.
-        asked = any(_is_outside(found.host) for found in self._neighbours())
+        asked = any(not is_loopback(found.host) for found in self._neighbours())
         return bool(self._options.announce) or not asked or self.reachability.outer_hosts != ()
 
     @property
@@ -191,7 +187,7 @@ class Reaching:
             self._retire(muxed)
         # Only the side that opened the connection tries to improve it, so that the two do not try at once.
         elif muxed.is_initiator:
-            self._improver.relayed(str(muxed.peer_id))
+            self._improve_soon(str(muxed.peer_id))
 
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
@@ -228,12 +224,13 @@ class Reaching:
             self._nursery.start_soon(self._drop_dead_connections)
         # The tries pause for up to five minutes. Another kind of reachability is a reason to try at once.
         if reachability.kind is not before.kind:
-            self._improver.look_again()
+            self._kind_changed.set()
+            self._kind_changed = trio.Event()
         if reachability.dialable and not before.dialable:
             # The peers that reach this one through relays do not know yet that they can dial it.
             for muxed in self._connections.all():
                 if muxed.relay:
-                    self._improver.relayed(str(muxed.peer_id))
+                    self._improve_soon(str(muxed.peer_id))
         self._changed.set()
         self._changed = trio.Event()
 
@@ -288,11 +285,6 @@ class Reaching:
         }
         return list(found.values())
 
-    def _own_side(self) -> OwnSide:
-        known = self.reachability
-        punchable = not known.dialable and bool(known.punch_hosts)
-        return OwnSide(punchable=punchable, outer_hosts=known.punch_hosts, sentence=known.sentence)
-
     async def _predict(self, port: FreshPort) -> int:
         """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""
         if self._watcher.keeps_ports(port.version):
@@ -300,7 +292,7 @@ class Reaching:
         reasons = []
         # A probe must come from the fresh port itself: a router may map each local port to another outer one.
         servers = [peer for peer in self._neighbours() if peer.port and version_of(peer.host) == port.version]
-        for peer in [peer for peer in servers if _is_outside(peer.host)][:_MOST_PROBES]:
+        for peer in [peer for peer in servers if not is_loopback(peer.host)][:_MOST_PROBES]:
             try:
                 seen = await whoami.ask(peer.host, peer.port, local_port=port.port, timeout=PROBE_SECONDS)
             except UnreachableError as error:
@@ -319,6 +311,38 @@ class Reaching:
         for muxed in self._connections.of(peer_id):
             if muxed not in before and muxed.is_initiator:
                 self._retire(muxed)
+
+    # -- from relayed connections to direct ones
+
+    def _improve_soon(self, peer_id: PeerId) -> None:
+        """Try to replace a relayed connection by a direct one, in one task for each peer."""
+        if peer_id not in self._improving:
+            self._improving.add(peer_id)
+            self._nursery.start_soon(self._improve, peer_id)
+
+    async def _improve(self, peer_id: PeerId) -> None:
+        tries = 0
+        try:
+            while True:
+                changed = self._kind_changed
+                with trio.move_on_after(PAUSES[min(tries, len(PAUSES) - 1)]):
+                    await changed.wait()
+                if self.path_to(peer_id) != "relayed":
+                    return
+                tries += 1
+                addresses = self._direct_addresses()
+                try:
+                    if self.reachability.dialable and addresses:
+                        await self.punches.ask_to_dial(peer_id, addresses, timeout=TRY_DIRECT_SECONDS)
+                    else:
+                        await self.punches.connect(peer_id, timeout=TRY_DIRECT_SECONDS)
+                except (UnreachableError, ClosedError) as error:
+                    logger.debug("%s stays behind a relay: %s", peer_id, error)
+                else:
+                    logger.info("%s is connected directly now", peer_id)
+                    return
+        finally:
+            self._improving.discard(peer_id)
 
     # -- connections that are not needed any more
 
@@ -342,8 +366,3 @@ class Reaching:
                 await muxed.abort()
         finally:
             self._retiring.discard(muxed)
-
-
-def _is_outside(host: str) -> bool:
-    address = parse_host(host)
-    return address is not None and not address.is_loopback

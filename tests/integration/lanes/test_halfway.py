@@ -17,15 +17,16 @@ from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.plan import Endpoint, OwnSide, PunchAnswer, PunchProposal, PunchVerdict, Sync
+from p2pavg.net.nat.punch.plan import Endpoint, PunchAnswer, PunchProposal, PunchVerdict, Sync
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
+from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
 from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, post
-from tests.integration.punch.peers import BEHIND_A_ROUTER, kept
+from tests.integration.punch.peers import BEHIND_A_ROUTER, BEHIND_A_SYMMETRIC_ROUTER, kept
 
 
-def behind_a_router(host: Libp2pTransport, own: OwnSide = BEHIND_A_ROUTER) -> None:
+def behind_a_router(host: Libp2pTransport, own: Reachability = BEHIND_A_ROUTER) -> None:
     """Give a host no address and no dialled one, and let it punch."""
     host._reaching._addresses = (f"/ip4/203.0.113.9/tcp/1/p2p/{host.peer_id}/p2p-circuit/p2p/{host.peer_id}",)
     lanes = keeper(host)
@@ -103,19 +104,17 @@ def listening_address(host: Libp2pTransport) -> str:
 
 
 class TestNoPunch:
-    SYMMETRIC = OwnSide(punchable=False, outer_hosts=("127.0.0.1",), sentence="behind a symmetric router")
-
     @watched
     async def test_a_sender_behind_a_symmetric_router_gives_up_at_once(self) -> None:
         async with two_behind_routers() as (here, there):
-            behind_a_router(here, self.SYMMETRIC)
+            behind_a_router(here, BEHIND_A_SYMMETRIC_ROUTER)
             with pytest.raises(UnreachableError, match=r"this peer takes part in no punch: .*symmetric"):
                 await lane_to(here, there)
 
     @watched
     async def test_a_receiver_behind_a_symmetric_router_says_so_in_its_offer(self) -> None:
         async with two_behind_routers() as (here, there):
-            behind_a_router(there, self.SYMMETRIC)
+            behind_a_router(there, BEHIND_A_SYMMETRIC_ROUTER)
             with pytest.raises(UnreachableError, match="the other peer takes part in no punch"):
                 await lane_to(here, there)
 
@@ -126,7 +125,7 @@ class TestNoPunch:
         """A peer learns what its router allows when it has met others."""
         monkeypatch.setattr(pool, "SKIPPED_SECONDS", 0.0)
         async with two_behind_routers() as (here, there):
-            behind_a_router(there, OwnSide(punchable=False))
+            behind_a_router(there, BEHIND_A_SYMMETRIC_ROUTER)
             with pytest.raises(UnreachableError, match="the other peer takes part in no punch"):
                 await lane_to(here, there)
             behind_a_router(there)

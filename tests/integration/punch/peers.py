@@ -13,15 +13,18 @@ from p2pavg.base.errors import UnreachableError
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.plan import OwnSide
 from p2pavg.net.nat.punch.service import PunchService
 from p2pavg.net.nat.punch.sockets import FreshPort
+from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.transport import PeerId
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
 from tests.unit.group.samples import SIGNERS
 
-BEHIND_A_ROUTER = OwnSide(punchable=True, outer_hosts=("127.0.0.1",))
+BEHIND_A_ROUTER = Reachability(
+    kind=Kind.PUNCHABLE, sentence="behind a router that keeps ports", punch_hosts=("127.0.0.1",)
+)
+BEHIND_A_SYMMETRIC_ROUTER = Reachability(kind=Kind.RELAYED, sentence="behind a symmetric router")
 
 
 async def kept(port: FreshPort) -> int:
@@ -56,7 +59,7 @@ class Side:
     """A peer with everything that its punches depend on."""
 
     transport: MemoryTransport
-    own: OwnSide = BEHIND_A_ROUTER
+    own: Reachability = BEHIND_A_ROUTER
     gate: DialGate = field(default_factory=new_gate)
     predict = staticmethod(kept)
     friends: bool = True

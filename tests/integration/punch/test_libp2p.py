@@ -35,9 +35,7 @@ def behind_a_router(host: Libp2pTransport, kind: Kind = Kind.PUNCHABLE) -> Punch
         punch_hosts=("127.0.0.1",) if kind is Kind.PUNCHABLE else (),
     )
     reaching.puncher._predict = kept
-    service = reaching._improver._puncher
-    assert isinstance(service, PunchService)
-    return service
+    return reaching.punches
 
 
 @watched

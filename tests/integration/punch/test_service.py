@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import trio
@@ -17,7 +18,6 @@ from p2pavg.net.nat.punch.plan import (
     PROTOCOL,
     TRIES,
     Endpoint,
-    OwnSide,
     PunchAnswer,
     PunchProposal,
     PunchVerdict,
@@ -27,7 +27,13 @@ from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import watched
 from tests.integration.lanes.company import descriptors
-from tests.integration.punch.peers import Side, new_gate, two_sides
+from tests.integration.punch.peers import (
+    BEHIND_A_ROUTER,
+    BEHIND_A_SYMMETRIC_ROUTER,
+    Side,
+    new_gate,
+    two_sides,
+)
 
 BOUND = 20.0
 
@@ -74,21 +80,21 @@ class TestRefusals:
     @watched
     async def test_a_peer_behind_a_symmetric_router_asks_for_nothing(self) -> None:
         async with two_sides() as (here, there):
-            here.own = OwnSide(punchable=False, outer_hosts=("127.0.0.1",), sentence="a symmetric router")
+            here.own = BEHIND_A_SYMMETRIC_ROUTER
             with pytest.raises(RefusedPunchError, match=r"this peer takes part in no punch: .*symmetric"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
     @watched
     async def test_a_peer_behind_a_symmetric_router_refuses_at_once(self) -> None:
         async with two_sides() as (here, there):
-            there.own = OwnSide(punchable=False, outer_hosts=("127.0.0.1",), sentence="a symmetric router")
+            there.own = BEHIND_A_SYMMETRIC_ROUTER
             with pytest.raises(RefusedPunchError, match=r"the peer takes part in no punch: .*symmetric"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
     @watched
     async def test_peers_of_different_families_do_not_try(self) -> None:
         async with two_sides() as (here, there):
-            there.own = OwnSide(punchable=True, outer_hosts=("2001:db8::1",))
+            there.own = replace(BEHIND_A_ROUTER, punch_hosts=("2001:db8::1",))
             with pytest.raises(RefusedPunchError, match=r"outer addresses are of IPv6, .* IPv4"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
@@ -190,7 +196,7 @@ class TestHostileAskers:
                 await send_message(stream, PunchProposal(1, (Endpoint("127.0.0.1", 4001),)).encode())
                 taken += not (await answered(stream)).refusal
                 await stream.reset()
-                await until(lambda: not there.puncher._limits._under_way)
+                await until(lambda: not there.puncher._under_way)
             assert taken == meeting.PEER_TRIES
 
     @watched
@@ -204,7 +210,7 @@ class TestHostileAskers:
             with pytest.raises(StreamBrokenError):
                 await stream.receive_some(1)
             assert descriptors() == before
-            assert not there.puncher._limits._under_way
+            assert not there.puncher._under_way
 
     @pytest.mark.parametrize("attempts", [(2,), (1, 1), (1, 3)], ids=str)
     @watched

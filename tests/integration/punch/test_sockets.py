@@ -8,12 +8,12 @@ import trio
 
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.nat.punch import sockets
-from p2pavg.net.nat.punch.plan import Endpoint, Version
+from p2pavg.net.nat.punch.plan import Endpoint
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from tests.integration.hosts import watched
 from tests.integration.lanes.company import descriptors
 
-LOOPBACK: dict[Version, str] = {4: "127.0.0.1", 6: "::1"}
+LOOPBACK: dict[int, str] = {4: "127.0.0.1", 6: "::1"}
 
 
 async def both(a: FreshPort, b: FreshPort, *, earlier: float, later: float) -> list[socket.socket]:
@@ -33,7 +33,7 @@ async def both(a: FreshPort, b: FreshPort, *, earlier: float, later: float) -> l
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("offset", [0.0, 0.05])
 @watched
-async def test_ten_punches_of_ten_succeed(version: Version, offset: float) -> None:
+async def test_ten_punches_of_ten_succeed(version: int, offset: float) -> None:
     for _ in range(10):
         with FreshPort(version) as a, FreshPort(version) as b:
             one, other = await both(a, b, earlier=0.0, later=offset)

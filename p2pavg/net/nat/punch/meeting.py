@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -43,19 +43,20 @@ from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, Unreachab
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.dial_policy import NOT_REACHED
-from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.net.limits.rate import Accounts, TokenBucket
+from p2pavg.net.limits.sources import version_of
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.plan import (
     MAX_BUSY_SECONDS,
     MAX_MESSAGE_BYTES,
     Endpoint,
-    OwnSide,
     PunchAnswer,
     PunchProposal,
     PunchVerdict,
     Sync,
 )
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
+from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import PeerId, Stream, receive_message, send_message
 
 # The limits of punches and dials that other peers ask for.
@@ -72,46 +73,6 @@ ALL_TRIES_PER_SECOND = 8.0
 # Tries that are under way. Each one occupies up to four sockets for a few seconds.
 PEER_AT_ONCE = 4
 ALL_AT_ONCE = 32
-
-# The account of the peer that has asked least recently is forgotten. By then, ALL_TRIES was used up many times.
-MAX_ACCOUNTS = 4096
-
-
-class PunchLimits:
-    """The accounts of the peers that ask this one to connect to them."""
-
-    def __init__(self) -> None:
-        self._all = TokenBucket(ALL_TRIES_PER_SECOND, ALL_TRIES)
-        self._peers: OrderedDict[PeerId, TokenBucket] = OrderedDict()
-        self._under_way: Counter[PeerId] = Counter()
-
-    def refusal(self, now: float, peer_id: PeerId) -> str:
-        """Return the reason for which a peer may ask for no try now; empty if it may."""
-        if self._under_way[peer_id] >= PEER_AT_ONCE or self._under_way.total() >= ALL_AT_ONCE:
-            return "too many tries are under way"
-        account = self._peers.get(peer_id)
-        if account is not None and account.level(now) < 1.0:
-            return "the peer has asked for too many tries"
-        if self._all.level(now) < 1.0:
-            return "other peers have asked for too many tries"
-        return ""
-
-    def begin(self, now: float, peer_id: PeerId) -> None:
-        """Count a try that begins."""
-        self._under_way[peer_id] += 1
-        self._all.take(now, 1.0)
-        if peer_id not in self._peers:
-            self._peers[peer_id] = TokenBucket(PEER_TRIES_PER_SECOND, PEER_TRIES)
-        self._peers[peer_id].take(now, 1.0)
-        self._peers.move_to_end(peer_id)
-        while len(self._peers) > MAX_ACCOUNTS:
-            self._peers.popitem(last=False)
-
-    def end(self, peer_id: PeerId) -> None:
-        """Count a try that has ended."""
-        self._under_way[peer_id] -= 1
-        self._under_way += Counter()  # drops the peers without a try
-
 
 logger = logging.getLogger(__name__)
 
@@ -152,16 +113,18 @@ class Puncher:
 
     Args:
         gate: the gate of all dials of this transport.
-        own: returns this peer's side, as it is known now.
+        own: returns how others reach this peer, as far as it is known now.
         predict: finds the outer port of a fresh port.
     """
 
-    def __init__(self, gate: DialGate, own: Callable[[], OwnSide], predict: Predict) -> None:
+    def __init__(self, gate: DialGate, own: Callable[[], Reachability], predict: Predict) -> None:
         self.gate = gate
         """The gate of all dials of this transport."""
         self._own = own
         self._predict = predict
-        self._limits = PunchLimits()
+        self._all_tries = TokenBucket(ALL_TRIES_PER_SECOND, ALL_TRIES)
+        self._tries = Accounts(PEER_TRIES_PER_SECOND, PEER_TRIES)
+        self._under_way: Counter[PeerId] = Counter()
 
     @property
     def refusal(self) -> str:
@@ -305,13 +268,21 @@ class Puncher:
         Raises:
             RefusedPunchError: this peer, or all peers together, have asked for too many.
         """
-        if refusal := self._limits.refusal(trio.current_time(), peer_id):
-            raise RefusedPunchError(refusal)
-        self._limits.begin(trio.current_time(), peer_id)
+        now, mine = trio.current_time(), self._tries.of(peer_id)
+        if self._under_way[peer_id] >= PEER_AT_ONCE or self._under_way.total() >= ALL_AT_ONCE:
+            raise RefusedPunchError("too many tries are under way")
+        if mine.level(now) < 1.0:
+            raise RefusedPunchError("the peer has asked for too many tries")
+        if self._all_tries.level(now) < 1.0:
+            raise RefusedPunchError("other peers have asked for too many tries")
+        mine.take(now, 1.0)
+        self._all_tries.take(now, 1.0)
+        self._under_way[peer_id] += 1
         try:
             yield
         finally:
-            self._limits.end(peer_id)
+            self._under_way[peer_id] -= 1
+            self._under_way += Counter()  # drops the peers without a try
 
     # -- both
 
@@ -321,7 +292,7 @@ class Puncher:
         reasons = []
         for host in hosts:
             try:
-                port = owned.enter_context(FreshPort(plan.version_of(host)))
+                port = owned.enter_context(FreshPort(version_of(host)))
                 found[Endpoint(host, await self._predict(port))] = port
             except (OSError, ValueError, UnreachableError) as error:
                 reasons.append(f"{host}: {error}")

@@ -10,17 +10,16 @@ begin, so both routers must give a connection a port that can be predicted (RFC 
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated
 
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
-from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host
+from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host, version_of
+from p2pavg.net.nat.reach.reachability import Reachability
 
 # The messages with which two peers coordinate a punch, on any stream between them.
 #
@@ -123,8 +122,6 @@ LONGEST_ROUND_TRIP = 2.0
 # to a service.
 LOWEST_PORT = 1024
 
-Version = Literal[4, 6]
-
 
 class Endpoint(Message, frozen=True):
     """An IP address, in its shortest form, and a TCP port of 1024 or above.
@@ -144,7 +141,7 @@ class Endpoint(Message, frozen=True):
             raise ValueError(f"{self.port} is not a port from {LOWEST_PORT} to 65535")
 
     @property
-    def version(self) -> Version:
+    def version(self) -> int:
         """The version of IP: 4 or 6."""
         return version_of(self.host)
 
@@ -153,45 +150,22 @@ class Endpoint(Message, frozen=True):
         return f"/ip{self.version}/{self.host}/tcp/{self.port}/p2p/{peer_id}"
 
 
-def version_of(host: str) -> Version:
-    """Return the version of an IP address."""
-    return 4 if ipaddress.ip_address(host).version == 4 else 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSide:
-    """This peer, as far as punching depends on it.
-
-    - ``punchable``: the outer port of a new connection can be predicted.
-    - ``outer_hosts``: the addresses at which other peers see this one, IPv4 and IPv6.
-    - ``sentence``: the reachability of this peer in words, for the reason of a refusal.
-    """
-
-    punchable: bool
-    outer_hosts: tuple[str, ...] = ()
-    sentence: str = ""
-
-
-def refusal(own: OwnSide) -> str:
+def refusal(own: Reachability) -> str:
     """Return the reason for which this peer takes part in no punch; empty if it does."""
-    if not own.punchable:
-        return (
-            f"its router does not allow hole punching ({own.sentence or 'its reachability is not known yet'})"
-        )
-    if not own.outer_hosts:
-        return "no other peer has told it its outer address yet"
+    if own.dialable or not own.punch_hosts:
+        return f"its router does not allow hole punching ({own.sentence})"
     return ""
 
 
-def hosts_to_propose(own: OwnSide) -> dict[Version, str]:
+def hosts_to_propose(own: Reachability) -> dict[int, str]:
     """Return this peer's outer address of each version of IP that it has: the first one in its list."""
-    found: dict[Version, str] = {}
-    for host in own.outer_hosts:
+    found: dict[int, str] = {}
+    for host in own.punch_hosts:
         found.setdefault(version_of(host), host)
     return found
 
 
-def choose(attempt: int, own: OwnSide, proposed: Sequence[Endpoint]) -> tuple[str, Endpoint] | str:
+def choose(attempt: int, own: Reachability, proposed: Sequence[Endpoint]) -> tuple[str, Endpoint] | str:
     """Choose where a try meets: an outer address of this peer and an endpoint of the other one, of the same version.
 
     IPv6 comes first, because a router that only filters translates no ports. Where both versions are possible, the next
@@ -211,7 +185,7 @@ def choose(attempt: int, own: OwnSide, proposed: Sequence[Endpoint]) -> tuple[st
     return own_hosts[version], theirs[version]
 
 
-def _names(versions: dict[Version, str] | dict[Version, Endpoint]) -> str:
+def _names(versions: Collection[int]) -> str:
     return " and IPv".join(str(version) for version in sorted(versions))
 
 

@@ -21,14 +21,14 @@ import os
 import random
 import socket
 from contextlib import suppress
-from types import TracebackType
 
 import trio
 
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.nat.punch import plan
-from p2pavg.net.nat.punch.plan import Endpoint, Version
+from p2pavg.net.nat.punch.plan import Endpoint
+from p2pavg.net.nat.reach.whoami import bound_socket
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +53,14 @@ class FreshPort:
         OSError: there is no such port, or no IPv6 on this machine.
     """
 
-    def __init__(self, version: Version = 4) -> None:
+    def __init__(self, version: int = 4) -> None:
         self.version = version
-        self._holder = self._bound(0)
+        self._holder = bound_socket(version)
         self.port: int = self._holder.getsockname()[1]
 
     def another(self) -> socket.socket:
         """Return one more non-blocking socket that is bound to the port. The caller closes it. Raises OSError."""
-        return self._bound(self.port)
-
-    def _bound(self, port: int) -> socket.socket:
-        opened = socket.socket(socket.AF_INET if self.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
-        try:
-            opened.setblocking(False)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "SO_REUSEPORT"):
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if self.version == 6:
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            opened.bind(("0.0.0.0" if self.version == 4 else "::", port))
-        except BaseException:
-            opened.close()
-            raise
-        return opened
+        return bound_socket(self.version, self.port)
 
     def close(self) -> None:
         """Give the port back. Connections that were made from it stay open."""
@@ -84,9 +69,7 @@ class FreshPort:
     def __enter__(self) -> FreshPort:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -155,21 +138,18 @@ class _Crossing:
                 listening.listen(_BACKLOG)
                 while self.connection is None:
                     await trio.lowlevel.wait_readable(listening.fileno())
-                    self._accept_one(listening, all_of_it)
+                    try:
+                        found, (host, port, *_) = listening.accept()
+                    except (BlockingIOError, ConnectionAbortedError):
+                        continue
+                    if (str(parse_host(host)), port) == (self._remote.host, self._remote.port):
+                        found.setblocking(False)
+                        self._take(found, all_of_it)
+                    else:
+                        logger.debug("a connection from port %d of %s came to a port for a punch", port, host)
+                        found.close()
         except OSError as error:
             logger.debug("no listener at port %d: %s", self._port.port, error)
-
-    def _accept_one(self, listening: socket.socket, all_of_it: trio.CancelScope) -> None:
-        try:
-            found, (host, port, *_) = listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        if (str(parse_host(host)), port) != (self._remote.host, self._remote.port):
-            logger.debug("a connection from port %d of %s came to a port for a punch", port, host)
-            found.close()
-            return
-        found.setblocking(False)
-        self._take(found, all_of_it)
 
     async def _connect(self, at: float, all_of_it: trio.CancelScope) -> None:
         await trio.sleep_until(at)
@@ -189,13 +169,9 @@ class _Crossing:
             with suppress(BlockingIOError):
                 opened.connect((self._remote.host, self._remote.port))
             await trio.lowlevel.wait_writable(opened.fileno())
-            _raise_error_of(opened)
+            if code := opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(code, os.strerror(code))  # noqa: TRY301 - as the other errors of a connect
         except BaseException:
             opened.close()
             raise
         return opened
-
-
-def _raise_error_of(opened: socket.socket) -> None:
-    if code := opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(code, os.strerror(code))

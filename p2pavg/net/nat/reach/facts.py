@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import zip_longest
 
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.limits.sources import parse_host, prefix_of
+from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import PUNCHABLE_BARRIERS, Barrier, Probes
 
@@ -245,12 +245,6 @@ class Mapped:
     """The router's outer address, as it says; empty if it does not say."""
 
 
-def version_of(host: str) -> int:
-    """Return the version of IP of an address; 0 for other texts."""
-    address = parse_host(host)
-    return address.version if address is not None else 0
-
-
 @dataclass(slots=True)
 class Facts:
     """The facts, and what follows from them for one version of IP or one endpoint."""
@@ -291,8 +285,9 @@ class Facts:
 
     def meet(self, neighbours: Sequence[Neighbour]) -> None:
         """Note the peers with direct connections, each host of a peer once."""
-        here = {*self.interfaces}
-        found = [peer for peer in neighbours if peer.host not in here and not _is_loopback(peer.host)]
+        found = [
+            peer for peer in neighbours if peer.host not in self.interfaces and not is_loopback(peer.host)
+        ]
         by_network: dict[str, list[Neighbour]] = {}
         for peer in found:
             by_network.setdefault(prefix_of(peer.host), []).append(peer)
@@ -318,7 +313,7 @@ class Facts:
     def ports(self, version: int) -> list[int]:
         """Return the ports at which peers of other networks may reach this one, each once."""
         found = [
-            port for host, port in self.listening if version_of(host) == version and not _is_loopback(host)
+            port for host, port in self.listening if version_of(host) == version and not is_loopback(host)
         ]
         if self.mapping is not None and version == 4:
             found.append(self.mapping.port)
@@ -371,8 +366,3 @@ class Facts:
             for peer in self.dialers(endpoint[0])
             if not self.dial_backs.has_voted(endpoint, peer.peer_id)
         ]
-
-
-def _is_loopback(host: str) -> bool:
-    address = parse_host(host)
-    return address is not None and address.is_loopback

@@ -34,13 +34,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from p2pavg.net.nat.reach import conclusions
-from p2pavg.net.nat.reach.facts import ENOUGH, VERSIONS, Endpoint, Facts, Mapped, version_of
+from p2pavg.net.limits.dial_policy import is_private
+from p2pavg.net.limits.sources import is_loopback, version_of
+from p2pavg.net.nat.reach.facts import ENOUGH, VERSIONS, Endpoint, Facts, Mapped
 from p2pavg.net.nat.reach.questions import Agenda, AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.nat.reach.reachability import Barrier, Probe, Reachability
+from p2pavg.net.nat.reach.reachability import (
+    BEING_TRIED_SENTENCE,
+    NOT_ASKED,
+    PUBLIC_SENTENCE,
+    PUNCHABLE_BARRIERS,
+    Barrier,
+    Kind,
+    Probe,
+    Reachability,
+    announced,
+    behind,
+    mapped,
+)
 
 MAX_OBSERVERS = 6
 """Peers that are asked for their observation again and again. Three networks outvote one that lies."""
+MAX_DIRECT = 4
+"""Direct addresses that are announced beside circuits: a dialler tries six addresses in all."""
 
 
 class Knowledge:
@@ -266,18 +281,95 @@ class Knowledge:
 
     @property
     def relays_wanted(self) -> bool:
-        """True if a router or a firewall keeps other peers from dialling this one, as far as is known."""
-        return not self._announce and conclusions.are_relays_wanted(self._facts)
+        """True if a router or a firewall keeps other peers from dialling this one, as far as is known.
+
+        A router counts until an endpoint works, so that the peer has relays from the first second. IPv6 counts like
+        that too, since most homes have a firewall for it.
+        """
+        facts, version = self._facts, self._facts.deciding_version
+        if self._announce or not version or facts.working(version):
+            return False
+        return version == 6 or facts.view(version).routed or facts.is_closed(version)
 
     @property
     def reachability(self) -> Reachability:
         """The reachability as far as it is known."""
-        return conclusions.reachability(self._facts, self._announce, self._relays)
+        kind, sentence = self._kind()
+        return Reachability(
+            kind=kind,
+            sentence=sentence,
+            outer_hosts=self._facts.outer_hosts,
+            relays=self._relays,
+            punch_hosts=self._facts.punch_hosts,
+        )
+
+    def _kind(self) -> tuple[Kind, str]:
+        """Return the kind of reachability and the sentence.
+
+        Behind a router, this peer counts as closed until a dial-back succeeds. A success takes a round trip, a failure
+        seconds: dials to a closed port are dropped without an answer.
+        """
+        facts, mapping, version = self._facts, self._facts.mapping, self._facts.deciding_version
+        if self._announce:
+            return Kind.ANNOUNCED, announced(len(self._announce))
+        if not version:
+            if (found := self._untried_mapping()) is not None:
+                return Kind.MAPPED, mapped(found.port, found.protocol)
+            return NOT_ASKED.kind, NOT_ASKED.sentence
+        if works := facts.working(version):
+            if mapping is not None and all(
+                port == mapping.port and host not in facts.interfaces for host, port in works
+            ):
+                return Kind.MAPPED, mapped(mapping.port, mapping.protocol)
+            return Kind.PUBLIC, PUBLIC_SENTENCE
+        barrier, is_closed = facts.barrier(version), facts.is_closed(version)
+        sentence = behind(barrier, len(self._relays)) if is_closed else BEING_TRIED_SENTENCE
+        if version == 4 and facts.working(6):
+            sentence += "; public over IPv6"
+        elif version == 4 and barrier not in PUNCHABLE_BARRIERS and facts.punch_hosts:
+            sentence += "; direct connections over IPv6 by hole punching"
+        if not is_closed and not facts.view(version).routed:
+            return Kind.UNKNOWN, sentence
+        return (Kind.PUNCHABLE if barrier in PUNCHABLE_BARRIERS else Kind.RELAYED), sentence
+
+    def _untried_mapping(self) -> Mapped | None:
+        """Return the router's mapping if its outer address is public, and no peer outside is there that could try it.
+
+        The first peer of a run at home needs an address for others to join by.
+        """
+        mapping = self._facts.mapping
+        if mapping is None or self._facts.outer_hosts or is_private(mapping.host):
+            return None
+        return mapping
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses to announce, the best first; each ends in this peer's id."""
-        return conclusions.addresses(self._facts, self._announce, self._circuits, self._peer_id)
+        works = [found for version in VERSIONS for found in self._facts.working(version)]
+        if (mapping := self._untried_mapping()) is not None:
+            works.append((mapping.host, mapping.port))
+        own = [
+            found for found in self._facts.listening if found not in works and self._may_be_announced(found)
+        ]
+        found = [f"/ip{version_of(host)}/{host}/tcp/{port}" for host, port in (*works, *own)]
+        direct = [f"{text}/p2p/{self._peer_id}" for text in dict.fromkeys((*self._announce, *found))]
+        return (*(direct[:MAX_DIRECT] if self._circuits else direct), *self._circuits)
+
+    def _may_be_announced(self, endpoint: Endpoint) -> bool:
+        """Return whether an address of this machine is announced although no other peer has dialled it.
+
+        Private ones are for peers of the same network, and public ones count until a dial-back has failed. Loopback
+        addresses are announced as long as no peer of another network was seen.
+        """
+        facts, host = self._facts, endpoint[0]
+        if not facts.outer_hosts:
+            return True
+        if is_loopback(host):
+            return False
+        if version_of(host) == 6 and not facts.view(6).hosts and facts.view(4).routed:
+            # No peer can try it, and routers of homes let no IPv6 in that was not asked for.
+            return is_private(host)
+        return is_private(host) or facts.works(endpoint) is not False
 
 
 def _is_probe(question: Question, version: int) -> bool:

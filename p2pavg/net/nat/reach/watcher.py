@@ -33,7 +33,7 @@ from p2pavg.base.errors import UnreachableError, is_shortage
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.limits.sources import parse_host, prefix_of
+from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.net.nat.reach.facts import Endpoint, Mapped
 from p2pavg.net.nat.reach.knowledge import Knowledge
 from p2pavg.net.nat.reach.mapping import PortMapper
@@ -106,9 +106,7 @@ class ReachWatcher:
         relays: returns the ids of the peers that relay for this one, and the addresses that lead through them.
         on_change: see :data:`OnChange`.
         announce: addresses that the user has named, without a peer id.
-        make_mapper: makes the mapper of ports; ``None`` maps none.
-        hosts: returns the IP addresses of this machine.
-        source6: returns the address of its connections over IPv6; see :func:`machine_source6`.
+        maps_ports: ask the router to pass a port on.
     """
 
     def __init__(
@@ -120,16 +118,13 @@ class ReachWatcher:
         relays: Callable[[], tuple[Sequence[PeerId], Sequence[str]]],
         on_change: OnChange,
         announce: Sequence[str] = (),
-        make_mapper: Callable[[Callable[[Mapped | None], None]], PortMapper] | None = PortMapper,
-        hosts: Callable[[], Sequence[str]] = machine_hosts,
-        source6: Callable[[], str] = machine_source6,
+        maps_ports: bool = True,
     ) -> None:
         self._transport = transport
-        self._neighbours, self._listening, self._relays, self._hosts = neighbours, listening, relays, hosts
-        self._source6 = source6
+        self._neighbours, self._listening, self._relays = neighbours, listening, relays
         self._on_change = on_change
         # A user who names the addresses needs no mapping.
-        self._mapper = None if make_mapper is None or announce else make_mapper(self._mapped)
+        self._mapper = PortMapper(self._mapped) if maps_ports and not announce else None
         self._mapping: trio.CancelScope | None = None
         self._knowledge = Knowledge(transport.peer_id, announce)
         self._told: tuple[Reachability, tuple[str, ...], bool] = (NOT_ASKED, (), False)
@@ -198,7 +193,7 @@ class ReachWatcher:
         network = self._knowledge.network
         try:
             listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
-            hosts, source6 = self._hosts(), self._source6()
+            hosts, source6 = machine_hosts(), machine_source6()
         except OSError as error:
             # Without free files the system cannot list the addresses. What was known before is kept.
             if not is_shortage(error):
@@ -242,8 +237,11 @@ class ReachWatcher:
                     answer = (await ask_to_look(self._transport, question.peer.peer_id)).host
                 case AskDialBack():
                     answer = await self._dialled_back(question)
-                case AskWhoami():
-                    answer = await _probe(question)
+                case AskWhoami(peer=peer):
+                    seen = await ask(
+                        peer.host, peer.port, local_port=question.local_port, timeout=WHOAMI_SECONDS
+                    )
+                    answer = Probe(peer.host, seen.local_port, seen.port, trio.current_time())
         except UnreachableError as error:
             logger.debug("no answer (%s): %s", question.reason, error)
         # Also without an answer: a question that stays open is never asked again.
@@ -257,9 +255,8 @@ class ReachWatcher:
             UnreachableError: it gave no valid answer.
         """
         peer = question.peer
-        while (
-            peer.peer_id in self._awaited
-        ):  # a dial-back that was asked for in the network before; it ends soon
+        # A dial-back that was asked for in the network before ends soon.
+        while peer.peer_id in self._awaited:
             await self._awaited[peer.peer_id].ended.wait()
         # Before the question: the peer's connection may come sooner than its answer.
         awaited = self._awaited[peer.peer_id] = _DialBack(prefix_of(peer.host))
@@ -293,7 +290,8 @@ class ReachWatcher:
         has_public_host = any(not is_private(host) and ":" not in host for host in self._seen_hosts)
         if not (self._knowledge.behind_router or (alone and not has_public_host)):
             return
-        ports = [port for host, port in self._listening() if _is_for_others(host)]
+        # A router can pass connections on to a listener of IPv4 only.
+        ports = [port for host, port in self._listening() if version_of(host) == 4 and not is_loopback(host)]
         if ports:
             self._mapping = trio.CancelScope()
             nursery.start_soon(self._map, self._mapper, ports[0], self._mapping)
@@ -321,15 +319,3 @@ class _DialBack:
         self.network = network
         self.seen = trio.Event()
         self.ended = trio.Event()
-
-
-async def _probe(question: AskWhoami) -> Probe:
-    peer = question.peer
-    seen = await ask(peer.host, peer.port, local_port=question.local_port, timeout=WHOAMI_SECONDS)
-    return Probe(peer.host, seen.local_port, seen.port, trio.current_time())
-
-
-def _is_for_others(host: str) -> bool:
-    """Return whether a router could pass connections on to a listener at this host: IPv4, and not loopback."""
-    address = parse_host(host)
-    return address is not None and address.version == 4 and not address.is_loopback

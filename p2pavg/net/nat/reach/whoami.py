@@ -19,15 +19,14 @@ import ipaddress
 import logging
 import secrets
 import socket
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS
-from p2pavg.net.limits.rate import TokenBucket
-from p2pavg.net.limits.sources import parse_host
+from p2pavg.net.limits.rate import Accounts, TokenBucket, take_from_all
+from p2pavg.net.limits.sources import parse_host, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ HOST_PER_SECOND = 4.0
 ALL_BURST = 512.0
 ALL_PER_SECOND = 64.0
 MAX_AT_ONCE = 64
-MAX_HOSTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ class WhoamiAnswerer:
 
     def __init__(self) -> None:
         self._all = TokenBucket(ALL_PER_SECOND, ALL_BURST)
-        self._hosts: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._hosts = Accounts(HOST_PER_SECOND, HOST_BURST)
         self._answering = 0
 
     async def answer(self, opened: socket.socket) -> None:
@@ -132,16 +130,7 @@ class WhoamiAnswerer:
     def _may_answer(self, host: str) -> bool:
         if self._answering >= MAX_AT_ONCE:
             return False
-        now = trio.current_time()
-        account = self._hosts.pop(host, None) or TokenBucket(HOST_PER_SECOND, HOST_BURST)
-        self._hosts[host] = account
-        if len(self._hosts) > MAX_HOSTS:
-            self._hosts.popitem(last=False)
-        if account.level(now) < 1.0 or self._all.level(now) < 1.0:
-            return False
-        account.take(now, 1.0)
-        self._all.take(now, 1.0)
-        return True
+        return take_from_all(trio.current_time(), 1.0, self._hosts.of(host), self._all)
 
 
 async def _answer(opened: trio.socket.SocketType, host: str, port: int) -> None:
@@ -174,8 +163,11 @@ async def ask(
     Raises:
         UnreachableError: the local port cannot be used, or no valid answer came within ``timeout`` seconds.
     """
+    if not (version := version_of(server_host)):
+        raise UnreachableError(f"no whoami answer of {server_host!r}: it is no IP address")
     try:
-        with trio.fail_after(timeout), bound_socket(server_host, local_port) as opened:
+        bound = bound_socket(version, local_port or 0, shared=local_port is not None)
+        with trio.fail_after(timeout), trio.socket.from_stdlib_socket(bound) as opened:
             await opened.connect((server_host, server_port))
             nonce = secrets.token_bytes(NONCE_BYTES)
             await opened.send(MAGIC + nonce)
@@ -188,30 +180,27 @@ async def ask(
         raise UnreachableError(f"no whoami answer of {server_host} port {server_port}: {reason}") from None
 
 
-def bound_socket(towards: str, local_port: int | None) -> trio.socket.SocketType:
-    """Return a new TCP socket that is bound to a local port, for connections to an IP address.
+def bound_socket(version: int, port: int = 0, *, shared: bool = True) -> socket.socket:
+    """Return a new, non-blocking TCP socket of one version of IP that is bound to a local port.
 
-    A chosen port is shared: other sockets with the same options may listen at it or connect from it. With ``None``, the
-    system chooses a port that no other socket has.
+    Args:
+        port: 0 lets the system choose a port that no other socket has.
+        shared: other sockets with the same options may listen at the port or connect from it.
 
     Raises:
-        OSError: the port cannot be used, or ``towards`` is no IP address.
+        OSError: the port cannot be used, or this machine has no IPv6.
     """
-    address = parse_host(towards)
-    if address is None:
-        raise OSError(f"{towards!r} is no IP address")
-    family, wildcard = (
-        (socket.AF_INET6, "::") if isinstance(address, ipaddress.IPv6Address) else (socket.AF_INET, "0.0.0.0")
-    )
-    opened = socket.socket(family, socket.SOCK_STREAM)
+    opened = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
-        if local_port is not None:
+        opened.setblocking(False)
+        if shared:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "SO_REUSEPORT"):
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        opened.bind((wildcard, local_port or 0))
-        opened.setblocking(False)
-        return trio.socket.from_stdlib_socket(opened)
+        if version == 6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(("0.0.0.0" if version == 4 else "::", port))
     except BaseException:
         opened.close()
         raise
+    return opened

@@ -1,57 +1,68 @@
 """The limits of tries that other peers ask for."""
 
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+import trio
+from trio.testing import MockClock
+
 from p2pavg.net.nat.punch.meeting import (
     ALL_AT_ONCE,
     ALL_TRIES,
-    MAX_ACCOUNTS,
     PEER_AT_ONCE,
     PEER_TRIES,
     PEER_TRIES_PER_SECOND,
-    PunchLimits,
+    Puncher,
+    RefusedPunchError,
 )
 
 
-def tried(limits: PunchLimits, now: float, peer_id: str) -> bool:
-    """Carry out a try, if it is allowed."""
-    if limits.refusal(now, peer_id):
-        return False
-    limits.begin(now, peer_id)
-    limits.end(peer_id)
-    return True
+def puncher() -> Puncher:
+    return Puncher(*cast(Any, (None, None, None)))
 
 
-def test_a_peer_has_a_burst_and_then_a_rate() -> None:
-    limits = PunchLimits()
-    assert sum(tried(limits, 0.0, "A") for _ in range(100)) == PEER_TRIES
-    assert "has asked for too many" in limits.refusal(0.0, "A")
-    assert limits.refusal(1.0 / PEER_TRIES_PER_SECOND, "A") == ""
-    assert tried(limits, 0.0, "B"), "another peer pays nothing for it"
+def refusal(limits: Puncher, peer_id: str) -> str:
+    """Carry out a try. Return the reason if it is not allowed."""
+    try:
+        with limits.counted(peer_id):
+            return ""
+    except RefusedPunchError as error:
+        return str(error)
 
 
-def test_all_peers_together_have_a_rate() -> None:
-    limits = PunchLimits()
-    assert sum(tried(limits, 0.0, f"peer {number}") for number in range(1000)) == ALL_TRIES
-    assert "other peers" in limits.refusal(0.0, "A")
-    assert limits.refusal(1.0, "A") == ""
+async def test_a_peer_has_a_burst_and_then_a_rate(autojump_clock: MockClock) -> None:
+    limits = puncher()
+    assert [refusal(limits, "A") for _ in range(PEER_TRIES)] == [""] * PEER_TRIES
+    assert "has asked for too many" in refusal(limits, "A")
+    assert refusal(limits, "B") == "", "another peer pays nothing for it"
+    await trio.sleep(1.0 / PEER_TRIES_PER_SECOND)
+    assert refusal(limits, "A") == ""
 
 
-def test_tries_under_way_are_limited_for_each_peer_and_in_all() -> None:
-    limits = PunchLimits()
-    for _ in range(PEER_AT_ONCE):
-        limits.begin(0.0, "A")
-    assert "under way" in limits.refusal(0.0, "A")
-    for number in range(ALL_AT_ONCE - PEER_AT_ONCE):
-        assert limits.refusal(0.0, f"peer {number}") == ""
-        limits.begin(0.0, f"peer {number}")
-    assert "under way" in limits.refusal(0.0, "B")
-    limits.end("A")
-    assert limits.refusal(0.0, "B") == limits.refusal(0.0, "A") == ""
+async def test_all_peers_together_have_a_rate(autojump_clock: MockClock) -> None:
+    limits = puncher()
+    assert [refusal(limits, str(number)) for number in range(ALL_TRIES)] == [""] * ALL_TRIES
+    assert "other peers" in refusal(limits, "A")
+    await trio.sleep(1.0)
+    assert refusal(limits, "A") == ""
 
 
-def test_accounts_are_bounded() -> None:
-    limits = PunchLimits()
-    for number in range(2 * MAX_ACCOUNTS):
-        limits.begin(float(number), f"peer {number}")
-        limits.end(f"peer {number}")
-    assert len(limits._peers) == MAX_ACCOUNTS
-    assert not limits._under_way
+async def test_tries_under_way_are_limited_for_each_peer_and_in_all(autojump_clock: MockClock) -> None:
+    limits = puncher()
+    with ExitStack() as mine, ExitStack() as others:
+        for _ in range(PEER_AT_ONCE):
+            mine.enter_context(limits.counted("A"))
+        assert "under way" in refusal(limits, "A")
+        for number in range(ALL_AT_ONCE - PEER_AT_ONCE):
+            others.enter_context(limits.counted(str(number)))
+        assert "under way" in refusal(limits, "B")
+        mine.close()
+        assert refusal(limits, "B") == refusal(limits, "A") == ""
+
+
+async def test_a_try_that_fails_is_no_longer_under_way(autojump_clock: MockClock) -> None:
+    limits = puncher()
+    for _ in range(2 * PEER_AT_ONCE):
+        with pytest.raises(ValueError, match="of the try"), limits.counted("A"):
+            raise ValueError("of the try")

@@ -5,31 +5,31 @@ import pytest
 from p2pavg.net.nat.punch.plan import (
     LONGEST_ROUND_TRIP,
     Endpoint,
-    OwnSide,
     begin_of_asker,
     choose,
     hosts_to_propose,
     refusal,
     round_trip,
 )
+from p2pavg.net.nat.reach.reachability import Kind, Reachability
 
-HERE = OwnSide(punchable=True, outer_hosts=("203.0.113.1", "2001:db8::1", "203.0.113.9"))
+HERE = Reachability(
+    kind=Kind.PUNCHABLE, sentence="", punch_hosts=("203.0.113.1", "2001:db8::1", "203.0.113.9")
+)
 
 
 @pytest.mark.parametrize(
-    ("own", "reason"),
+    "own",
     [
-        (
-            OwnSide(punchable=False, outer_hosts=("203.0.113.1",), sentence="behind a symmetric router"),
-            "behind a symmetric router",
-        ),
-        (OwnSide(punchable=True), "outer address"),
-        (OwnSide(punchable=False), "not known yet"),
+        Reachability(kind=Kind.RELAYED, sentence="the reason"),
+        Reachability(kind=Kind.PUBLIC, sentence="the reason", punch_hosts=("203.0.113.1",)),
+        Reachability(kind=Kind.UNKNOWN, sentence="the reason"),
     ],
+    ids=lambda own: str(own.kind),
 )
-def test_a_peer_that_takes_part_in_no_punch_has_a_reason(own: OwnSide, reason: str) -> None:
+def test_a_peer_that_takes_part_in_no_punch_has_a_reason(own: Reachability) -> None:
     assert refusal(HERE) == ""
-    assert reason in refusal(own)
+    assert "(the reason)" in refusal(own)
 
 
 class TestEndpoints:
@@ -73,7 +73,7 @@ class TestChoice:
         assert [choose(attempt, HERE, [self.FOUR]) for attempt in (1, 2)] == [("203.0.113.1", self.FOUR)] * 2
 
     def test_without_a_common_version_there_is_a_reason(self) -> None:
-        own = OwnSide(punchable=True, outer_hosts=("203.0.113.1",))
+        own = Reachability(kind=Kind.PUNCHABLE, sentence="", punch_hosts=("203.0.113.1",))
         assert choose(1, own, [self.SIX]) == "its outer addresses are of IPv4, and the proposed ones of IPv6"
 
 

@@ -104,39 +104,40 @@ async def stage(
     """Run a watcher. ``change`` may change the stage before it starts."""
     found = Stage()
     change(found)
-    network = MemoryNetwork(latency=(0.0, 0.0))
-    async with (
-        network.transport(ME) as mine,
-        network.transport(ALICE) as alice,
-        network.transport(BOB) as bob,
-        trio.open_nursery() as nursery,
-    ):
-        for server in (alice, bob):
-            serve = server.serve
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(watcher, "machine_hosts", found.poll)
+        patched.setattr(watcher, "PortMapper", found.make_mapper)
+        network = MemoryNetwork(latency=(0.0, 0.0))
+        async with (
+            network.transport(ME) as mine,
+            network.transport(ALICE) as alice,
+            network.transport(BOB) as bob,
+            trio.open_nursery() as nursery,
+        ):
+            for server in (alice, bob):
+                serve = server.serve
 
-            def serve_as_seen(protocol: str, handler: Callable[[Stream], object], serve=serve) -> None:  # type: ignore[no-untyped-def]
-                async def handle(stream: Stream) -> None:
-                    stream.remote_host, stream.remote_port = found.outer, 50000
-                    await handler(stream)  # type: ignore[misc]
+                def serve_as_seen(protocol: str, handler: Callable[[Stream], object], serve=serve) -> None:  # type: ignore[no-untyped-def]
+                    async def handle(stream: Stream) -> None:
+                        stream.remote_host, stream.remote_port = found.outer, 50000
+                        await handler(stream)  # type: ignore[misc]
 
-                serve(protocol, handle)
+                    serve(protocol, handle)
 
-            server.serve = serve_as_seen  # type: ignore[method-assign]
-            ReachService(server, found.dialling_of(server.peer_id))  # type: ignore[arg-type]
-            await mine.dial(server.addresses[0], timeout=5.0)
-        found.watcher = ReachWatcher(
-            mine,
-            neighbours=lambda: found.neighbours,
-            listening=lambda: [(HOME, PORT)],
-            relays=lambda: found.relays,
-            on_change=lambda reachability, addresses: found.told.append((reachability, addresses)),
-            announce=announce,
-            make_mapper=found.make_mapper,  # type: ignore[arg-type]
-            hosts=found.poll,
-        )
-        nursery.start_soon(found.watcher.run)
-        yield found
-        nursery.cancel_scope.cancel()
+                server.serve = serve_as_seen  # type: ignore[method-assign]
+                ReachService(server, found.dialling_of(server.peer_id))  # type: ignore[arg-type]
+                await mine.dial(server.addresses[0], timeout=5.0)
+            found.watcher = ReachWatcher(
+                mine,
+                neighbours=lambda: found.neighbours,
+                listening=lambda: [(HOME, PORT)],
+                relays=lambda: found.relays,
+                on_change=lambda reachability, addresses: found.told.append((reachability, addresses)),
+                announce=announce,
+            )
+            nursery.start_soon(found.watcher.run)
+            yield found
+            nursery.cancel_scope.cancel()
 
 
 @pytest.fixture(autouse=True)

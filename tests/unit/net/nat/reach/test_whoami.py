@@ -62,7 +62,7 @@ class TestAnswers:
 
     async def test_probe_from_a_chosen_port_is_seen_from_that_port(self) -> None:
         async with listener(WhoamiAnswerer().answer) as port:
-            with bound_socket(LOOPBACK, None) as free:
+            with bound_socket(4, shared=False) as free:
                 mine = free.getsockname()[1]
             for _ in range(3):  # no waiting state of TCP is left at the asker
                 assert (await ask(LOOPBACK, port, local_port=mine, timeout=5.0)).port == mine
@@ -110,7 +110,7 @@ class TestHostileListeners:
                 await ask(LOOPBACK, port, timeout=0.1)
 
     async def test_closed_port_and_names_are_errors(self) -> None:
-        with bound_socket(LOOPBACK, None) as free:
+        with bound_socket(4, shared=False) as free:
             closed = free.getsockname()[1]
         for host in (LOOPBACK, "localhost"):
             with pytest.raises(UnreachableError):

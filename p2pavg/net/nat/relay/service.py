@@ -181,7 +181,7 @@ class RelayService:
 
     async def _reach_and_join(self, circuit: Circuit, stream: Stream) -> None:
         try:
-            other = await self._reach_in_time(circuit.target, circuit.source)
+            other = await self._reach(circuit.target, circuit.source)
         except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
             await _refuse(stream, f"the peer was not reached: {error}")
             return
@@ -196,28 +196,14 @@ class RelayService:
         finally:
             await other.reset()
 
-    async def _reach_in_time(self, target: PeerId, source: PeerId) -> Stream:
-        with trio.move_on_after(QUICK_REPLY_SECONDS):
-            return await self._reach(target, source)
-        raise UnreachableError(f"no answer within {QUICK_REPLY_SECONDS:.0f} s")
-
     async def _reach(self, target: PeerId, source: PeerId) -> Stream:
-        stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=QUICK_REPLY_SECONDS)
-        try:
-            # The target has a reservation, and so a connection of its own. If that
-            # has just ended, another relay is no way to it.
-            if stream.relayed:
-                raise UnreachableError("it is behind another relay")  # noqa: TRY301 - as any other reason
-            await send_message(stream, Incoming(source).encode())
-            answer = await receive(stream)
-            if isinstance(answer, RelayRefusal):
-                raise UnreachableError(answer.reason)  # noqa: TRY301
-            if not isinstance(answer, Connected):
-                raise RemoteProtocolError(f"it answered with {type(answer).__name__}")  # noqa: TRY301
-        except BaseException:
-            await stream.reset()
-            raise
-        return stream
+        with trio.move_on_after(QUICK_REPLY_SECONDS):
+            stream = await self._transport.open_stream(target, CIRCUIT_PROTOCOL, timeout=QUICK_REPLY_SECONDS)
+            # The target has a reservation, and so a connection of its own. If that has just ended, another relay is no
+            # way to it.
+            await _ask_for_circuit(stream, Incoming(source))
+            return stream
+        raise UnreachableError(f"no answer within {QUICK_REPLY_SECONDS:.0f} s")
 
     async def _join(self, circuit: Circuit, one: Stream, other: Stream) -> list[Stream]:
         """Carry bytes both ways until one end closes, breaks, is idle for too long, or has used up its bytes.
@@ -280,6 +266,27 @@ async def _refuse(stream: Stream, reason: str) -> None:
     await stream.aclose()
 
 
+async def _ask_for_circuit(stream: Stream, request: Connect | Incoming) -> None:
+    """Ask the other end of a new stream to carry a circuit on it. Without its consent, reset the stream.
+
+    Raises:
+        UnreachableError: it refused, or is itself only reached through a relay.
+        StreamBrokenError, RemoteProtocolError: it has left, or broke the protocol.
+    """
+    try:
+        if stream.relayed:
+            raise UnreachableError("it is itself only reached through a relay")  # noqa: TRY301 - as any other reason
+        await send_message(stream, request.encode())
+        answer = await receive(stream)
+        if isinstance(answer, RelayRefusal):
+            raise UnreachableError(answer.reason)  # noqa: TRY301
+        if not isinstance(answer, Connected):
+            raise RemoteProtocolError(f"it answered with {type(answer).__name__}")  # noqa: TRY301
+    except BaseException:
+        await stream.reset()
+        raise
+
+
 # Receive the messages of the relay protocols.
 
 
@@ -319,20 +326,9 @@ async def open_circuit(transport: Transport, address: CircuitAddress) -> Stream:
             address.relay, PROTOCOL, addresses=[address.relay_address], timeout=CIRCUIT_SECONDS
         )
         try:
-            if stream.relayed:
-                raise UnreachableError(f"the relay {address.relay} is itself only reached by a relay")  # noqa: TRY301
-            await send_message(stream, Connect(address.target).encode())
-            answer = await receive(stream)
-            if isinstance(answer, RelayRefusal):
-                raise UnreachableError(f"the relay {address.relay} gives no circuit: {answer.reason}")  # noqa: TRY301
-            if not isinstance(answer, Connected):
-                raise RemoteProtocolError(f"it answered with {type(answer).__name__}")  # noqa: TRY301
-        except (StreamBrokenError, RemoteProtocolError, ClosedError) as error:
-            await stream.reset()
+            await _ask_for_circuit(stream, Connect(address.target))
+        except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
             raise UnreachableError(f"the relay {address.relay} gives no circuit: {error}") from None
-        except BaseException:
-            await stream.reset()
-            raise
         return stream
     raise UnreachableError(f"the relay {address.relay} gave no circuit within {CIRCUIT_SECONDS:.0f} s")
 

@@ -76,6 +76,8 @@ class Site:
     """Namespace of the router; empty at a public site."""
     provider: str = ""
     """Namespace of the provider's router, if there is one."""
+    port_mapping: PortMappingDaemon | None = None
+    """The daemon of the router, if it maps ports."""
     hosts: list[Host] = field(default_factory=list)
     made: int = 0
     """Number of the hosts that were ever made here, from which their addresses follow."""
@@ -285,8 +287,8 @@ class Lab:
         if site.kind is Kind.UPNP:
             if reason := may_map_ports():
                 raise LabError(reason)
-            daemon = PortMappingDaemon(site.router, self.folder)
-            self._stack.callback(daemon.stop)
+            site.port_mapping = PortMappingDaemon(site.router, self.folder)
+            self._stack.callback(site.port_mapping.stop)
 
     def _attach_host(self, host: Host, site: Site) -> None:
         host.site = site

@@ -99,24 +99,32 @@ class PortMappingDaemon:
 
     def __init__(self, namespace: str, folder: Path) -> None:
         inside(namespace, "nft", "-f", "-", script=_CHAINS)
-        file = folder / f"{namespace}.conf"
-        file.write_text(_settings(folder / f"{namespace}.leases"))
-        self.log = folder / f"{namespace}.log"
-        pid = folder / f"{namespace}.pid"
-        command = [*_INSIDE, namespace, *_WITH_PARENT, "miniupnpd", "-d", "-f", str(file), "-P", str(pid)]
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
-            )
-        self._wait_until_ready()
+        self._namespace = namespace
+        self._files = folder / namespace
+        self._files.with_suffix(".conf").write_text(_settings(self._files.with_suffix(".leases")))
+        self.start()
 
-    def _wait_until_ready(self) -> None:
+    def start(self) -> None:
+        """Start the daemon, and wait until it listens."""
+        file, pid, log = (str(self._files.with_suffix(suffix)) for suffix in (".conf", ".pid", ".log"))
+        command = [*_INSIDE, self._namespace, *_WITH_PARENT, "miniupnpd", "-d", "-f", file, "-P", pid]
+        with open(log, "w") as opened:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=opened, stderr=opened, process_group=0
+            )
         deadline = time.monotonic() + COMMAND_SECONDS
-        while "HTTP listening on port" not in self.log.read_text():
+        while "HTTP listening on port" not in (said := Path(log).read_text()):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise LabError(f"miniupnpd does not start: {self.log.read_text()[-500:]}")
+                raise LabError(f"miniupnpd does not start: {said[-500:]}")
             time.sleep(0.02)
+
+    def switch_off(self) -> None:
+        """Kill the daemon, and forget all mappings."""
+        self._process.kill()
+        self._process.wait()
+        self._files.with_suffix(".leases").unlink(missing_ok=True)
+        inside(self._namespace, "nft", "flush", "table", "inet", "upnp")
 
     def stop(self) -> None:
         """End the daemon."""
@@ -143,7 +151,7 @@ def _settings(leases: Path) -> str:
             "enable_upnp=yes",
             "enable_natpmp=yes",
             "secure_mode=yes",
-            "system_uptime=yes",
+            "system_uptime=no",  # a router that was switched off begins its clock anew
             "port=5000",
             "uuid=7b6880f4-b4f2-45f6-b135-e978975111e4",
             "upnp_table_name=upnp",

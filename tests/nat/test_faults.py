@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nat.trials import FaultOutcome, idle, move, relay_killed, relay_lies
+from tests.nat.lab import Kind
+from tests.nat.trials import FaultOutcome, idle, move, relay_killed
 
 pytestmark = pytest.mark.processes
 
@@ -16,16 +17,12 @@ def check(found: FaultOutcome) -> None:
 
 
 def test_a_peer_changes_its_network() -> None:
-    check(move(rounds=8))
+    check(move((Kind.PUBLIC, Kind.CONE, Kind.CONE), rounds=4))
 
 
 def test_a_relay_is_killed() -> None:
-    check(relay_killed(rounds=6, elements=50_000))
-
-
-def test_a_relay_that_changes_bytes_causes_no_wrong_result() -> None:
-    check(relay_lies(rounds=6, elements=50_000))
+    check(relay_killed(rounds=4, elements=50_000))
 
 
 def test_a_router_that_forgets_idle_connections_costs_no_round() -> None:
-    assert idle() == []
+    assert idle(pauses=1, pause=25.0) == []

@@ -1,22 +1,30 @@
 """Program of a test: map a port of this machine, greet each connection, and print what the mapper tells and logs.
 
-It ends when its standard input does. ``python -m tests.integration.mapping_work CHECK_SECONDS [PROTOCOL]``.
+It ends when its standard input does. ``python -m tests.nat.mapping_work CHECK_SECONDS [PROTOCOL]``.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import trio
 
 from p2pavg.net.nat.reach import mapping
 from p2pavg.net.nat.reach.facts import Mapped
-from p2pavg.net.nat.reach.mapping import PortMapper
+from p2pavg.net.nat.reach.mapping import MappingClient, PortMapper
+from p2pavg.net.nat.reach.natpmp import NatPmp
 from p2pavg.net.nat.reach.pcp import Pcp
+from p2pavg.net.nat.reach.upnp import Upnp
 
 GREETING = b"hello"
+CLIENTS: dict[str, Callable[[], MappingClient]] = {
+    "NAT-PMP": NatPmp,
+    "PCP": lambda: Pcp(lambda: True),
+    "UPnP": Upnp,
+}
 
 
 def tell(found: Mapped | None) -> None:
@@ -37,7 +45,7 @@ async def main() -> None:
     mapping.ASK_ROUTER_AGAIN_SECONDS = float(sys.argv[1])
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio.serve_tcp, greet, 0, host="0.0.0.0"))
-        clients = [Pcp(lambda: True)] if sys.argv[2:] == ["PCP"] else None
+        clients = [CLIENTS[name]() for name in sys.argv[2:]] or None
         nursery.start_soon(PortMapper(tell, clients).run, listeners[0].socket.getsockname()[1])
         async with trio.lowlevel.FdStream(0) as given:
             await given.receive_some(1)

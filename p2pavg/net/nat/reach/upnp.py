@@ -31,13 +31,13 @@ from p2pavg.net.nat.reach.upnp_messages import (
     MAX_PACKET_BYTES,
     NO_SUCH_ENTRY,
     PERMANENT_ONLY,
-    HttpAnswer,
     Location,
     RefusedActionError,
     Service,
     action_request,
     get_request,
     read_action_answer,
+    read_http,
     read_search_answer,
     read_services,
     searches,
@@ -207,17 +207,16 @@ async def _fetch(location: Location, request: bytes) -> tuple[int, bytes]:
         RemoteProtocolError: the answer is too long, or is none.
         OSError: there is no connection.
     """
-    answer = HttpAnswer()
+    received = b""
     with trio.socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
         await opened.connect((location.host, location.port))
         await trio.SocketStream(opened).send_all(request)
-        # `wanted` also bounds what is read: a router that sends without end is cut off.
-        while (wanted := answer.wanted) > 0:
-            data = await opened.recv(min(wanted, _PIECE_BYTES))
-            if not data:
-                break
-            answer.receive(data)
-    return answer.finish()
+        while True:
+            data = await opened.recv(_PIECE_BYTES)
+            received += data
+            # A router that sends without end is cut off: too much is an error.
+            if (answer := read_http(received, ended=not data)) is not None:
+                return answer
 
 
 async def _act(service: Service, action: str, arguments: dict[str, str]) -> dict[str, str]:

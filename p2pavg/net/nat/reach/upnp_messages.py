@@ -218,100 +218,50 @@ def _parsed(body: bytes) -> ElementTree.Element:
 # ---------------------------------------------------------------------- HTTP
 
 
-class HttpAnswer:
-    """An answer over HTTP, as its bytes arrive: at most MAX_HEAD_BYTES and MAX_BODY_BYTES."""
+def read_http(received: bytes, *, ended: bool) -> tuple[int, bytes] | None:
+    """Return the status and the body of an answer over HTTP; ``None`` while more of it has to come.
 
-    def __init__(self) -> None:
-        self._received = bytearray()
-        self._body_at = 0
-        """The place of the first byte of the body; 0 until it is known."""
-        self._length: int | None = None
-        self._is_chunked = False
+    Args:
+        ended: the other side has closed.
 
-    @property
-    def wanted(self) -> int:
-        """The number of bytes that may still be read; 0 if the answer is complete."""
-        if not self._body_at:
-            return MAX_HEAD_BYTES - len(self._received)
-        have = len(self._received) - self._body_at
-        if self._length is not None:
-            return self._length - have
-        if self._has_last_chunk():
-            return 0
-        return MAX_BODY_BYTES - have
-
-    def receive(self, data: bytes) -> None:
-        """Take the next bytes.
-
-        Raises:
-            RemoteProtocolError: the head or the body is too long, or is none of HTTP.
-        """
-        # The blank line may be split between two reads.
-        start = max(0, len(self._received) - len(_END))
-        self._received += data
-        if not self._body_at:
-            end = self._received.find(_END, start)
-            if end < 0 and len(self._received) < MAX_HEAD_BYTES:
-                return
-            if end < 0:
-                raise RemoteProtocolError(f"a head of more than {MAX_HEAD_BYTES} bytes")
-            self._read_head(bytes(self._received[: end + 2]), end + len(_END))
-        have = len(self._received) - self._body_at
-        if self._length is None and have >= MAX_BODY_BYTES:
-            raise RemoteProtocolError(f"a body of more than {MAX_BODY_BYTES} bytes")
-
-    def _has_last_chunk(self) -> bool:
-        # The end of the last chunk may also stand within another one.
-        if not self._is_chunked or not self._received.endswith(b"0" + _END):
-            return False
-        try:
-            _joined(bytes(self._received[self._body_at :]))
-        except RemoteProtocolError:
-            return False
-        return True
-
-    def _read_head(self, head: bytes, body_at: int) -> None:
-        if not _STATUS.match(head):
+    Raises:
+        RemoteProtocolError: it is none of HTTP, is longer than MAX_HEAD_BYTES or MAX_BODY_BYTES, or has ended early.
+    """
+    head, blank, body = received.partition(_END)
+    if len(head) >= MAX_HEAD_BYTES:
+        raise RemoteProtocolError(f"a head of more than {MAX_HEAD_BYTES} bytes")
+    if blank:
+        lines = head + b"\r\n"
+        if (status := _STATUS.match(lines)) is None:
             raise RemoteProtocolError("an answer that is none of HTTP")
-        self._body_at = body_at
-        self._is_chunked = _CHUNKED.search(head) is not None
-        length = _LENGTH.search(head)
-        # Chunks count if a header names both, as HTTP says.
-        if length is not None and not self._is_chunked:
-            self._length = int(length[1])
-            if self._length > MAX_BODY_BYTES:
-                raise RemoteProtocolError(f"a body of {self._length} bytes")
-
-    def finish(self) -> tuple[int, bytes]:
-        """Return the status and the body, once all has come or the other side has closed.
-
-        Raises:
-            RemoteProtocolError: the answer is not complete.
-        """
-        status = _STATUS.match(self._received)
-        if not self._body_at or status is None:
-            raise RemoteProtocolError("an answer that ended early")
-        body = bytes(self._received[self._body_at :])
-        if self._is_chunked:
-            body = _joined(body)
-        if self._length is not None and len(body) < self._length:
-            raise RemoteProtocolError("an answer that ended early")
-        # What a server sends beyond its own length does not belong to the answer.
-        return int(status[1]), body[: self._length]
+        length = _LENGTH.search(lines)
+        # Chunks count if a header names both, as HTTP says. Their end may also stand within one of them.
+        if _CHUNKED.search(lines):
+            if (ended or body.endswith(b"0" + _END)) and (joined := _joined(body)) is not None:
+                return int(status[1]), joined
+        elif length is not None:
+            if int(length[1]) > MAX_BODY_BYTES:
+                raise RemoteProtocolError(f"a body of {int(length[1])} bytes")
+            # What a server sends beyond its own length does not belong to the answer.
+            if len(body) >= int(length[1]):
+                return int(status[1]), body[: int(length[1])]
+        elif ended:
+            return int(status[1]), body
+        if len(body) >= MAX_BODY_BYTES:
+            raise RemoteProtocolError(f"a body of more than {MAX_BODY_BYTES} bytes")
+    if ended:
+        raise RemoteProtocolError("an answer that ended early")
+    return None
 
 
-def _joined(chunks: bytes) -> bytes:
-    """Return the body that was sent in chunks."""
+def _joined(chunks: bytes) -> bytes | None:
+    """Return the body that was sent in chunks; ``None`` if it is not complete."""
     pieces: list[bytes] = []
     at = 0
-    while True:
-        size = _SIZE.match(chunks, at)
-        if size is None:
-            raise RemoteProtocolError("a chunk without a size")
+    while (size := _SIZE.match(chunks, at)) is not None:
         start, length = size.end(), int(size[1], 16)
         if not length:
             return b"".join(pieces)
-        if start + length > len(chunks):
-            raise RemoteProtocolError("an answer that ended early")
         pieces.append(chunks[start : start + length])
         at = start + length + 2
+    return None

@@ -139,9 +139,7 @@ class Places:
         self.lanes = share
         """The share of the usual number of lanes, above 0 and at most 1."""
         self.acquaintances = Acquaintances()
-        self.entrance = Entrance(
-            Admission(limits, self.acquaintances.standing_of, self.acquaintances.standing_at)
-        )
+        self.entrance = Entrance(Admission(limits, self.acquaintances))
 
 
 def new_host(seed: bytes, tcp: SniffingTCP) -> tuple[GuardedHost, GuardedSwarm]:

@@ -16,7 +16,7 @@ Three rules prevent the use of the limits against honest peers:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -96,19 +96,12 @@ class Admission:
 
     Args:
         limits: the number of connections that are allowed.
-        standing_of: returns the standing of a peer id.
-        standing_at: returns the highest standing among the peers that were met at a host.
+        known: the peers that are no strangers, and where they were met.
     """
 
-    def __init__(
-        self,
-        limits: ConnectionLimits,
-        standing_of: Callable[[str], TrustClass],
-        standing_at: Callable[[str], TrustClass],
-    ) -> None:
+    def __init__(self, limits: ConnectionLimits, known: Acquaintances) -> None:
         self.limits = limits
-        self._standing_of = standing_of
-        self._standing_at = standing_at
+        self._known = known
         self._unfinished: dict[ConnectionArrival, None] = {}
         self._connected: dict[ConnectionArrival, None] = {}
         self._numbers = 0
@@ -191,7 +184,9 @@ class Admission:
             return _oldest_of_the_fullest_stage(_of_the_greediest_host(at_prefix))
         if len(all_of_them) >= limits.unfinished:
             # These peers have proved no identity yet, so the hosts count at which known peers were met before.
-            standings = {host: self._standing_at(host) for host in {other.host for other in all_of_them}}
+            standings = {
+                host: self._known.standing_at(host) for host in {other.host for other in all_of_them}
+            }
             lowest = min(standings.values())
             strangers = [other for other in all_of_them if standings[other.host] == lowest]
             greedy = _of_the_greediest_host(_of_the_greediest_prefix(strangers))
@@ -244,7 +239,7 @@ class Admission:
         return min(_of_the_greediest_host(own), key=_age) if own else None
 
     def _standing(self, arrival: ConnectionArrival) -> TrustClass:
-        return self._standing_of(arrival.peer_id)
+        return self._known.standing_of(arrival.peer_id)
 
 
 class Acquaintances:

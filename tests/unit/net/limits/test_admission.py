@@ -28,7 +28,7 @@ class House:
 
     def __init__(self, limits: ConnectionLimits = SMALL) -> None:
         self.known = Acquaintances()
-        self.admission = Admission(limits, self.known.standing_of, self.known.standing_at)
+        self.admission = Admission(limits, self.known)
         self.dropped: list[ConnectionArrival] = []
 
     def arrive(self, host: str) -> ConnectionArrival:

@@ -22,8 +22,8 @@ class Tried:
         self.count = 0
         self._here, self._there = here, there
         self._ends = ends
-        self._open = here._opener.open
-        monkeypatch.setattr(here._opener, "open", self.open)
+        self._open = here._connections.open_stream
+        monkeypatch.setattr(here._connections, "open_stream", self.open)
 
     async def open(self, peer_id: str, protocol: str) -> Libp2pStream:
         self.count += 1
@@ -43,7 +43,7 @@ async def test_a_connection_that_ends_while_a_stream_is_opened_is_replaced(
 
     This end cleans up after a connection that the other end has closed. That is not a reason to give the peer up.
     """
-    for _ in range(20):
+    for _ in range(5):
         async with open_host(LOOPBACK) as here, open_host(LOOPBACK) as there:
             tried = Tried(here, there, monkeypatch, ends=1)
             if is_inbound:

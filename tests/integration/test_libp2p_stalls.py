@@ -5,7 +5,7 @@ import trio
 from libp2p.stream_muxer.yamux.yamux import TYPE_DATA
 
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
-from p2pavg.net.libp2p import opening
+from p2pavg.net.libp2p import connections
 from p2pavg.net.libp2p import stream as libp2p_stream
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import TIMEOUT, eventually, watched
@@ -125,7 +125,7 @@ async def test_a_peer_that_reads_nothing_for_long_loses_the_connection(
 async def test_a_peer_that_answers_no_negotiation_loses_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(opening, "REPLY_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "REPLY_SECONDS", 0.2)
     async with host_that_cannot_write() as (host, stranger):
         with pytest.raises(UnreachableError):
             await host.open_stream(stranger.peer_id, ECHO, timeout=TIMEOUT)

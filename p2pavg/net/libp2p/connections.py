@@ -1,4 +1,4 @@
-"""The libp2p connections of one transport: dialling, admission, and their end."""
+"""The libp2p connections of one transport: dialling, admission, the streams over them, and their end."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import cast
 
 import trio
 from libp2p.abc import INetConn
+from libp2p.custom_types import TProtocol
+from libp2p.host.exceptions import StreamFailure
+from libp2p.io.exceptions import IOException
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
-from p2pavg.base.limits import FAREWELL_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
 from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.host import Places
-from p2pavg.net.libp2p.stream import error_text, is_refusal
+from p2pavg.net.libp2p.host import GuardedHost, Places
+from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, error_text, is_refusal
 from p2pavg.net.limits.admission import ConnectionArrival, TrustClass
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
@@ -45,7 +50,7 @@ class Connections:
     """Every libp2p connection of one transport.
 
     Args:
-        nursery: the nursery of the transport.
+        lifetime: the nursery of the transport.
         places: the limits of connections, and the known peers.
         on_new: called with each new connection.
         open_circuit: opens a stream that a relay joins with one to the peer behind it.
@@ -53,14 +58,17 @@ class Connections:
 
     def __init__(
         self,
+        host: GuardedHost,
         swarm: GuardedSwarm,
-        nursery: trio.Nursery,
+        lifetime: Lifetime,
         places: Places,
         on_new: Callable[[GuardedYamux], None],
         open_circuit: OpenCircuit,
     ) -> None:
+        self._host = host
         self._swarm = swarm
-        self._nursery = nursery
+        self._lifetime = lifetime
+        self._nursery = lifetime.nursery
         self._on_new = on_new
         self.relays = RelayRecord()
         """The relays over which connections have failed lately."""
@@ -230,6 +238,46 @@ class Connections:
             hosts[0], dialled=dialled, met=self._acquaintances.has_met(peer_id, hosts[0])
         )
 
+    # -- streams
+
+    async def open_stream(self, peer_id: PeerId, protocol: str) -> Libp2pStream:
+        """Open a stream over a connection that exists, and negotiate its protocol.
+
+        The negotiation runs in the transport's nursery, because a cancelled one leaves half a frame behind.
+
+        Raises:
+            UnreachableError: the peer does not serve the protocol, does not answer, or the connection broke.
+        """
+        attempt = _Negotiation()
+        self._nursery.start_soon(self._negotiate, attempt, peer_id, protocol)
+        try:
+            await attempt.done.wait()
+        except trio.Cancelled:
+            attempt.abandoned = True
+            if attempt.stream is not None:
+                await attempt.stream.reset()
+            raise
+        if attempt.stream is None:
+            raise UnreachableError(f"{peer_id} opened no stream of {protocol}: {attempt.reason}")
+        return attempt.stream
+
+    async def _negotiate(self, attempt: _Negotiation, peer_id: PeerId, protocol: str) -> None:
+        watchdog = trio.CancelScope()
+        self._nursery.start_soon(_abort_if_silent, watchdog, peer_id, self.best_of(peer_id))
+        try:
+            found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
+            attempt.stream = Libp2pStream(cast(NetStream, found), self._lifetime)
+        except (SwarmException, StreamFailure, IOException, MuxedStreamError, ValueError) as error:
+            attempt.reason = error_text(error)
+        except Exception as error:
+            logger.exception("opening a stream to %s failed", peer_id)
+            attempt.reason = error_text(error)
+        finally:
+            watchdog.cancel()
+            attempt.done.set()
+        if attempt.abandoned and attempt.stream is not None:
+            await attempt.stream.reset()
+
     # -- connections that exist
 
     def is_connected(self, peer_id: PeerId) -> bool:
@@ -315,6 +363,29 @@ class Connections:
                     nursery.start_soon(_close_delivered, connection)
         for connection in self._swarm.get_connections():
             await _muxer(connection).abort()
+
+
+class _Negotiation:
+    """A stream that is being opened, and a note if its caller has given up."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.stream: Libp2pStream | None = None
+        self.reason = "the transport is closing"
+        self.abandoned = False
+
+
+async def _abort_if_silent(watchdog: trio.CancelScope, peer_id: PeerId, used: Sequence[GuardedYamux]) -> None:
+    """Close the connections that may be in use if the peer does not answer in time.
+
+    Cancelling the negotiation would not end it for sure: libp2p then resets the stream inside a shield. A direct
+    connection that was made meanwhile goes on when a relay is what keeps silent.
+    """
+    with watchdog:
+        await trio.sleep(REPLY_SECONDS)
+        logger.debug("%s did not answer within %.0f s", peer_id, REPLY_SECONDS)
+        for muxed in used:
+            await muxed.abort()
 
 
 class _Outcome:

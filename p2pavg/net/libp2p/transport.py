@@ -38,8 +38,8 @@ Why this way:
   a minute after a failure. Our own dialler decides about retries.
 * libp2p's identify and ping protocols are not served. Identify would write a stranger's claims into the peer store.
 
-This module joins the parts: ``host`` builds libp2p's host, ``listening`` binds it, ``connections`` dials and admits,
-``opening`` negotiates streams, ``stream`` carries bytes, and ``lanes`` (outside this folder) moves tensors.
+This module joins the parts: ``host`` builds libp2p's host, ``connections`` dials, admits and opens streams, ``stream``
+carries bytes, and ``lanes`` (outside this folder) moves tensors.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import trio
@@ -63,13 +64,7 @@ from p2pavg.base.errors import AddressError, ListenError, RefusedError, Unreacha
 from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.base.threads.processor import wait_of_this_thread
 from p2pavg.base.threads.waits import bare_exceptions
-from p2pavg.net.addresses import (
-    CircuitAddress,
-    is_circuit,
-    parse_circuit_address,
-    parse_listen_address,
-    parse_peer_address,
-)
+from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_listen_address, parse_peer_address
 from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.keep_alive import is_acknowledged
 from p2pavg.net.lanes.acceptor import TlsAcceptor
@@ -78,7 +73,6 @@ from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.host import GuardedHost, Places, install, new_host
-from p2pavg.net.libp2p.opening import StreamOpener
 from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
 from p2pavg.net.libp2p.speed import install as install_speed
@@ -146,11 +140,12 @@ class Libp2pTransport(Transport):
         self._lifetime = Lifetime(nursery)
         self.peer_id = str(host.get_id())
         self._listens = False
-        self._connections = Connections(swarm, nursery, places, self._connected, self._open_circuit)
+        self._connections = Connections(
+            host, swarm, self._lifetime, places, self._connected, partial(open_circuit, self)
+        )
         # Before anything can dial: a peer that averages only with processes of this machine must dial no other one.
         self._connections.gate.policy.only_here = options.only_here
         self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
-        self._opener = StreamOpener(host, self._connections, self._lifetime)
         doorway = TlsAcceptor(self.peer_id, self._connections.gate)
         # Set before the port is open, since strangers may connect at once.
         tcp.on_tls = doorway.accept
@@ -199,9 +194,6 @@ class Libp2pTransport(Transport):
 
     def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
         self._dialler.watchers.remove(connected)
-
-    async def _open_circuit(self, address: CircuitAddress) -> Stream:
-        return await open_circuit(self, address)
 
     def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:
         self._connections.remember(peer_id, companion=companion)
@@ -256,7 +248,7 @@ class Libp2pTransport(Transport):
             # Noted before the stream is opened, to tell afterwards whether one of these has just ended.
             used = self._connections.to(peer_id)
             try:
-                return await self._opener.open(peer_id, protocol)
+                return await self._connections.open_stream(peer_id, protocol)
             except UnreachableError as error:
                 # A connection that still works has given the peer's answer, so a second try would give the same one.
                 if not await self._connections.one_was_ended(used):
@@ -273,7 +265,7 @@ class Libp2pTransport(Transport):
                 raise
             except UnreachableError as error:
                 raise UnreachableError(f"{first}; then {error}") from None
-            return await self._opener.open(peer_id, protocol)
+            return await self._connections.open_stream(peer_id, protocol)
         raise timed_out(f"stream to {peer_id}", timeout, failed)
 
     def is_connected(self, peer_id: PeerId) -> bool:

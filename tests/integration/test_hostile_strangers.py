@@ -62,7 +62,6 @@ async def open_peer(*bootstrap: str) -> AsyncIterator[tuple[Peer, Libp2pTranspor
 
 SAID = {
     "one byte": b"\x13",
-    "the greeting": b"\x13/multistream/1.0.0\n",
     "half of a handshake": b"\x13/multistream/1.0.0\n\x07/noise\n\x00\x20" + bytes(range(32)),
     "half of TLS": b"\x16\x03\x01\x02\x00",
 }

@@ -6,7 +6,6 @@ The conformance suite covers the duties of any transport. These tests break the 
 import logging
 import random
 from contextlib import suppress
-from typing import Any, cast
 
 import pytest
 import trio
@@ -20,7 +19,6 @@ from trio.testing import wait_all_tasks_blocked
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.libp2p import guarded_yamux, speed
 from p2pavg.net.libp2p import host as guards
-from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.transport import Stream, receive_message
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import TIMEOUT, assert_serves, eventually, seeds, watched
@@ -112,13 +110,13 @@ async def test_garbage_on_the_socket_costs_its_connection_only() -> None:
     async with open_host() as host:
         await assert_serves_strangers(host)
         for opening in openings:
-            for _ in range(10):
+            for _ in range(4):
                 async with await open_tcp(host) as tcp:
                     await tcp.send_all(opening + dice.randbytes(dice.randrange(1, 3000)))
-        for _ in range(10):
+        for _ in range(4):
             async with raw_peer(host) as stranger:
                 await stranger.write_raw(dice.randbytes(dice.randrange(1, 3000)))
-        for _ in range(10):
+        for _ in range(4):
             async with raw_peer(host) as stranger:
                 await stranger.tcp.send_all(dice.randbytes(dice.randrange(1, 3000)))
         await assert_serves_strangers(host)
@@ -230,24 +228,6 @@ async def test_a_peer_that_reads_no_replies_loses_the_connection() -> None:
                 await stranger.ping(number)
         await eventually(lambda: not host.is_connected(stranger.peer_id))
         await assert_serves_strangers(host)
-
-
-@watched
-async def test_a_window_does_not_grow_beyond_its_bound() -> None:
-    class Unmeasured:
-        """The part of a connection that a stream needs to grow its window, with a long round trip."""
-
-        stream_buffers: dict[int, bytearray] = {}  # noqa: RUF012
-        _nursery = None
-
-        def rtt(self) -> float:
-            return 100.0
-
-    stream = PatientStream(1, cast(Any, Unmeasured()), True)
-    for _ in range(200):
-        stream.recv_window -= 200_000
-        await stream._auto_tune_and_send_window_update(bytes_read=200_000)
-    assert stream.target_recv_window == guarded_yamux.MAX_WINDOW_BYTES
 
 
 @watched

@@ -68,7 +68,7 @@ async def average(
     return [[result for result in row if result is not None] for row in results]
 
 
-@pytest.mark.parametrize("kinds", ["rr", "pr", "pp", "dr", "dp", "prr", "dprr", "drrr"])
+@pytest.mark.parametrize("kinds", ["rr", "pr", "pp", "dr", "dprr"])
 async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(
     kinds: str, autojump_clock: MockClock
 ) -> None:
@@ -91,12 +91,12 @@ async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(
 async def test_all_rounds_of_a_mixed_swarm_succeed_and_each_group_has_a_peer_that_can_be_dialled(
     autojump_clock: MockClock,
 ) -> None:
-    """16 peers, of which 5 can be dialled, in groups of 8. Relayed peers among themselves would need relays."""
+    """8 peers, of which 3 can be dialled, in groups of 4. Relayed peers among themselves would need relays."""
     network = MemoryNetwork(latency=LAN, bandwidth=12.5e6)
-    letters = "ddddd" + "pppppp" + "rrrrr"
+    letters = "ddd" + "pp" + "rrr"
     async with simulated_peers(network, len(letters), kinds=kinds_of(letters)) as peers:
         letter_of = dict(zip((peer.id for peer in peers), letters, strict=True))
-        found = await average(peers, config(group_size=8, match_timeout=30.0), rounds=2)
+        found = await average(peers, config(group_size=4, match_timeout=30.0), rounds=2)
     for results in found:
         groups = set()
         for result in results:
@@ -140,7 +140,7 @@ async def test_a_relayed_member_does_not_slow_a_group_with_members_that_can_be_d
     [Milestone.FORMED, Milestone.CONTRIBUTION_SENT, Milestone.AVERAGE_SENT, Milestone.HOLDING],
     ids=lambda milestone: milestone.name,
 )
-@pytest.mark.parametrize("kinds", ["rr", "prr", "dprr"])
+@pytest.mark.parametrize("kinds", ["rr", "dprr"])
 async def test_a_relay_that_dies_in_a_round_is_a_lost_connection(
     kinds: str, milestone: Milestone, autojump_clock: MockClock
 ) -> None:

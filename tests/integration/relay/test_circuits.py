@@ -35,7 +35,6 @@ from tests.integration.relay.meeting import (
     refusal,
     relay_and_two,
     service_of,
-    two_behind,
 )
 from tests.transport_conformance import ECHO
 
@@ -297,25 +296,6 @@ async def test_a_transport_closes_its_circuits_before_the_connections_that_carry
             await send_message(stream, bytes(50_000))
         await eventually(lambda: bool(orderly))
         assert orderly == [True]
-
-
-@watched
-async def test_many_streams_share_one_circuit() -> None:
-    async with relay_and_two() as (relay, here, there):
-        async with trio.open_nursery() as nursery:
-            for _ in range(20):
-                nursery.start_soon(assert_serves, here, there)
-                nursery.start_soon(assert_serves, there, here)
-        assert len(service_of(relay).budget.circuits) <= 2
-
-
-@watched
-async def test_the_asked_peer_is_refused_by_itself() -> None:
-    async with open_relay() as relay, two_behind(relay) as (here, _):
-        assert "to itself" in await refusal(here, relay, here.peer_id)
-        stream, answer = await ask(here, relay, relay.peer_id)
-        await stream.reset()
-        assert isinstance(answer, RelayRefusal)
 
 
 @watched

@@ -79,13 +79,13 @@ async def push(stream: Stream) -> None:
 
 
 @watched
-async def test_a_peer_that_asks_for_a_thousand_circuits_gets_its_share_and_leaves_nothing_behind() -> None:
-    async with relay_and_two(asks_per_peer=2000, asks_per_host=4000) as (relay, there, honest):
+async def test_a_peer_that_asks_for_a_hundred_circuits_gets_its_share_and_leaves_nothing_behind() -> None:
+    async with relay_and_two(asks_per_peer=200, asks_per_host=400) as (relay, there, honest):
         there.serve(CIRCUIT_PROTOCOL, swallow)
         async with behind(relay) as greedy:
             before = held(relay, there)
             streams, refused = [], 0
-            for _ in range(1000):
+            for _ in range(100):
                 stream, answer = await ask(greedy, relay, there.peer_id)
                 if isinstance(answer, RelayRefusal):
                     assert "circuits of this peer already" in answer.reason
@@ -94,7 +94,7 @@ async def test_a_peer_that_asks_for_a_thousand_circuits_gets_its_share_and_leave
                 else:
                     streams.append(stream)
             limit = service_of(relay).budget.limits.circuits_per_peer
-            assert (len(streams), refused) == (limit, 1000 - limit)
+            assert (len(streams), refused) == (limit, 100 - limit)
             assert len(service_of(relay).budget.circuits) == limit
             await assert_serves(there, honest)
             await there.disconnect(honest.peer_id)
@@ -102,14 +102,6 @@ async def test_a_peer_that_asks_for_a_thousand_circuits_gets_its_share_and_leave
                 await stream.reset()
             await eventually(lambda: not service_of(relay).budget.circuits)
             await until_no_more_than(before, relay, there)
-
-
-@watched
-async def test_a_peer_that_asks_too_often_is_refused_for_a_while() -> None:
-    async with relay_and_two(asks_per_peer=10) as (relay, here, there):
-        reasons = [await refusal(here, relay, here.peer_id) for _ in range(15)]
-        assert sum("too often" in reason for reason in reasons) == 5
-        await assert_serves(there, relay)
 
 
 @watched

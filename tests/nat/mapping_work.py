@@ -14,9 +14,8 @@ import trio
 
 from p2pavg.net.nat.reach import mapping
 from p2pavg.net.nat.reach.facts import Mapped
+from p2pavg.net.nat.reach.gateway import NatPmp, Pcp
 from p2pavg.net.nat.reach.mapping import MappingClient, PortMapper
-from p2pavg.net.nat.reach.natpmp import NatPmp
-from p2pavg.net.nat.reach.pcp import Pcp
 from p2pavg.net.nat.reach.upnp import Upnp
 
 GREETING = b"hello"

@@ -1,8 +1,18 @@
-"""The address of this machine's router, from the routing table of Linux."""
+"""This machine's router: its address, and NAT-PMP and PCP, by which it passes a TCP port on to this machine.
+
+The packages for NAT-PMP (RFC 6886) on PyPI have had no release since 2021 and 2023. The protocol has two requests. Only
+the router's own address is heard, since the socket is connected to it, and every field of an answer is checked. A
+machine of the local network that forges the router's address can still lie: other peers dial back before the address is
+announced.
+
+A router that speaks PCP (RFC 6887, MAP for TCP over IPv4) answers a request of NAT-PMP, at the same port, that it
+speaks another version (RFC 6887, section 9). So PCP is asked only then, and a router that is silent is waited for once.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
 import sys
 from collections.abc import Callable
@@ -13,6 +23,7 @@ from typing import TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
+from p2pavg.net.limits.sources import parse_host
 
 _TABLE = Path("/proc/net/route")
 _MAX_TABLE_CHARS = 1 << 20
@@ -50,11 +61,12 @@ def gateway_in(text: str, little_endian: bool) -> str | None:
     return min(found)[1] if found else None
 
 
-# Requests to this machine's router over UDP, as NAT-PMP and PCP send them.
+# Requests to the router over UDP, as NAT-PMP and PCP send them.
 
 Answer = TypeVar("Answer")
 
 PORT = 5351
+_IS_ANSWER, _OTHER_VERSION = 128, 1  # in both protocols
 
 # RFC 6886 sends nine times, beginning with a pause of 250 ms which doubles each time. A router of the local network
 # answers within milliseconds, or it does not speak the protocol.
@@ -111,3 +123,229 @@ async def _receive(opened: trio.socket.SocketType, read: Callable[[bytes], Answe
             return read(await opened.recv(_MAX_BYTES))
         except RemoteProtocolError:
             continue
+
+
+# NAT-PMP
+
+_ADDRESS, _MAP_TCP = 0, 2
+_NATPMP_RESULTS = {
+    2: "the router's settings forbid it",
+    3: "the router has no connection",
+    4: "the router has no room for more",
+    5: "the router does not know the request",
+}
+
+
+def encode_natpmp_map(port: int, outer_port: int, lease: int) -> bytes:
+    """Return the request to map a TCP port; with a lease of 0, to remove the mapping."""
+    head = bytes([0, _MAP_TCP, 0, 0])
+    return head + port.to_bytes(2, "big") + outer_port.to_bytes(2, "big") + lease.to_bytes(4, "big")
+
+
+def read_natpmp_map(answer: bytes, port: int, *, lease: int) -> tuple[int, Granted]:
+    """Return the router's clock in seconds, and the mapping in an answer.
+
+    Args:
+        lease: the seconds that were asked for; the router may grant less, not more.
+
+    Raises:
+        RemoteProtocolError: the bytes are no answer to a request for ``port``.
+        UnreachableError: the router refused; the message says why.
+    """
+    clock = _read_natpmp_head(answer, _MAP_TCP, 16)
+    inner, outer = int.from_bytes(answer[8:10], "big"), int.from_bytes(answer[10:12], "big")
+    granted = int.from_bytes(answer[12:16], "big")
+    if inner != port or (lease and not (outer and granted)):
+        raise RemoteProtocolError("an answer for another port, or without a port or a lease")
+    return clock, Granted(outer, min(granted, lease))
+
+
+def read_natpmp_address(answer: bytes) -> tuple[int, str]:
+    """Return the router's clock in seconds, and its outer address.
+
+    Raises:
+        RemoteProtocolError: the bytes are no answer to a request for the address.
+        UnreachableError: the router refused; the message says why.
+    """
+    clock = _read_natpmp_head(answer, _ADDRESS, 12)
+    host = ipaddress.IPv4Address(answer[8:12])
+    if host.is_unspecified:
+        raise UnreachableError("the router has no outer address")
+    return clock, str(host)
+
+
+def _read_natpmp_head(answer: bytes, request: int, length: int) -> int:
+    if len(answer) < 4 or answer[1] != _IS_ANSWER + request:
+        raise RemoteProtocolError(f"{len(answer)} bytes that are no answer to request {request}")
+    result = int.from_bytes(answer[2:4], "big")
+    if answer[0] != 0 or result == _OTHER_VERSION:
+        raise OtherVersionError("the router speaks another version")
+    if result:
+        raise UnreachableError(_NATPMP_RESULTS.get(result, f"the router refused with the number {result}"))
+    if len(answer) != length:
+        raise RemoteProtocolError(f"an answer of {len(answer)} bytes instead of {length}")
+    return int.from_bytes(answer[4:8], "big")
+
+
+class NatPmp:
+    """The mapping of one port by NAT-PMP."""
+
+    name = "NAT-PMP"
+
+    def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = PORT) -> None:
+        self._gateway = gateway
+        self._port = port
+        self.other_version = False
+        """True if the router has answered that it speaks another version, which is PCP's."""
+        self._clock: tuple[float, int] | None = None
+        """The moment of the last answer, and the router's clock in it."""
+
+    async def add(self, port: int, outer_port: int, lease: int) -> tuple[str, Granted]:
+        """Map a TCP port, or renew its mapping. Return the router's outer address with what was granted.
+
+        Args:
+            outer_port: the port that is asked for; the router may choose another one.
+            lease: seconds.
+
+        Raises:
+            UnreachableError: there is no router, or it did not answer, or it refused.
+        """
+        _, host = await self._ask(bytes([0, _ADDRESS]), read_natpmp_address)
+        request = encode_natpmp_map(port, outer_port, lease)
+        clock, granted = await self._ask(request, lambda answer: read_natpmp_map(answer, port, lease=lease))
+        self._clock = (trio.current_time(), clock)
+        return host, granted
+
+    async def still_has(self, port: int, host: str, granted: Granted) -> bool:  # noqa: ARG002 - UPnP's needs them
+        """Return whether the router has kept its mappings and its outer address.
+
+        A router that has lost its mappings begins its clock anew (RFC 6886, section 3.6).
+
+        Raises:
+            UnreachableError: it did not answer, or it refused.
+        """
+        clock, now_host = await self._ask(bytes([0, _ADDRESS]), read_natpmp_address)
+        now, before = trio.current_time(), self._clock
+        self._clock = (now, clock)
+        has_restarted = before is not None and clock < before[1] + (now - before[0]) * 7 / 8 - 2
+        # The router's clock went on while this machine slept, and so did the lease.
+        has_slept = before is not None and clock - before[1] > now - before[0] + granted.lease / 2
+        return now_host == host and not (has_restarted or has_slept)
+
+    async def remove(self, port: int, granted: Granted) -> None:  # noqa: ARG002 - UPnP's needs both
+        """Remove the mapping of a port. Raises UnreachableError."""
+        await self._ask(encode_natpmp_map(port, 0, 0), lambda answer: read_natpmp_map(answer, port, lease=0))
+
+    async def _ask(self, request: bytes, read: Callable[[bytes], Answer]) -> Answer:
+        """Send a request until a valid answer comes. Raises UnreachableError."""
+        try:
+            return await ask_router(self._gateway(), self._port, lambda _: request, read)
+        except OtherVersionError:
+            self.other_version = True
+            raise
+
+
+# PCP
+
+NONCE_BYTES = 12
+
+_PCP_VERSION, _MAP, _TCP = 2, 1, 6
+_PCP_ANSWER_BYTES = 60
+_PCP_RESULTS = {
+    2: "the router's settings forbid it",
+    4: "the router does not know the request",
+    7: "the router has no connection",
+    8: "the router has no room for more",
+    11: "the router cannot give that port",
+    12: "another router is between",
+}
+
+
+def encode_pcp_map(own_host: str, nonce: bytes, port: int, outer_port: int, lease: int) -> bytes:
+    """Return the request to map a TCP port; with a lease of 0, to remove the mapping.
+
+    Args:
+        own_host: this machine's IPv4 address towards the router.
+        nonce: NONCE_BYTES random bytes, the same for all requests about one mapping.
+    """
+    own, none = (ipaddress.IPv6Address(f"::ffff:{host}").packed for host in (own_host, "0.0.0.0"))
+    head = bytes([_PCP_VERSION, _MAP, 0, 0]) + lease.to_bytes(4, "big") + own
+    ports = port.to_bytes(2, "big") + outer_port.to_bytes(2, "big")
+    return head + nonce + bytes([_TCP, 0, 0, 0]) + ports + none
+
+
+def read_pcp_map(answer: bytes, nonce: bytes, port: int, *, lease: int) -> tuple[str, Granted]:
+    """Return the router's outer address, and the mapping in an answer.
+
+    Args:
+        lease: the seconds that were asked for; 0 for a removal.
+
+    Raises:
+        RemoteProtocolError: the bytes are no answer to a request with this nonce, for ``port``.
+        UnreachableError: the router refused; the message says why.
+    """
+    if len(answer) < 4 or answer[1] != _IS_ANSWER + _MAP:
+        raise RemoteProtocolError(f"{len(answer)} bytes that are no answer")
+    result = answer[3]
+    if answer[0] != _PCP_VERSION or result == _OTHER_VERSION:
+        raise OtherVersionError("the router speaks another version")
+    if len(answer) != _PCP_ANSWER_BYTES or answer[24:36] != nonce or answer[36] != _TCP:
+        raise RemoteProtocolError("an answer to another request")
+    if result:
+        raise UnreachableError(_PCP_RESULTS.get(result, f"the router refused with the number {result}"))
+    inner, outer = int.from_bytes(answer[40:42], "big"), int.from_bytes(answer[42:44], "big")
+    granted = int.from_bytes(answer[4:8], "big")
+    if inner != port or (lease and not (outer and granted)):
+        raise RemoteProtocolError("an answer for another port, or without a port or a lease")
+    host = parse_host(str(ipaddress.IPv6Address(answer[44:60])))
+    known = host is not None and not host.is_unspecified
+    return str(host) if known else "", Granted(outer, min(granted, lease))
+
+
+class Pcp:
+    """The mapping of one port by PCP.
+
+    Args:
+        is_spoken: returns whether the router has said that it speaks another version than NAT-PMP's.
+    """
+
+    name = "PCP"
+
+    def __init__(
+        self,
+        is_spoken: Callable[[], bool],
+        gateway: Callable[[], str | None] = default_gateway,
+        port: int = PORT,
+    ) -> None:
+        self._is_spoken = is_spoken
+        self._gateway = gateway
+        self._port = port
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    async def add(self, port: int, outer_port: int, lease: int) -> tuple[str, Granted]:
+        """Map a TCP port, or renew its mapping. Return the router's outer address with what was granted.
+
+        Args:
+            outer_port: the port that is asked for; the router may choose another one.
+            lease: seconds.
+
+        Raises:
+            UnreachableError: the router does not speak PCP, or it did not answer, or it refused.
+        """
+        if not self._is_spoken():
+            raise UnreachableError("not spoken here")
+        return await ask_router(
+            self._gateway(),
+            self._port,
+            lambda own_host: encode_pcp_map(own_host, self._nonce, port, outer_port, lease),
+            lambda answer: read_pcp_map(answer, self._nonce, port, lease=lease),
+        )
+
+    async def still_has(self, port: int, host: str, granted: Granted) -> bool:
+        """Renew the mapping, and return whether it is the same as before. Raises UnreachableError."""
+        now_host, renewed = await self.add(port, granted.outer_port, granted.lease)
+        return (now_host, renewed.outer_port) == (host, granted.outer_port)
+
+    async def remove(self, port: int, granted: Granted) -> None:
+        """Remove the mapping. Raises UnreachableError."""
+        await self.add(port, granted.outer_port, 0)

@@ -11,9 +11,7 @@ import trio
 from p2pavg.base.errors import UnreachableError
 from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.net.nat.reach.facts import Mapped
-from p2pavg.net.nat.reach.gateway import Granted
-from p2pavg.net.nat.reach.natpmp import NatPmp
-from p2pavg.net.nat.reach.pcp import Pcp
+from p2pavg.net.nat.reach.gateway import Granted, NatPmp, Pcp
 from p2pavg.net.nat.reach.upnp import Upnp
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.matchmaking.messages import MAX_FIRST_BYTES, Declined, JoinRequest, encode, read_first
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_peer_address
-from p2pavg.net.nat.reach.options import checked_options
-from p2pavg.net.nat.reach.own_machine import LOOPBACK, MAKE_A_RUN, way_out
+from p2pavg.net.nat.reach.options import LOOPBACK, MAKE_A_RUN, checked_options, way_out
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.peer.averager import DecentralizedAverager

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.net.nat.reach.facts import Mapped
-from p2pavg.net.nat.reach.knowledge import Knowledge
+from p2pavg.net.nat.reach.facts import Mapped, Neighbour
+from p2pavg.net.nat.reach.knowledge import AskDialBack, AskLook, AskWhoami, Knowledge
 from p2pavg.net.nat.reach.messages import (
     MAX_REASON_CHARS,
     NONCE_BYTES,
@@ -25,7 +25,6 @@ from p2pavg.net.nat.reach.messages import (
     read_dialled_back,
     read_question,
 )
-from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour
 from p2pavg.net.nat.reach.reachability import Probe
 from p2pavg.net.nat.reach.whoami import ANSWER_BYTES, encode_answer, read_answer
 

@@ -32,9 +32,8 @@ from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.service import PunchService
 from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.nat.reach import whoami
-from p2pavg.net.nat.reach.facts import Endpoint
+from p2pavg.net.nat.reach.facts import Endpoint, Neighbour
 from p2pavg.net.nat.reach.options import ReachOptions
-from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
 from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ReachWatcher, machine_hosts

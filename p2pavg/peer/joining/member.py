@@ -19,7 +19,7 @@ from p2pavg.net.addresses import is_circuit, parse_peer_address
 from p2pavg.net.gate.client import GateSigner, GateTransport, open_gate_transport
 from p2pavg.net.gate.messages import MAX_GATE_BYTES, TellNotice, TellUpdate
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
+from p2pavg.net.nat.reach.options import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.finding import join

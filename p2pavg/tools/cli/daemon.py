@@ -14,7 +14,7 @@ import trio
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.threads.waits import bare_exceptions
-from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
+from p2pavg.net.nat.reach.options import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist

@@ -13,7 +13,7 @@ import trio
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
 from p2pavg.base.threads.waits import bare_exceptions
-from p2pavg.net.nat.reach.own_machine import EVERYWHERE, LOOPBACK, way_out
+from p2pavg.net.nat.reach.options import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.peer.peer import open_peer
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.membership import Membership, RunAccess

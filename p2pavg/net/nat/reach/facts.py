@@ -10,8 +10,21 @@ from itertools import zip_longest
 
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
-from p2pavg.net.nat.reach.questions import Neighbour
 from p2pavg.net.nat.reach.reachability import PUNCHABLE_BARRIERS, Barrier, Probes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A peer with a direct connection."""
+
+    peer_id: str
+    host: str
+    """The IP address at which this process sees it."""
+    port: int = field(default=0, compare=False)
+    """The listening port at which this process has dialled it; 0 if the peer has dialled this one."""
+    arrived: bool = field(default=False, compare=False)
+    """True if the peer has dialled this one, at a listening port."""
+
 
 # The hosts at which other peers see this one, and which of them are believed.
 

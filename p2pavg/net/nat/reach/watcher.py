@@ -34,11 +34,10 @@ from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
-from p2pavg.net.nat.reach.facts import Endpoint, Mapped
-from p2pavg.net.nat.reach.knowledge import Knowledge
+from p2pavg.net.nat.reach.facts import Endpoint, Mapped, Neighbour
+from p2pavg.net.nat.reach.knowledge import AskDialBack, AskLook, AskWhoami, Knowledge, Question
 from p2pavg.net.nat.reach.mapping import PortMapper
 from p2pavg.net.nat.reach.messages import DialBackOutcome
-from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Probe, Reachability
 from p2pavg.net.nat.reach.service import ask_dial_back, ask_to_look
 from p2pavg.net.nat.reach.whoami import ask

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2pavg.net.nat.reach.knowledge import Knowledge
-from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
+from p2pavg.net.nat.reach.facts import Neighbour
+from p2pavg.net.nat.reach.knowledge import AskDialBack, AskLook, AskWhoami, Knowledge, Question
 from p2pavg.net.nat.reach.reachability import Kind, Probe
 
 ME = "me"

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from p2pavg.net.nat.reach.facts import Mapped
-from p2pavg.net.nat.reach.knowledge import MAX_OBSERVERS
-from p2pavg.net.nat.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
+from p2pavg.net.nat.reach.facts import Mapped, Neighbour
+from p2pavg.net.nat.reach.knowledge import MAX_OBSERVERS, AskDialBack, AskLook, AskWhoami, Question
 from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind, Probe
 from tests.unit.net.nat.reach.routers import (
     HOME,

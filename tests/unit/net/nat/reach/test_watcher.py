@@ -14,8 +14,7 @@ from trio.testing import MockClock
 from p2pavg.base.errors import UnreachableError
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.nat.reach import watcher
-from p2pavg.net.nat.reach.facts import Mapped
-from p2pavg.net.nat.reach.questions import Neighbour
+from p2pavg.net.nat.reach.facts import Mapped, Neighbour
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, ReachWatcher, machine_hosts

@@ -46,26 +46,23 @@ def relayed_bytes(network: MemoryNetwork, peers: Sequence[Peer]) -> int:
     return sum(network.bytes_relayed(peer.id) for peer in peers)
 
 
-async def average(
-    peers: Sequence[Peer], how: p2pavg.AveragingConfig, rounds: int = 1
-) -> list[list[p2pavg.RoundResult]]:
-    """Run rounds on all peers at once, one after the other; return the results of each round."""
-    results: list[list[p2pavg.RoundResult | None]] = [[None] * len(peers) for _ in range(rounds)]
-    ended = [trio.Event() for _ in range(rounds)]
+async def average(peers: Sequence[Peer], how: p2pavg.AveragingConfig) -> list[p2pavg.RoundResult]:
+    """Run a round on all peers at once. No peer leaves before the round of each has ended."""
+    results: dict[int, p2pavg.RoundResult] = {}
+    all_ended = trio.Event()
 
     async def live(index: int, peer: Peer) -> None:
         async with peer.averager(how) as averager:
-            for number in range(rounds):
-                averager.accumulate([values(index, ELEMENTS)])
-                results[number][index] = await averager.step(wait=None)
-                if None not in results[number]:
-                    ended[number].set()
-                await ended[number].wait()
+            averager.accumulate([values(index, ELEMENTS)])
+            results[index] = await averager.step(wait=None)
+            if len(results) == len(peers):
+                all_ended.set()
+            await all_ended.wait()
 
     async with trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):
             nursery.start_soon(live, index, peer)
-    return [[result for result in row if result is not None] for row in results]
+    return [results[index] for index in range(len(peers))]
 
 
 @pytest.mark.parametrize("kinds", ["rr", "pr", "pp", "dr", "dprr"])
@@ -74,7 +71,7 @@ async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(
 ) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=12.5e6)
     async with simulated_peers(network, 1 + len(kinds), kinds=kinds_of("d" + kinds)) as (relay, *peers):
-        [results] = await average(peers, config(group_size=len(kinds)))
+        results = await average(peers, config(group_size=len(kinds)))
         relayed = network.bytes_relayed(relay.id)
     assert all(isinstance(result, p2pavg.Success) for result in results), results
     first = results[0]
@@ -88,7 +85,7 @@ async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(
         assert relayed > 2 * 4 * ELEMENTS, "one vector there and one back"
 
 
-async def test_all_rounds_of_a_mixed_swarm_succeed_and_each_group_has_a_peer_that_can_be_dialled(
+async def test_a_mixed_swarm_averages_and_each_group_has_a_peer_that_can_be_dialled(
     autojump_clock: MockClock,
 ) -> None:
     """8 peers, of which 3 can be dialled, in groups of 4. Relayed peers among themselves would need relays."""
@@ -96,13 +93,12 @@ async def test_all_rounds_of_a_mixed_swarm_succeed_and_each_group_has_a_peer_tha
     letters = "ddd" + "pp" + "rrr"
     async with simulated_peers(network, len(letters), kinds=kinds_of(letters)) as peers:
         letter_of = dict(zip((peer.id for peer in peers), letters, strict=True))
-        found = await average(peers, config(group_size=4, match_timeout=30.0), rounds=2)
-    for results in found:
-        groups = set()
-        for result in results:
-            assert isinstance(result, p2pavg.Success), result
-            groups.add("".join(sorted(letter_of[peer_id] for peer_id in result.peers)))
-        assert all("d" in group for group in groups), groups
+        results = await average(peers, config(group_size=4, match_timeout=30.0))
+    groups = set()
+    for result in results:
+        assert isinstance(result, p2pavg.Success), result
+        groups.add("".join(sorted(letter_of[peer_id] for peer_id in result.peers)))
+    assert all("d" in group for group in groups), groups
 
 
 async def test_a_group_with_enough_peers_that_can_be_dialled_sends_little_through_relays(
@@ -116,7 +112,7 @@ async def test_a_group_with_enough_peers_that_can_be_dialled_sends_little_throug
         network.watchers.append(
             lambda _, milestone: relayed.update({milestone: relayed_bytes(network, peers)})
         )
-        [results] = await average(peers, config(group_size=len(letters)))
+        results = await average(peers, config(group_size=len(letters)))
     assert all(isinstance(result, p2pavg.Success) for result in results), results
     assert relayed[Milestone.COMMITTED] - relayed[Milestone.FORMED] < 4 * ELEMENTS
 
@@ -128,7 +124,7 @@ async def test_a_relayed_member_does_not_slow_a_group_with_members_that_can_be_d
     for kinds in ("ddddpp", "ddddpr"):
         network = MemoryNetwork(latency=LAN, bandwidth=1.25e6)
         async with simulated_peers(network, len(kinds), kinds=kinds_of(kinds)) as peers:
-            [results] = await average(peers, config(group_size=len(kinds), bandwidth=10.0))
+            results = await average(peers, config(group_size=len(kinds), bandwidth=10.0))
         assert all(isinstance(result, p2pavg.Success) for result in results), results
         took[kinds] = max(r.exchange_duration for r in results if isinstance(r, p2pavg.Success))
     # Four members reduce what five did: 2 vectors each way instead of 1.8, and some of it late.
@@ -181,10 +177,10 @@ async def test_peers_meet_again_through_another_relay(autojump_clock: MockClock)
     async with simulated_peers(network, 4, kinds=kinds_of("ddrr")) as peers:
         transport = transport_of(peers[2])
         assert len(transport.addresses) == 2
-        [first] = await average(peers[2:], config(group_size=2))
+        first = await average(peers[2:], config(group_size=2))
         network.crash(peers[1].id)
         assert len(transport.addresses) == 1
-        [second] = await average(peers[2:], config(group_size=2))
+        second = await average(peers[2:], config(group_size=2))
     for result in (*first, *second):
         assert isinstance(result, p2pavg.Success), result
 
@@ -207,7 +203,7 @@ async def test_a_peer_that_learns_its_reach_begins_its_attempt_anew(autojump_clo
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(learn)
-            [results] = await average(peers[1:], config(group_size=2, match_timeout=60.0))
+            results = await average(peers[1:], config(group_size=2, match_timeout=60.0))
     for result in results:
         assert isinstance(result, p2pavg.Success), result
         assert result.duration < 30.0
@@ -224,7 +220,7 @@ async def test_peers_without_a_way_to_each_other_hear_why_for_each_way(autojump_
             for other in apart:
                 await peer.context.transport.disconnect(other.id)
         network.refuse_circuits(relay.id)
-        [results] = await average(apart, config(group_size=2, match_timeout=12.0))
+        results = await average(apart, config(group_size=2, match_timeout=12.0))
     for result, other in zip(results, reversed(apart), strict=True):
         assert isinstance(result, p2pavg.NoPeers)
         assert "no other peer was ready" not in result.reason

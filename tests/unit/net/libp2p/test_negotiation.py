@@ -85,21 +85,18 @@ def saying(*lines: str | bytes, end: bool = False) -> Callable[[Pipe], Awaitable
     return answer
 
 
-CLIENTS = pytest.mark.parametrize(
-    "client", [EagerMultiselectClient(), MultiselectClient()], ids=["ours", "libp2p's"]
-)
+CLIENT = EagerMultiselectClient()
 
 
-@CLIENTS
-async def test_a_served_protocol_is_agreed_and_later_bytes_stay_unread(client: MultiselectClient) -> None:
+async def test_a_served_protocol_is_agreed_and_later_bytes_stay_unread() -> None:
     async with answered(speak) as pipe:
-        assert await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe)) == SPOKEN
+        assert await CLIENT.select_one_of([SPOKEN], MultiselectCommunicator(pipe)) == SPOKEN
         assert await pipe.read(100) == b"served"
 
 
 async def test_the_client_sends_everything_in_one_write() -> None:
     async with answered(speak) as pipe:
-        await EagerMultiselectClient().select_one_of([SPOKEN], MultiselectCommunicator(pipe))
+        await CLIENT.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
         assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, SPOKEN)]
 
 
@@ -112,45 +109,35 @@ NONSENSE: dict[str, Sequence[str | bytes]] = {
 }
 
 
-@CLIENTS
 @pytest.mark.parametrize("lines", NONSENSE.values(), ids=NONSENSE)
-async def test_malformed_answers_agree_on_no_protocol(
-    client: MultiselectClient, lines: Sequence[str | bytes]
-) -> None:
+async def test_malformed_answers_agree_on_no_protocol(lines: Sequence[str | bytes]) -> None:
     async with answered(saying(*lines)) as pipe:
         with pytest.raises(MultiselectClientError) as found:
-            await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
-        if isinstance(client, EagerMultiselectClient):
-            assert len(str(found.value)) < 200, "a stranger's words must not fill the log"
+            await CLIENT.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
+        assert len(str(found.value)) < 200, "a stranger's words must not fill the log"
 
 
 async def garbage(pipe: Pipe) -> None:
     await pipe.write(b"\xff" * 100)
 
 
-@CLIENTS
 @pytest.mark.parametrize(
     "answer",
     [saying(end=True), saying(MULTISELECT_PROTOCOL_ID, end=True), garbage],
     ids=["at once", "half-way", "with garbage"],
 )
-async def test_an_end_before_the_answer_raises(
-    client: MultiselectClient, answer: Callable[[Pipe], Awaitable[object]]
-) -> None:
+async def test_an_end_before_the_answer_raises(answer: Callable[[Pipe], Awaitable[object]]) -> None:
     async with answered(answer) as pipe:
         with pytest.raises(MultiselectClientError):
-            await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
+            await CLIENT.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
 
 
-@CLIENTS
 @pytest.mark.parametrize("lines", [[], [MULTISELECT_PROTOCOL_ID]], ids=["nothing", "half of it"])
-async def test_a_silent_server_times_out(
-    client: MultiselectClient, lines: list[str], autojump_clock: MockClock
-) -> None:
+async def test_a_silent_server_times_out(lines: list[str], autojump_clock: MockClock) -> None:
     async with answered(saying(*lines)) as pipe:
         began = trio.current_time()
         with pytest.raises(MultiselectClientError):
-            await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe), 7)
+            await CLIENT.select_one_of([SPOKEN], MultiselectCommunicator(pipe), 7)
         assert trio.current_time() - began == pytest.approx(7.0)
 
 
@@ -168,9 +155,8 @@ async def test_a_failed_write_raises(error: Exception) -> None:
             raise error
 
     near, _far = memory_stream_pair()
-    for client in (MultiselectClient(), EagerMultiselectClient()):
-        with pytest.raises(MultiselectClientError):
-            await client.select_one_of([SPOKEN], MultiselectCommunicator(Shut(near)))
+    with pytest.raises(MultiselectClientError):
+        await CLIENT.select_one_of([SPOKEN], MultiselectCommunicator(Shut(near)))
 
 
 # -- the answer

@@ -113,7 +113,7 @@ class Clock:
 
 
 class TestRateLimit:
-    @pytest.mark.parametrize("mbps", [0.1, 1.0, 5.0, 8.0, 100.0, 5000.0])
+    @pytest.mark.parametrize("mbps", [0.1, 5.0, 100.0])
     def test_bytes_on_the_link_stay_under_the_limit(self, mbps: float) -> None:
         """Over ten seconds after a pause, the bytes with all headers stay under the limit and use it up."""
         clock = Clock()

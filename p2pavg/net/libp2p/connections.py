@@ -282,9 +282,7 @@ class Connections:
 
     def is_connected(self, peer_id: PeerId) -> bool:
         """Return whether a connection to the peer is open now."""
-        return any(
-            not connection.is_closed for connection in self._swarm.get_connections(ID.from_string(peer_id))
-        )
+        return bool(self.to(peer_id))
 
     def dialled_addresses(self, peer_id: PeerId) -> list[str]:
         """Return the remote addresses of the open direct connections that this process has dialled.

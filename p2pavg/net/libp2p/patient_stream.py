@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import cast
+from typing import Any
 
 import trio
 from libp2p.io.exceptions import IOException
@@ -13,7 +13,7 @@ from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
 from p2pavg.base.limits import GLANCE_SECONDS
-from p2pavg.net.libp2p.speed import StartsFrames, WriteStart
+from p2pavg.net.libp2p.speed import WriteStart
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,8 @@ class PatientStream(YamuxStream):
         """
         if self.send_closed or self.closed or self.send_window < len(data):
             return WriteStart.NOTHING
-        started = cast(StartsFrames, self.conn).start_frame(self._header(len(data)) + data)
+        conn: Any = self.conn  # a GuardedYamux, which imports this module
+        started: WriteStart = conn.start_frame(self._header(len(data)) + data)
         if started is not WriteStart.NOTHING:
             self.send_window -= len(data)
         return started

@@ -80,8 +80,10 @@ class Reaching:
         self._improving: set[PeerId] = set()
         self._kind_changed = trio.Event()
         self._network = 0
-        self._addresses: tuple[str, ...] = ()
-        self._reachability = NOT_ASKED
+        self.addresses: tuple[str, ...] = ()
+        """The addresses to announce, the direct ones first."""
+        self.reachability = NOT_ASKED
+        """The ways to this peer, as far as it knows them."""
         self._changed = trio.Event()
         self._tasks = trio.CancelScope()
         self._ended: trio.Event | None = None
@@ -96,6 +98,7 @@ class Reaching:
             announce=options.announce,
             maps_ports=options.port_mapping,
         )
+        connections.on_lost = self._watcher.wake
         self.relay = RelayService(
             transport,
             refusal=self._relays_nothing,
@@ -157,16 +160,6 @@ class Reaching:
         asked = any(not is_loopback(found.host) for found in self._neighbours())
         return bool(self._options.announce) or not asked or self.reachability.outer_hosts != ()
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The addresses to announce, the direct ones first."""
-        return self._addresses
-
-    @property
-    def reachability(self) -> Reachability:
-        """The ways to this peer, as far as it knows them."""
-        return self._reachability
-
     def connected(self, muxed: GuardedYamux) -> None:
         """Note a new connection."""
         # Only such a connection shows that the listening port can be dialled: a dial-back counts only when it
@@ -214,11 +207,11 @@ class Reaching:
 
     def _conclude(self, reachability: Reachability, addresses: tuple[str, ...]) -> None:
         """Act on what is known now."""
-        before, self._reachability, self._addresses = self._reachability, reachability, addresses
+        before, self.reachability, self.addresses = self.reachability, reachability, addresses
         self.reservations.want(self._wants_relays())
         # In another network, what failed may work now, and what worked is dead.
-        if self._watcher.network != self._network:
-            self._network = self._watcher.network
+        if self._watcher.knowledge.network != self._network:
+            self._network = self._watcher.knowledge.network
             self.reservations.forget_failures()
             self._nursery.start_soon(self._drop_dead_connections)
         # The tries pause for up to five minutes. Another kind of reachability is a reason to try at once.
@@ -238,10 +231,6 @@ class Reaching:
         if not self._options.reachable or self._options.announce:
             return False
         return self._watcher.relays_wanted or not self._listened()
-
-    def lost(self) -> None:
-        """Note that a connection has ended."""
-        self._watcher.wake()
 
     async def _drop_dead_connections(self) -> None:
         """Drop the connections from addresses that this machine does not have any more."""
@@ -286,7 +275,7 @@ class Reaching:
 
     async def _predict(self, port: FreshPort) -> int:
         """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""
-        if self._watcher.keeps_ports(port.version):
+        if self._watcher.knowledge.keeps_ports(port.version):
             return port.port
         reasons = []
         # A probe must come from the fresh port itself: a router may map each local port to another outer one.

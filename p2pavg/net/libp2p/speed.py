@@ -9,9 +9,9 @@ written. Nothing outside :mod:`p2pavg.net.libp2p` imports this module. The tests
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import libp2p.io.trio as _io_trio
 import libp2p.network.stream.net_stream as _net_stream
@@ -107,12 +107,6 @@ class WriteStart(enum.Enum):
     WHOLE = enum.auto()
 
 
-class StartsFrames(Protocol):
-    """A connection that can write a frame without waiting."""
-
-    def start_frame(self, frame: bytes) -> WriteStart: ...
-
-
 class ReadAheadStream(TrioTCPStream):
     """A TCP stream that reads all available bytes, and returns them piece by piece.
 
@@ -144,11 +138,6 @@ class ReadAheadStream(TrioTCPStream):
     """The relay through which the bytes travel: none."""
     punched: bool = False
     """True if the connection was made by hole punching."""
-
-    @property
-    def remote_host(self) -> str:
-        """The IP address of the other end; empty if the connection has ended."""
-        return self.remote_endpoint[0]
 
     @property
     def remote_endpoint(self) -> tuple[str, int]:
@@ -281,39 +270,27 @@ class OneAnswerMultiselect(Multiselect):
     """The server of a negotiation. It sends its greeting together with its answer, in one write.
 
     It does so only for a client that has sent its greeting and its request at once.
-
-    Args:
-        holds_more: returns whether unread bytes of a stream have arrived.
     """
-
-    def __init__(
-        self,
-        handlers: dict[TProtocol | None, StreamHandlerFn | None] | None = None,
-        holds_more: Callable[[ReadWriteCloser], bool] = holds_more,
-    ) -> None:
-        super().__init__(handlers)
-        self._holds_more = holds_more
 
     async def negotiate(
         self, communicator: IMultiselectCommunicator, negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT
     ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
         if isinstance(communicator, MultiselectCommunicator):
-            communicator = _GreetsLater(communicator.read_writer, self._holds_more)
+            communicator = _GreetsLater(communicator.read_writer)
         return await super().negotiate(communicator, negotiate_timeout)
 
 
 class _GreetsLater(MultiselectCommunicator):
     """A communicator that keeps its first line until there is a second one, or until the other side waits for it."""
 
-    def __init__(self, stream: ReadWriteCloser, holds_more: Callable[[ReadWriteCloser], bool]) -> None:
+    def __init__(self, stream: ReadWriteCloser) -> None:
         super().__init__(stream)
-        self._holds_more = holds_more
         self._greeting: bytes | None = None
         self._was_greeted = False
 
     async def read(self) -> str:
         # A client that sends its greeting alone waits for the answer. Without this, both sides would wait.
-        if self._was_greeted and self._greeting and not self._holds_more(self.read_writer):
+        if self._was_greeted and self._greeting and not holds_more(self.read_writer):
             await self._send(b"")
         line = await super().read()
         self._was_greeted = True

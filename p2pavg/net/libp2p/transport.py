@@ -150,7 +150,6 @@ class Libp2pTransport(Transport):
         # Set before the port is open, since strangers may connect at once.
         tcp.on_tls = doorway.accept
         self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
-        self._connections.on_lost = self._reaching.lost
         tcp.on_whoami = self._reaching.whoami.answer
         self._lanes = LaneKeeper(
             self,

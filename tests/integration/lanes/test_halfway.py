@@ -28,7 +28,7 @@ from tests.integration.punch.peers import BEHIND_A_ROUTER, BEHIND_A_SYMMETRIC_RO
 
 def behind_a_router(host: Libp2pTransport, own: Reachability = BEHIND_A_ROUTER) -> None:
     """Give a host no address and no dialled one, and let it punch."""
-    host._reaching._addresses = (f"/ip4/203.0.113.9/tcp/1/p2p/{host.peer_id}/p2p-circuit/p2p/{host.peer_id}",)
+    host._reaching.addresses = (f"/ip4/203.0.113.9/tcp/1/p2p/{host.peer_id}/p2p-circuit/p2p/{host.peer_id}",)
     lanes = keeper(host)
     lanes._dialled_addresses = lambda _: ()
     lanes._halfway = Halfway(lanes._doorway, Puncher(host._connections.gate, lambda: own, kept))
@@ -90,7 +90,7 @@ async def test_a_dial_that_works_needs_no_punch(monkeypatch: pytest.MonkeyPatch)
         addresses = there.addresses
         behind_a_router(here)
         behind_a_router(there)
-        there._reaching._addresses = addresses
+        there._reaching.addresses = addresses
         for host in (here, there):
             monkeypatch.setattr(keeper(host)._halfway, "ask", never)
         await here.open_lane(there.peer_id, addresses=addresses, timeout=TIMEOUT)

@@ -28,7 +28,7 @@ from tests.integration.punch.peers import kept
 def behind_a_router(host: Libp2pTransport, kind: Kind = Kind.PUNCHABLE) -> PunchService:
     """Let a host believe that it is behind a router that keeps ports, and return its service of punches."""
     reaching = host._reaching
-    reaching._reachability = Reachability(
+    reaching.reachability = Reachability(
         kind=kind,
         sentence=f"behind a {kind} router",
         outer_hosts=("127.0.0.1",),
@@ -60,7 +60,7 @@ async def test_streams_and_lanes_go_on_over_a_punched_connection() -> None:
 
         inbox = Inbox()
         there.serve_lanes(inbox)
-        here._reaching._addresses = there._reaching._addresses = ()
+        here._reaching.addresses = there._reaching.addresses = ()
         assert here._connections.dialled_addresses(there.peer_id) == [], "no other connection gets in there"
         await post(await lane_to(here, there), b"hello")
         assert await inbox.messages.receive() == b"hello"
@@ -77,7 +77,7 @@ async def test_a_peer_behind_a_symmetric_router_refuses_by_its_reachability() ->
         ):
             await service.connect(there.peer_id, timeout=TIMEOUT)
         keeper(here)._dialled_addresses = lambda _: ()
-        here._reaching._addresses = there._reaching._addresses = ()
+        here._reaching.addresses = there._reaching.addresses = ()
         with pytest.raises(UnreachableError, match="the other peer takes part in no punch"):
             await lane_to(here, there)
 

@@ -181,11 +181,11 @@ class Puncher:
         try:
             made = await self._meet(stream.remote, half, begin, use)
         except UnreachableError as error:
-            verdict = await _verdict(stream)
+            verdict = PunchVerdict.decode(await _next(stream, TRY_PUNCH_SECONDS))
             theirs = f"; the peer reported: {verdict.reason}" if verdict.reason else ""
             raise UnreachableError(f"{error}{theirs}") from None
         try:
-            verdict = await _verdict(stream)
+            verdict = PunchVerdict.decode(await _next(stream, TRY_PUNCH_SECONDS))
             if verdict.reason:
                 raise UnreachableError(f"the peer reported: {verdict.reason}")  # noqa: TRY301 - as any other reason
         except BaseException:
@@ -346,15 +346,8 @@ async def receive_bounded(stream: Stream, seconds: float = REPLY_SECONDS) -> byt
     raise StreamBrokenError(f"{stream.remote} sent no message about a punch within {seconds:.0f} s")
 
 
-async def _next(stream: Stream) -> bytes:
-    return _present(stream, await receive_bounded(stream))
-
-
-async def _verdict(stream: Stream) -> PunchVerdict:
-    return PunchVerdict.decode(_present(stream, await receive_bounded(stream, TRY_PUNCH_SECONDS)))
-
-
-def _present(stream: Stream, message: bytes | None) -> bytes:
+async def _next(stream: Stream, seconds: float = REPLY_SECONDS) -> bytes:
+    message = await receive_bounded(stream, seconds)
     if message is None:
         raise StreamBrokenError(f"{stream.remote} closed the stream in the middle of a punch")
     return message

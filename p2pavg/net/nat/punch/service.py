@@ -29,7 +29,6 @@ from p2pavg.net.nat.punch.plan import (
     PROTOCOL,
     DialMe,
     PunchAnswer,
-    PunchProposal,
     PunchVerdict,
     decode_request,
 )
@@ -150,7 +149,9 @@ class PunchService:
             elif refusal := self._refusal(stream.remote):
                 await send_message(stream, PunchAnswer(refusal).encode())
             else:
-                await self._punch(stream, request)
+                use = partial(self._adopt, peer_id=stream.remote, initiator=False)
+                if await self._puncher.take_part(stream, request, use):
+                    logger.debug("a punch with %s succeeded", stream.remote)
             await stream.aclose()
 
     def _refusal(self, peer_id: PeerId) -> str:
@@ -160,11 +161,6 @@ class PunchService:
         if peer_id in self._asking and self._transport.peer_id < peer_id:
             return "a punch that this peer asked for is under way"  # of two punches at once, one goes on
         return ""
-
-    async def _punch(self, stream: Stream, propose: PunchProposal) -> None:
-        use = partial(self._adopt, peer_id=stream.remote, initiator=False)
-        if await self._puncher.take_part(stream, propose, use):
-            logger.debug("a punch with %s succeeded", stream.remote)
 
     async def _dial_asker(self, stream: Stream, request: DialMe) -> None:
         peer_id = stream.remote

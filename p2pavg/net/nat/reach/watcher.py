@@ -125,7 +125,7 @@ class ReachWatcher:
         # A user who names the addresses needs no mapping.
         self._mapper = PortMapper(self._mapped) if maps_ports and not announce else None
         self._mapping: trio.CancelScope | None = None
-        self._knowledge = Knowledge(transport.peer_id, announce)
+        self.knowledge = Knowledge(transport.peer_id, announce)
         self._told: tuple[Reachability, tuple[str, ...], bool] = (NOT_ASKED, (), False)
         self._awaited: dict[PeerId, _DialBack] = {}
         self._woken = trio.Event()
@@ -133,23 +133,9 @@ class ReachWatcher:
         self._seen_hosts: Sequence[str] = ()
 
     @property
-    def reachability(self) -> Reachability:
-        """The reachability as it was told last."""
-        return self._told[0]
-
-    @property
     def relays_wanted(self) -> bool:
         """True if a router or a firewall keeps other peers from dialling this one, as far as is known."""
         return self._told[2]
-
-    @property
-    def network(self) -> int:
-        """A number that changes when this machine has come into another network."""
-        return self._knowledge.network
-
-    def keeps_ports(self, version: int) -> bool:
-        """Return whether a new connection's outer port is its local port, for one version of IP."""
-        return self._knowledge.keeps_ports(version)
 
     def begin(self) -> None:
         """Tell this machine's own addresses now, before :meth:`run` asks other peers."""
@@ -181,7 +167,7 @@ class ReachWatcher:
                     self._look_at_the_machine()
                 # Facts first, then the questions that follow from them, then the conclusions.
                 self._look_at_the_connections()
-                for question in self._knowledge.questions(now):
+                for question in self.knowledge.questions(now):
                     nursery.start_soon(self._ask, question)
                 self._map_if_useful(nursery)
                 self._tell()
@@ -189,7 +175,7 @@ class ReachWatcher:
                     await self._woken.wait()
 
     def _look_at_the_machine(self) -> None:
-        network = self._knowledge.network
+        network = self.knowledge.network
         try:
             listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
             hosts, source6 = machine_hosts(), machine_source6()
@@ -200,21 +186,21 @@ class ReachWatcher:
             logger.warning("cannot look at this machine's addresses: %s", error.strerror)
             return
         self._seen_hosts = hosts
-        self._knowledge.machine(hosts, listening, source6=source6)
-        if self._mapping is not None and self._knowledge.network != network:
+        self.knowledge.machine(hosts, listening, source6=source6)
+        if self._mapping is not None and self.knowledge.network != network:
             self._mapping.cancel()  # the mapping is of another router
 
     def _look_at_the_connections(self) -> None:
         neighbours = self._neighbours()
-        self._knowledge.connected(neighbours)
-        self._knowledge.relayed_by(*self._relays())
+        self.knowledge.connected(neighbours)
+        self.knowledge.relayed_by(*self._relays())
         if neighbours:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = trio.current_time()
 
     def _tell(self) -> None:
-        known = self._knowledge
+        known = self.knowledge
         found = (known.reachability, known.addresses, known.relays_wanted)
         if found == self._told:
             return
@@ -244,7 +230,7 @@ class ReachWatcher:
         except UnreachableError as error:
             logger.debug("no answer (%s): %s", question.reason, error)
         # Also without an answer: a question that stays open is never asked again.
-        self._knowledge.heard(trio.current_time(), question, answer)
+        self.knowledge.heard(trio.current_time(), question, answer)
         self.wake()
 
     async def _dialled_back(self, question: AskDialBack) -> bool | None:
@@ -287,7 +273,7 @@ class ReachWatcher:
         # With peers around, they tell whether a router is there. A peer that is alone has none to ask.
         alone = self._alone_since is not None and trio.current_time() >= self._alone_since + ALONE_SECONDS
         has_public_host = any(not is_private(host) and ":" not in host for host in self._seen_hosts)
-        if not (self._knowledge.behind_router or (alone and not has_public_host)):
+        if not (self.knowledge.behind_router or (alone and not has_public_host)):
             return
         # A router can pass connections on to a listener of IPv4 only.
         ports = [port for host, port in self._listening() if version_of(host) == 4 and not is_loopback(host)]
@@ -303,7 +289,7 @@ class ReachWatcher:
         self.wake()
 
     def _mapped(self, mapping: Mapped | None) -> None:
-        self._knowledge.mapped(mapping)
+        self.knowledge.mapped(mapping)
         self.wake()
 
 

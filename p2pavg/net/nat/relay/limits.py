@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from p2pavg.net.limits.rate import WIRE_OVERHEAD, TokenBucket
+from p2pavg.net.limits.rate import WIRE_OVERHEAD, TokenBucket, take_from_all
 from p2pavg.net.limits.sources import prefix_of
 
 DEFAULT_RELAY_MBPS = 10.0
@@ -218,12 +218,8 @@ class RelayBudget:
             self._account(("asks of a peer", peer_id), limits.asks_per_peer / 60.0, limits.asks_per_peer),
             self._account(("asks of a host", host), limits.asks_per_host / 60.0, limits.asks_per_host),
         ]
-        if any(account.level(now) < 1.0 for account in accounts):
-            return False
         # A request that is refused takes nothing: otherwise a peer that goes on asking would never be let in again.
-        for account in accounts:
-            account.take(now, 1.0)
-        return True
+        return take_from_all(now, 1.0, *accounts)
 
     def _is_used_up(self, peer_id: str, host: str, now: float) -> bool:
         return any(account.level(now) <= 0 for account in self._byte_accounts(peer_id, host))

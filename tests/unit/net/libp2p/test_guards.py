@@ -43,23 +43,23 @@ def stream_on(wire: Wire) -> PatientStream:
     return found
 
 
-async def test_a_writer_waits_for_its_window_for_an_hour(autojump_clock: MockClock) -> None:
+async def test_a_writer_waits_for_its_window_for_minutes(autojump_clock: MockClock) -> None:
     wire = Wire()
     stream = stream_on(wire)
     data = bytes(range(256)) * 4096
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.write, data)
-        await trio.sleep(3600.0)
+        await trio.sleep(300.0)
         assert bytes(wire.written) == data[: 256 * 1024], "more or less than one window was sent"
         while len(wire.written) < len(data):
             stream.send_window += 100_000
-            await trio.sleep(60.0)
+            await trio.sleep(10.0)
     assert bytes(wire.written) == data
     assert wire.largest <= 64 * 1024
     assert stream.send_window == 256 * 1024 + 8 * 100_000 - len(data)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clock: MockClock) -> None:
     """The test reads pieces of random sizes while data arrives."""
     dice = random.Random(seed)
@@ -94,7 +94,7 @@ async def test_a_writer_without_a_window_notices_the_end(end: str, autojump_cloc
                 await stream.write(bytes(1024 * 1024))
 
         nursery.start_soon(write)
-        await trio.sleep(3600.0)
+        await trio.sleep(300.0)
         setattr(stream, end, True)
 
 

@@ -179,7 +179,8 @@ async def _connect(path: Path) -> trio.SocketStream:
 
 
 async def _serve(stream: trio.SocketStream, handler: Handler) -> None:
-    remote = _process_of(stream.socket)
+    found = _credentials(stream.socket)
+    remote = "a local process" if found is None else f"process {found[0]}"
     try:
         refusal = _refusal(stream.socket)
         if refusal is not None:
@@ -201,11 +202,6 @@ def _refusal(connected: trio.socket.SocketType) -> str | None:
     if found is None or found[1] in (0, os.geteuid()):
         return None
     return f"the process {found[0]} is of the user {found[1]}, and this one of {os.geteuid()}"
-
-
-def _process_of(connected: trio.socket.SocketType) -> str:
-    found = _credentials(connected)
-    return "a local process" if found is None else f"process {found[0]}"
 
 
 def _credentials(connected: trio.socket.SocketType) -> tuple[int, int] | None:

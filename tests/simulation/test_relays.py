@@ -14,11 +14,16 @@ from p2pavg.net.nat.reach.reachability import Kind
 from p2pavg.net.nat.relay.choice import RelayCandidate
 from p2pavg.net.nat.relay.reservations import Reservations
 from p2pavg.net.nat.relay.service import RelayService
+from p2pavg.net.transport import Stream
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN
 
 FOUND_WITHIN = 30.0
+
+
+async def _refuse_circuit(_stream: Stream, peer_id: str) -> None:
+    raise AssertionError(f"{peer_id} asked for a circuit")
 
 
 class Public:
@@ -46,6 +51,7 @@ class Inside:
             candidates=self._candidates,
             reached=lambda peer_id: [f"/ip4/203.0.113.1/tcp/1/p2p/{peer_id}"],
             on_change=lambda: None,
+            adopt=_refuse_circuit,
         )
 
     def _candidates(self) -> list[RelayCandidate]:

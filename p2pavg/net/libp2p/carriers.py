@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import socket
 
 import trio
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
-from libp2p.io.trio import TrioTCPStream
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError
-from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.admission import ConnectionArrival
 from p2pavg.net.transport import PeerId, Stream
@@ -68,14 +65,6 @@ class RelayedStream(ReadWriteCloser):
 
     def get_remote_address(self) -> tuple[str, int] | None:
         return None
-
-
-def punched_stream(plain: socket.socket) -> ReadAheadStream:
-    """Return a carrier over a connected socket of a punched hole, which it takes over."""
-    keep_alive(plain)
-    stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(trio.socket.from_stdlib_socket(plain))))
-    stream.punched = True
-    return stream
 
 
 Carrier = ReadAheadStream | RelayedStream

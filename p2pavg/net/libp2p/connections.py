@@ -15,6 +15,7 @@ from libp2p.abc import INetConn
 from libp2p.custom_types import TProtocol
 from libp2p.host.exceptions import StreamFailure
 from libp2p.io.exceptions import IOException
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.net_stream import NetStream
@@ -25,10 +26,12 @@ from multiaddr import Multiaddr
 from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
-from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
+from p2pavg.net.keep_alive import keep_alive
+from p2pavg.net.libp2p.carriers import Carrier, RelayedStream
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.host import GuardedHost, Places
+from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, error_text, is_refusal
 from p2pavg.net.limits.admission import ConnectionArrival, TrustClass
 from p2pavg.net.limits.dial_gate import DialGate
@@ -204,7 +207,9 @@ class Connections:
         Raises:
             UnreachableError: as :meth:`adopt`.
         """
-        carrier = punched_stream(plain)
+        keep_alive(plain)
+        carrier = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(trio.socket.from_stdlib_socket(plain))))
+        carrier.punched = True
         if initiator:
             await self.adopt(carrier, peer_id, initiator=True)
             return

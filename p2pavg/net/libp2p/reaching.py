@@ -39,7 +39,7 @@ from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ReachWatcher, machine_hosts
 from p2pavg.net.nat.relay.choice import RelayCandidate
 from p2pavg.net.nat.relay.reservations import Reservations
-from p2pavg.net.nat.relay.service import InboundCircuits, RelayService
+from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class Reaching:
             candidates=self._relay_candidates,
             reached=connections.dialled_addresses,
             on_change=self._watcher.wake,
+            adopt=self._adopt_inbound,
         )
-        InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
         ReachService(transport, self._dial_back)
         self.puncher = Puncher(connections.gate, lambda: self.reachability, self._predict)
         self.punches = PunchService(

@@ -49,12 +49,6 @@ class MappingClient(Protocol):
         """Remove the mapping."""
 
 
-def protocols() -> Sequence[MappingClient]:
-    """Return the protocols that routers speak, in the order in which they are tried."""
-    natpmp = NatPmp()
-    return natpmp, Pcp(lambda: natpmp.other_version), Upnp()
-
-
 class PortMapper:
     """Keeps one port mapped, by the first protocol that the router speaks.
 
@@ -67,7 +61,8 @@ class PortMapper:
         self, on_mapped: Callable[[Mapped | None], None], clients: Sequence[MappingClient] | None = None
     ) -> None:
         self._on_mapped = on_mapped
-        self._clients = protocols() if clients is None else clients
+        natpmp = NatPmp()
+        self._clients = clients or (natpmp, Pcp(lambda: natpmp.other_version), Upnp())
         self._said = ""
 
     async def run(self, port: int) -> None:
@@ -101,7 +96,10 @@ class PortMapper:
             self._log(f"the router's mapping is lost: {client.name}: {error}")
         except trio.Cancelled:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + FAREWELL_SECONDS):
-                await _remove(client, port, granted)
+                try:
+                    await client.remove(port, granted)
+                except UnreachableError as error:
+                    logger.debug("the mapping of port %d was not removed: %s", granted.outer_port, error)
             raise
         finally:
             self._on_mapped(None)
@@ -125,10 +123,3 @@ class PortMapper:
         if sentence != self._said:
             self._said = sentence
             logger.info("%s", sentence)
-
-
-async def _remove(client: MappingClient, port: int, granted: Granted) -> None:
-    try:
-        await client.remove(port, granted)
-    except UnreachableError as error:
-        logger.debug("the mapping of port %d was not removed: %s", granted.outer_port, error)

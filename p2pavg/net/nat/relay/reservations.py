@@ -1,11 +1,11 @@
-"""Keep reservations at a few relays, for as long as this peer cannot be dialled."""
+"""Keep reservations at a few relays, for as long as this peer cannot be dialled, and accept the circuits from there."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
@@ -14,15 +14,18 @@ from p2pavg.base.limits import CALM_LOOK_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import CircuitAddress
 from p2pavg.net.nat.relay.choice import RelayCandidate, addresses_of_relay, choose_relays
 from p2pavg.net.nat.relay.messages import (
+    CIRCUIT_PROTOCOL,
     MAX_MESSAGE_BYTES,
     PROTOCOL,
+    Connected,
+    Incoming,
     RelayPing,
     RelayRefusal,
     Reserve,
     Reserved,
     decode,
 )
-from p2pavg.net.nat.relay.service import RELAY_PING_SECONDS, receive
+from p2pavg.net.nat.relay.service import CIRCUIT_SECONDS, RELAY_PING_SECONDS, receive
 from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,12 @@ PING_ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pin
 _LOST_SECONDS = 2.0
 """A relay that was lost may have been restarted, or this peer may have changed its network."""
 MAX_AVOIDED = 256
+
+Adopt = Callable[[Stream, PeerId], Awaitable[None]]
+"""Makes a connection with a peer over a circuit, as the side that was asked, and lives as long as the connection.
+
+Raises UnreachableError if the other end is not that peer, or there is no place for the connection.
+"""
 
 _FAILURES = (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError)
 
@@ -43,6 +52,7 @@ class Reservations:
         candidates: returns the peers to which this one has a direct connection that it has dialled.
         reached: returns the addresses at which this peer has dialled another one.
         on_change: called when :attr:`addresses` has changed.
+        adopt: makes a connection with the peer at the other end of a circuit.
     """
 
     def __init__(
@@ -52,17 +62,20 @@ class Reservations:
         candidates: Callable[[], Sequence[RelayCandidate]],
         reached: Callable[[PeerId], Sequence[str]],
         on_change: Callable[[], None],
+        adopt: Adopt,
     ) -> None:
         self._transport = transport
         self._candidates = candidates
         self._reached = reached
         self._on_change = on_change
+        self._adopt = adopt
         self._wanted = False
         self._asked: dict[PeerId, trio.CancelScope] = {}
         self._held: dict[PeerId, tuple[str, ...]] = {}
         self._avoided: OrderedDict[PeerId, float] = OrderedDict()
         self._next_questions = -math.inf
         self._changed = trio.Event()
+        transport.serve(CIRCUIT_PROTOCOL, self._accept_circuit)
 
     @property
     def relays(self) -> tuple[PeerId, ...]:
@@ -204,6 +217,26 @@ class Reservations:
         self._avoided.move_to_end(relay)
         while len(self._avoided) > MAX_AVOIDED:
             self._avoided.popitem(last=False)
+
+    async def _accept_circuit(self, stream: Stream) -> None:
+        """Accept a circuit from a relay of this peer, and let its connection live in this task."""
+        with trio.move_on_after(CIRCUIT_SECONDS) as scope:
+            message = await receive(stream)
+            if not isinstance(message, Incoming):
+                raise RemoteProtocolError(f"a circuit began with {type(message).__name__}")
+            if stream.relayed or stream.remote not in self._held:
+                await send_message(stream, RelayRefusal("this peer has no reservation there").encode())
+                await stream.aclose()
+                return
+            await send_message(stream, Connected().encode())
+        if scope.cancelled_caught:
+            return
+        try:
+            await self._adopt(stream, message.source)
+        except UnreachableError as error:
+            logger.info(
+                "a circuit of %s through %s came to nothing: %s", message.source, stream.remote, error
+            )
 
 
 class _RelayLife:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -303,16 +303,10 @@ async def receive(stream: Stream) -> RelayMessage:
     return decode(data)
 
 
-# Using a relay: circuits to peers behind it, and circuits that others open to this peer.
+# Using a relay: circuits to peers behind it.
 
 # Asking the relay, which asks the peer: four round trips of at most a second each, twice.
 CIRCUIT_SECONDS = 8.0
-
-Adopt = Callable[[Stream, PeerId], Awaitable[None]]
-"""Makes a connection with a peer over a circuit, as the side that was asked, and lives as long as the connection.
-
-Raises UnreachableError if the other end is not that peer, or there is no place for the connection.
-"""
 
 
 async def open_circuit(transport: Transport, address: CircuitAddress) -> Stream:
@@ -331,37 +325,3 @@ async def open_circuit(transport: Transport, address: CircuitAddress) -> Stream:
             raise UnreachableError(f"the relay {address.relay} gives no circuit: {error}") from None
         return stream
     raise UnreachableError(f"the relay {address.relay} gave no circuit within {CIRCUIT_SECONDS:.0f} s")
-
-
-class InboundCircuits:
-    """Accepts circuits from the relays at which this peer has a reservation.
-
-    Args:
-        is_relay: returns whether this peer has a reservation at a peer.
-        adopt: makes a connection with the peer at the other end.
-    """
-
-    def __init__(self, transport: Transport, is_relay: Callable[[PeerId], bool], adopt: Adopt) -> None:
-        self._is_relay = is_relay
-        self._adopt = adopt
-        transport.serve(CIRCUIT_PROTOCOL, self.serve)
-
-    async def serve(self, stream: Stream) -> None:
-        """Accept one circuit, and let its connection live in this task."""
-        with trio.move_on_after(CIRCUIT_SECONDS) as scope:
-            message = await receive(stream)
-            if not isinstance(message, Incoming):
-                raise RemoteProtocolError(f"a circuit began with {type(message).__name__}")
-            if stream.relayed or not self._is_relay(stream.remote):
-                await send_message(stream, RelayRefusal("this peer has no reservation there").encode())
-                await stream.aclose()
-                return
-            await send_message(stream, Connected().encode())
-        if scope.cancelled_caught:
-            return
-        try:
-            await self._adopt(stream, message.source)
-        except UnreachableError as error:
-            logger.info(
-                "a circuit of %s through %s came to nothing: %s", message.source, stream.remote, error
-            )

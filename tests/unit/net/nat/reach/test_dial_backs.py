@@ -34,3 +34,25 @@ def test_votes_of_peers_that_have_left_give_way_to_two_new_ones() -> None:
     assert verdict(votes) is True  # one liar does not decide
     votes.vote(400.0, ENDPOINT, "d", "8.0.0.1", reached=False)
     assert verdict(votes) is False
+
+
+def test_silence_closes_the_port_of_a_router_and_not_that_of_a_public_host() -> None:
+    votes = DialBacks()
+    votes.unanswered(ENDPOINT)
+    assert verdict(votes) is None
+    votes.unanswered(ENDPOINT)
+    assert verdict(votes) is False
+    assert verdict(votes, routed=False) is None
+
+
+def test_endpoints_of_other_hosts_and_ports_are_forgotten() -> None:
+    votes = DialBacks()
+    votes.vote(0.0, ENDPOINT, "a", "5.0.0.1", reached=True)
+    votes.keep_hosts([ENDPOINT[0]])
+    votes.forget_port(80)
+    assert votes.has_voted(ENDPOINT, "a")
+    votes.forget_port(ENDPOINT[1])
+    assert not votes.has_voted(ENDPOINT, "a")
+    votes.vote(0.0, ENDPOINT, "a", "5.0.0.1", reached=True)
+    votes.keep_hosts([])
+    assert not votes.has_voted(ENDPOINT, "a")

@@ -7,10 +7,9 @@ be long.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
-from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.net.limits.rate import Accounts, TokenBucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +40,19 @@ LONGEST_DELAY = 2.0
 # bytes are charged there.
 OVERHEAD = 1.5
 
-# The number of accounts of peers, and of prefixes: more than a process has connections and contacts. A forgotten caller
-# has a full bucket again. An attacker needs thousands of identities for that, and meets its prefixes' limits first.
-MAX_ACCOUNTS = 4096
-
-
-class _CallAccount:
-    def __init__(self, rates: CallRates, factor: float) -> None:
-        self._time = TokenBucket(rates.peer_seconds * factor, rates.peer_burst_seconds * factor)
-        self._bytes = TokenBucket(rates.peer_bytes * factor, rates.peer_burst_bytes * factor)
-
-    def take(self, now: float, seconds: float, count: int) -> float:
-        return max(self._time.take(now, seconds), self._bytes.take(now, count))
-
 
 class CallBudget:
     """Accounts of callers and of their prefixes."""
 
     def __init__(self, rates: CallRates | None = None) -> None:
-        self._rates = rates or CallRates()
-        self._accounts: OrderedDict[tuple[str, str], _CallAccount] = OrderedDict()
+        rates = rates or CallRates()
+        self._peers, self._prefixes = (
+            (
+                Accounts(rates.peer_seconds * factor, rates.peer_burst_seconds * factor),
+                Accounts(rates.peer_bytes * factor, rates.peer_burst_bytes * factor),
+            )
+            for factor in (1.0, rates.prefix_factor)
+        )
 
     def delay(self, now: float, peer_id: str, prefix: str) -> float | None:
         """Return the seconds to wait before the next call of this peer is answered; ``None`` refuses the call.
@@ -68,8 +60,8 @@ class CallBudget:
         Args:
             peer_id: empty if the caller has proved no identity: its prefix pays alone.
         """
-        accounts = self._accounts_of(peer_id, prefix)
-        delay = max((account.take(now, 0.0, 0) for account in accounts), default=0.0)
+        buckets = [bucket for pair in self._buckets_of(peer_id, prefix) for bucket in pair]
+        delay = max((bucket.take(now, 0.0) for bucket in buckets), default=0.0)
         return delay if delay <= LONGEST_DELAY else None
 
     def charge(self, now: float, peer_id: str, prefix: str, *, seconds: float, count: int) -> None:
@@ -79,20 +71,11 @@ class CallBudget:
             seconds: the processor time that it took to find the answer.
             count: the bytes of the answer.
         """
-        for account in self._accounts_of(peer_id, prefix):
-            account.take(now, OVERHEAD * seconds, count)
+        for time, sent in self._buckets_of(peer_id, prefix):
+            time.take(now, OVERHEAD * seconds)
+            sent.take(now, count)
 
-    def _accounts_of(self, peer_id: str, prefix: str) -> list[_CallAccount]:
-        found = [self._account("peer", peer_id, 1.0)] if peer_id else []
-        if prefix:
-            found.append(self._account("prefix", prefix, self._rates.prefix_factor))
-        return found
-
-    def _account(self, kind: str, name: str, factor: float) -> _CallAccount:
-        key = (kind, name)
-        if key not in self._accounts:
-            self._accounts[key] = _CallAccount(self._rates, factor)
-        self._accounts.move_to_end(key)
-        while len(self._accounts) > 2 * MAX_ACCOUNTS:
-            self._accounts.popitem(last=False)
-        return self._accounts[key]
+    def _buckets_of(self, peer_id: str, prefix: str) -> list[tuple[TokenBucket, TokenBucket]]:
+        """Return the buckets of time and of bytes of a caller and of its prefix, as far as they are known."""
+        named = ((peer_id, self._peers), (prefix, self._prefixes))
+        return [(times.of(name), sizes.of(name)) for name, (times, sizes) in named if name]

@@ -10,10 +10,10 @@ Addresses that this process' own user names (listen and bootstrap addresses) are
 from __future__ import annotations
 
 import ipaddress
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 
-from p2pavg.net.limits.rate import TokenBucket
+from p2pavg.net.limits.rate import Accounts
 from p2pavg.net.limits.sources import Address, parse_host, prefix_of
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -160,25 +160,6 @@ ALL_FAILURES_PER_SECOND = 8.0
 PEER_FAILURES = 16
 PEER_FAILURES_PER_SECOND = 1.0
 
-# The least recently dialled account is forgotten. By then, ALL_FAILURES has been used up several times.
-MAX_ACCOUNTS = 4096
-
-
-class _DialAccount:
-    """The dials under way, and the failures that are still allowed."""
-
-    def __init__(self, failures: float, per_second: float) -> None:
-        self._bucket = TokenBucket(per_second, failures)
-        self.under_way = 0
-
-    def left(self, now: float) -> float:
-        """Return how many dials may fail now."""
-        return self._bucket.level(now)
-
-    def failed(self, now: float) -> None:
-        """Note that a dial has failed."""
-        self._bucket.take(now, 1.0)
-
 
 class DialBudget:
     """The budget of dials to addresses that other peers named: those under way and those that fail.
@@ -188,7 +169,13 @@ class DialBudget:
     """
 
     def __init__(self) -> None:
-        self._accounts: OrderedDict[tuple[str, str], _DialAccount] = OrderedDict()
+        self._failures = {
+            "peer": Accounts(PEER_FAILURES_PER_SECOND, PEER_FAILURES),
+            "host": Accounts(HOST_FAILURES_PER_SECOND, HOST_FAILURES),
+            "prefix": Accounts(PREFIX_FACTOR * HOST_FAILURES_PER_SECOND, PREFIX_FACTOR * HOST_FAILURES),
+            "all": Accounts(ALL_FAILURES_PER_SECOND, ALL_FAILURES),
+        }
+        self._under_way: Counter[tuple[str, str]] = Counter()
 
     def may_begin(self, now: float, host: str, met_peer: str = "") -> bool | None:
         """Return whether a dial may begin; ``None`` if it must wait until a dial under way has ended.
@@ -196,53 +183,26 @@ class DialBudget:
         Args:
             met_peer: the peer to dial, if it was met at this host.
         """
-        accounts = self._accounts_of(host, met_peer, keep=False)
-        if any(account.left(now) < 1.0 for account in accounts):
+        left = {
+            (kind, name): self._failures[kind].level(now, name) for kind, name in _accounts_of(host, met_peer)
+        }
+        if any(level < 1.0 for level in left.values()):
             return False
-        return all(account.left(now) - account.under_way >= 1.0 for account in accounts) or None
+        return all(level - self._under_way[account] >= 1.0 for account, level in left.items()) or None
 
     def begin(self, host: str, met_peer: str = "") -> None:
         """Note that a dial begins."""
-        for account in self._accounts_of(host, met_peer):
-            account.under_way += 1
+        self._under_way.update(_accounts_of(host, met_peer))
 
     def end(self, now: float, host: str, met_peer: str = "", *, failed: bool) -> None:
         """Note that a dial has ended. A dial that was given up counts as failed."""
-        for account in self._accounts_of(host, met_peer):
-            account.under_way = max(0, account.under_way - 1)
-            if failed:
-                account.failed(now)
+        self._under_way -= Counter(_accounts_of(host, met_peer))
+        if failed:
+            for kind, name in _accounts_of(host, met_peer):
+                self._failures[kind].of(name).take(now, 1.0)
 
-    def _accounts_of(self, host: str, met_peer: str, *, keep: bool = True) -> list[_DialAccount]:
-        def account(kind: str, name: str, failures: float, per_second: float) -> _DialAccount:
-            return self._account((kind, name), failures, per_second, keep=keep)
 
-        if met_peer:
-            return [account("peer", met_peer, PEER_FAILURES, PEER_FAILURES_PER_SECOND)]
-        everywhere = account("all", "", ALL_FAILURES, ALL_FAILURES_PER_SECOND)
-        factor = PREFIX_FACTOR
-        return [
-            account("host", host, HOST_FAILURES, HOST_FAILURES_PER_SECOND),
-            account("prefix", prefix_of(host), factor * HOST_FAILURES, factor * HOST_FAILURES_PER_SECOND),
-            everywhere,
-        ]
-
-    def _account(
-        self, key: tuple[str, str], failures: float, per_second: float, *, keep: bool
-    ) -> _DialAccount:
-        """Return an account. If it is only looked at, it takes no place: questions must not push out other accounts."""
-        found = self._accounts.get(key)
-        if found is None:
-            found = _DialAccount(failures, per_second)
-            if not keep:
-                return found
-            self._accounts[key] = found
-            self._forget()
-        if keep:
-            self._accounts.move_to_end(key)
-        return found
-
-    def _forget(self) -> None:
-        for old in list(self._accounts)[: max(0, len(self._accounts) - MAX_ACCOUNTS)]:
-            if not self._accounts[old].under_way:
-                del self._accounts[old]
+def _accounts_of(host: str, met_peer: str) -> list[tuple[str, str]]:
+    if met_peer:
+        return [("peer", met_peer)]
+    return [("host", host), ("prefix", prefix_of(host)), ("all", "")]

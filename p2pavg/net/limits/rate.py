@@ -85,6 +85,10 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._buckets)
 
+    def level(self, now: float, name: str) -> float:
+        """Return how much of a name's bucket may go at once. It takes no place: questions push out no other account."""
+        return self._buckets[name].level(now) if name in self._buckets else self._burst
+
     def of(self, name: str) -> TokenBucket:
         """Return the bucket of a name, which is the last one to be forgotten from now on."""
         bucket = self._buckets.pop(name, None) or TokenBucket(self._per_second, self._burst)

@@ -142,6 +142,14 @@ async def test_a_message_of_noise_is_one_read_of_the_socket() -> None:
     assert await reader.read_msg() == b"one"
 
 
+async def test_a_read_of_zero_bytes_reads_nothing() -> None:
+    near, _far = memory_stream_pair()
+    stream, counting = ahead(near)
+    with trio.fail_after(WATCHDOG_SECONDS):
+        assert await stream.read(0) == b""
+    assert counting.reads == 0
+
+
 async def test_a_read_that_is_cancelled_loses_nothing() -> None:
     near, far = memory_stream_pair()
     stream, _ = ahead(near)

@@ -6,7 +6,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
-from p2pavg.net.limits.call_budget import LONGEST_DELAY, MAX_ACCOUNTS, OVERHEAD, CallBudget, CallRates
+from p2pavg.net.limits.call_budget import LONGEST_DELAY, OVERHEAD, CallBudget, CallRates
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing import MemoryNetwork
@@ -122,12 +122,6 @@ class TestCalls:
         # The last call begins with a small rest of the budget, and leaves a debt.
         assert answered == RATES.prefix_factor * RATES.peer_burst_bytes / 1024 / 1024 + 1
         assert budget.delay(0.0, "neighbour", "another prefix") == 0.0
-
-    def test_accounts_are_bounded(self) -> None:
-        budget = CallBudget()
-        for number in range(3 * MAX_ACCOUNTS):
-            budget.delay(0.0, f"peer {number}", "")
-        assert len(budget._accounts) == 2 * MAX_ACCOUNTS
 
 
 async def test_an_incomplete_message_breaks_its_stream_after_a_timeout(autojump_clock: MockClock) -> None:

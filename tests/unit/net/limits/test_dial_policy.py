@@ -15,12 +15,12 @@ from p2pavg.net.limits.dial_policy import (
     ALL_FAILURES,
     HOST_FAILURES,
     HOST_FAILURES_PER_SECOND,
-    MAX_ACCOUNTS,
     PEER_FAILURES,
     PREFIX_FACTOR,
     DialBudget,
     DialPolicy,
 )
+from p2pavg.net.limits.rate import MAX_ACCOUNTS
 from p2pavg_dht import Ed25519Signer
 
 PEER = Ed25519Signer(bytes(31) + b"1").peer_id
@@ -245,12 +245,3 @@ def test_queries_displace_no_account() -> None:
     for number in range(2 * MAX_ACCOUNTS):
         budget.may_begin(0.0, f"198.{18 + number // 65536}.{number // 256 % 256}.{number % 256}")
     assert budget.may_begin(0.0, "203.0.113.9") is False
-
-
-def test_the_most_recent_accounts_stay_when_there_are_too_many() -> None:
-    budget = DialBudget()
-    for number in range(MAX_ACCOUNTS // 2):
-        host = f"198.18.{number // 256}.{number % 256}"
-        budget.begin(host)
-        budget.end(1000.0 * number, host, failed=True)
-    assert len(budget._accounts) > MAX_ACCOUNTS // 2

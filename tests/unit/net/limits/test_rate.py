@@ -188,3 +188,9 @@ def test_an_empty_bucket_costs_the_others_nothing() -> None:
     assert not take_from_all(BEGUN, 1.0, full, empty)
     assert take_from_all(BEGUN, 1.0, full)
     assert (full.level(BEGUN), empty.level(BEGUN)) == (1.0, 0.5)
+
+
+def test_a_question_takes_no_account() -> None:
+    accounts = Accounts(1.0, 2.0, most=1)
+    accounts.of("one").take(BEGUN, 2.0)
+    assert [accounts.level(BEGUN, name) for name in ("two", "one")] == [2.0, 0.0]

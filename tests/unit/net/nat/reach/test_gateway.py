@@ -171,6 +171,11 @@ class TestNatPmp:
             setattr(found, change, value)
             assert not await client.still_has(PORT, host, granted)
 
+    async def test_no_more_than_the_wanted_lease_is_believed(self) -> None:
+        async with natpmp_router() as (found, client):
+            found.answers = lambda request: [ADDRESS if request == b"\0\0" else mapped(lease=2**32 - 1)]
+            assert (await client.add(PORT, PORT, LEASE))[1].lease == LEASE
+
     async def test_lost_packet_is_sent_again(self) -> None:
         async with natpmp_router() as (found, client):
             found.answers = lambda request: found.well(request) if len(found.requests) > 1 else []
@@ -288,6 +293,10 @@ class TestPcp:
             assert len({request[24:36] for request in requests}) == 1
             assert requests[-1][4:8] == bytes(4)
             assert requests[0][8:24] == ipaddress.IPv6Address("::ffff:127.0.0.1").packed
+
+    async def test_no_more_than_the_wanted_lease_is_believed(self) -> None:
+        async with pcp_router(lambda request: [answer_to(request, lease=2**32 - 1)]) as (_, client):
+            assert (await client.add(PORT, PORT, LEASE))[1].lease == LEASE
 
     async def test_nothing_is_sent_to_routers_of_another_version(self) -> None:
         with pytest.raises(UnreachableError, match="not spoken"):

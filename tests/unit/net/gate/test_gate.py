@@ -76,11 +76,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# That hundreds of connections come and go is an affair of the network behind the gate.
-CHECKS_OF_A_GATE = [check for check in CHECKS if not check.__name__.startswith("hundreds_")]
-
-
-@pytest.mark.parametrize("check", CHECKS_OF_A_GATE, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_conformance(check: Check, folder: Path) -> None:
     await check(BehindAGate(folder))
 

@@ -6,6 +6,7 @@ The conformance suite covers the duties of any transport. These tests break the 
 import logging
 import random
 from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 import trio
@@ -19,6 +20,7 @@ from trio.testing import wait_all_tasks_blocked
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.libp2p import guarded_yamux, speed
 from p2pavg.net.libp2p import host as guards
+from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.transport import Stream, receive_message
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import TIMEOUT, assert_serves, eventually, seeds, watched
@@ -228,6 +230,24 @@ async def test_a_peer_that_reads_no_replies_loses_the_connection() -> None:
                 await stranger.ping(number)
         await eventually(lambda: not host.is_connected(stranger.peer_id))
         await assert_serves_strangers(host)
+
+
+@watched
+async def test_a_window_does_not_grow_beyond_its_bound() -> None:
+    class Unmeasured:
+        """The part of a connection that a stream needs to grow its window, with a long round trip."""
+
+        stream_buffers: dict[int, bytearray] = {}  # noqa: RUF012
+        _nursery = None
+
+        def rtt(self) -> float:
+            return 100.0
+
+    stream = PatientStream(1, cast(Any, Unmeasured()), True)
+    for _ in range(200):
+        stream.recv_window -= 200_000
+        await stream._auto_tune_and_send_window_update(bytes_read=200_000)
+    assert stream.target_recv_window == guarded_yamux.MAX_WINDOW_BYTES
 
 
 @watched

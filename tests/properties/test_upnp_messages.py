@@ -139,3 +139,8 @@ def test_no_answer_is_longer_than_its_bound(start: bytes) -> None:
             read_http(start + b"x" * count, ended=False)
             for count in range(0, MAX_HEAD_BYTES + MAX_BODY_BYTES + 4096, 4096)
         )
+
+
+def test_chunks_may_be_followed_by_fields() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert read_http(head + b"5\r\nhello\r\n0\r\nX: y\r\n\r\n", ended=True) == (200, b"hello")

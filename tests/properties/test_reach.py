@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.net.nat.reach.facts import Mapped, Neighbour
 from p2pavg.net.nat.reach.knowledge import AskDialBack, AskLook, AskWhoami, Knowledge
-from p2pavg.net.nat.reach.messages import (
+from p2pavg.net.nat.reach.reachability import Probe
+from p2pavg.net.nat.reach.service import (
     MAX_REASON_CHARS,
     NONCE_BYTES,
     DialBack,
@@ -25,7 +26,6 @@ from p2pavg.net.nat.reach.messages import (
     read_dialled_back,
     read_question,
 )
-from p2pavg.net.nat.reach.reachability import Probe
 from p2pavg.net.nat.reach.whoami import ANSWER_BYTES, encode_answer, read_answer
 
 NONCE = bytes(range(NONCE_BYTES))

@@ -1,4 +1,12 @@
-"""The protocol ``/p2pavg/reach/1``: tell other peers how this one sees them, dial them back, and ask the same."""
+"""The protocol ``/p2pavg/reach/1``: tell other peers how this one sees them, dial them back, and ask the same.
+
+A stream carries one question and one answer:
+
+* **Look:** "at which host and port do you see this connection?" The answer is :class:`Observed`.
+* **Dial back:** "open a new connection to this port at the host where you see me." The answer is :class:`DialledBack`,
+  after the dial. The host is never in the question, so a peer cannot make another one dial a third party (AutoNAT v2
+  lets the asker choose the host, and demands 30 to 100 KB of the asker's bytes for it).
+"""
 
 from __future__ import annotations
 
@@ -6,31 +14,106 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from typing import Annotated
 
 import trio
+from msgspec import Meta
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
+from p2pavg.base.messages import Message, Port, cut, decoded
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import Accounts, TokenBucket, take_from_all
-from p2pavg.net.limits.sources import parse_host
-from p2pavg.net.nat.reach.messages import (
-    MAX_MESSAGE_BYTES,
-    NONCE_BYTES,
-    PROTOCOL,
-    Answer,
-    DialBack,
-    DialBackOutcome,
-    DialledBack,
-    Look,
-    Observed,
-    read_dialled_back,
-    read_question,
-)
+from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host
 from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 
 logger = logging.getLogger(__name__)
 
+# -- messages
+
+PROTOCOL = "/p2pavg/reach/1"
+MAX_MESSAGE_BYTES = 512
+NONCE_BYTES = 16
+MAX_REASON_CHARS = 200
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class DialBackOutcome(StrEnum):
+    """The ways in which a dial-back ends."""
+
+    REACHED = "reached"
+    """A new connection was opened, and the asker's identity was proved on it."""
+    FAILED = "failed"
+    """No connection could be opened."""
+    REFUSED = "refused"
+    """Nothing was dialled, because of a limit. It says nothing about the port."""
+
+
+class Look(Message, frozen=True, tag="look"):
+    """The question for the asker's host and port."""
+
+
+class DialBack(Message, frozen=True, tag="dial back"):
+    """The question to dial the asker."""
+
+    port: Port
+    nonce: Nonce
+    """Random bytes that the answer repeats."""
+
+
+class Observed(Message, frozen=True, tag="observed"):
+    """The answer to :class:`Look`.
+
+    Raises:
+        ValueError: the host is no IP address.
+    """
+
+    host: Annotated[str, Meta(max_length=MAX_HOST_CHARS)]
+    """An IP address in its normal form, IPv4 not inside IPv6."""
+    port: Port
+
+    def __post_init__(self) -> None:
+        address = parse_host(self.host)
+        if address is None or str(address) != self.host or address.is_unspecified:
+            raise ValueError(f"{self.host!r} is no IP address in its normal form")
+
+
+class DialledBack(Message, frozen=True, tag="dialled back"):
+    """The answer to :class:`DialBack`."""
+
+    nonce: Nonce
+    outcome: DialBackOutcome
+    reason: str = ""
+    """The cause in words, for logs, unless the outcome is REACHED."""
+
+    def __post_init__(self) -> None:
+        cut(self, reason=MAX_REASON_CHARS)
+
+
+Question = Look | DialBack
+Answer = Observed | DialledBack
+
+
+def read_question(message: bytes) -> Question:
+    """Return the question in a message. Raises RemoteProtocolError if it is none."""
+    question: Question = decoded(message, Question)
+    return question
+
+
+def read_dialled_back(message: bytes, nonce: bytes) -> DialledBack:
+    """Return the answer to the :class:`DialBack` with this nonce.
+
+    Raises:
+        RemoteProtocolError: it is none, or the answer to another question.
+    """
+    answer = DialledBack.decode(message)
+    if answer.nonce != nonce:
+        raise RemoteProtocolError("an answer to another question than this dial-back")
+    return answer
+
+
+# -- service
 
 MAX_SERVED = 64
 """Streams that are served at once; each takes less than a KiB."""

@@ -37,9 +37,8 @@ from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, versio
 from p2pavg.net.nat.reach.facts import Endpoint, Mapped, Neighbour
 from p2pavg.net.nat.reach.knowledge import AskDialBack, AskLook, AskWhoami, Knowledge, Question
 from p2pavg.net.nat.reach.mapping import PortMapper
-from p2pavg.net.nat.reach.messages import DialBackOutcome
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Probe, Reachability
-from p2pavg.net.nat.reach.service import ask_dial_back, ask_to_look
+from p2pavg.net.nat.reach.service import DialBackOutcome, ask_dial_back, ask_to_look
 from p2pavg.net.nat.reach.whoami import ask
 from p2pavg.net.transport import PeerId, Transport
 

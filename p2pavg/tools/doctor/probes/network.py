@@ -12,9 +12,8 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.net.addresses import parse_listen_address
-from p2pavg.net.nat.reach.messages import DialBackOutcome
 from p2pavg.net.nat.reach.reachability import NOT_KNOWN_YET, Kind
-from p2pavg.net.nat.reach.service import ask_dial_back, ask_to_look
+from p2pavg.net.nat.reach.service import DialBackOutcome, ask_dial_back, ask_to_look
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL

@@ -15,7 +15,7 @@ from p2pavg.base.messages import pack
 from p2pavg.matchmaking import messages as matches
 from p2pavg.net.lanes import halfway as lanes
 from p2pavg.net.nat.punch import plan as punches
-from p2pavg.net.nat.reach.messages import NONCE_BYTES, DialBackOutcome, DialledBack, read_dialled_back
+from p2pavg.net.nat.reach.service import NONCE_BYTES, DialBackOutcome, DialledBack, read_dialled_back
 from p2pavg.net.nat.relay import messages as relays
 from p2pavg.state.messages import Welcome, read_reason
 from p2pavg.tools.control.messages import RefusedRequest as RefusedCommand

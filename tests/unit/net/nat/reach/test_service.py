@@ -14,8 +14,17 @@ from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import pack
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.nat.reach import service
-from p2pavg.net.nat.reach.messages import NONCE_BYTES, PROTOCOL, DialBackOutcome, DialledBack, Look, Observed
-from p2pavg.net.nat.reach.service import ReachService, ask_dial_back, ask_to_look
+from p2pavg.net.nat.reach.service import (
+    NONCE_BYTES,
+    PROTOCOL,
+    DialBackOutcome,
+    DialledBack,
+    Look,
+    Observed,
+    ReachService,
+    ask_dial_back,
+    ask_to_look,
+)
 from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg_dht import Ed25519Signer

@@ -28,6 +28,8 @@ from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.nat.reach.gateway import Granted, default_gateway
 from p2pavg.net.nat.reach.upnp_messages import (
     CONFLICT,
+    MAX_BODY_BYTES,
+    MAX_HEAD_BYTES,
     MAX_PACKET_BYTES,
     NO_SUCH_ENTRY,
     PERMANENT_ONLY,
@@ -212,7 +214,7 @@ async def _fetch(location: Location, request: bytes) -> tuple[int, bytes]:
         await opened.connect((location.host, location.port))
         await trio.SocketStream(opened).send_all(request)
         while True:
-            data = await opened.recv(_PIECE_BYTES)
+            data = await opened.recv(min(_PIECE_BYTES, MAX_HEAD_BYTES + MAX_BODY_BYTES - len(received)))
             received += data
             # A router that sends without end is cut off: too much is an error.
             if (answer := read_http(received, ended=not data)) is not None:

@@ -37,7 +37,7 @@ from p2pavg.net.lanes import halfway as lanes
 from p2pavg.net.lanes.certificates import OwnCertificate
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.nat.punch import plan as punches
-from p2pavg.net.nat.reach import messages as reaching
+from p2pavg.net.nat.reach import service as reaching
 from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.net.nat.relay import messages as relays
 from p2pavg.net.transport import receive_message, send_message

@@ -42,7 +42,11 @@ OVERHEAD = 1.5
 
 
 class CallBudget:
-    """Accounts of callers and of their prefixes."""
+    """Accounts of callers and of their prefixes.
+
+    A caller that was forgotten has full buckets again. An attacker needs thousands of identities for that, and meets
+    its prefixes' limits first.
+    """
 
     def __init__(self, rates: CallRates | None = None) -> None:
         rates = rates or CallRates()
@@ -71,9 +75,9 @@ class CallBudget:
             seconds: the processor time that it took to find the answer.
             count: the bytes of the answer.
         """
-        for time, sent in self._buckets_of(peer_id, prefix):
-            time.take(now, OVERHEAD * seconds)
-            sent.take(now, count)
+        for times, sizes in self._buckets_of(peer_id, prefix):
+            times.take(now, OVERHEAD * seconds)
+            sizes.take(now, count)
 
     def _buckets_of(self, peer_id: str, prefix: str) -> list[tuple[TokenBucket, TokenBucket]]:
         """Return the buckets of time and of bytes of a caller and of its prefix, as far as they are known."""

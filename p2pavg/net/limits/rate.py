@@ -71,8 +71,8 @@ MAX_ACCOUNTS = 4096
 class Accounts:
     """Buckets of one rate, one for each name, such as a peer or a host.
 
-    The one that was used least recently is forgotten, and then full again. So a limit for all together must hold
-    beside them.
+    The one that was used least recently is forgotten, and then full again. So another limit has to bound those who use
+    many names.
 
     Args:
         most: buckets that are kept.

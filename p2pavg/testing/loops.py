@@ -200,7 +200,11 @@ async def _on_loop(work: Callable[[], R], **_: object) -> R:
 @contextlib.contextmanager
 def virtual_threads(clock: trio.abc.Clock) -> Iterator[None]:
     """Let the optimizers and what they call from their threads live on a clock, for as long as the block runs."""
-    time = SimpleNamespace(monotonic=clock.current_time, time=lambda: simulation.EPOCH + clock.current_time())
+    time = SimpleNamespace(
+        monotonic=clock.current_time,
+        time=lambda: simulation.EPOCH + clock.current_time(),
+        sleep=lambda seconds: _here.thread.sleep(seconds),
+    )
     with contextlib.ExitStack() as stack:
         replaced: list[tuple[object, str, object]] = [
             (module, "time", time)

@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-import p2pavg
-from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
-from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops, simulate
+from p2pavg.base.result import Success
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, StepReport, diloco
+from p2pavg.testing import SimulatedLoop
+from tests.integration.optim.company import Batches, loss_of
+from tests.integration.optim.joiners import (
+    BATCH,
+    Maker,
+    adamw,
+    by_diloco,
+    common_tensors,
+    common_values,
+    normalised_model,
+)
 from tests.simulation.stage import Player, Stage
+from tests.simulation.training import train_together
 
 BATCH_SECONDS = 2.0
 
@@ -67,8 +78,9 @@ def test_a_peer_alone_takes_updates_from_the_first_batches_on(
 def test_without_min_peers_a_peer_alone_takes_none(stages: Callable[..., Stage], make: Make) -> None:
     stage = stages()
     stage.enter("a", 0.0, trains(make, batches=20, peers_to_start=1))
-    ((epoch, _, _, _),) = stage.play()
+    ((epoch, longest, _, _),) = stage.play()
     assert epoch == 0
+    assert longest == 0.0, "no step waits for other peers"
     assert stage.groups == []
 
 
@@ -138,9 +150,51 @@ def test_a_peer_whose_others_have_left_goes_on_alone_within_seconds(others: int)
             optimizer.leave()
             loop.sleep(100.0)
 
-    async def main() -> None:
-        config = p2pavg.AveragingConfig(run_id="left")
-        await run_loops(MemoryNetwork(latency=(0.01, 0.02)), 1 + others, train, config=config)
-
-    simulate(main)
+    train_together(train, 1 + others)
     assert max(waited) < 8.0, waited
+
+
+FROM_AFAR = 15
+"""Updates that the first peer takes by itself."""
+TOGETHER = 4
+
+
+@pytest.mark.parametrize("make", [adamw, by_diloco])
+def test_peers_join_one_that_trains_alone(make: Maker) -> None:
+    """Its updates have no log, so it pauses until they have its state and a batch."""
+    epochs: dict[int, int] = {}
+    joined: set[int] = set()
+
+    def train(loop: SimulatedLoop) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        while loop.index and epochs.get(0, 0) < FROM_AFAR:
+            loop.sleep(1.0)
+        model, batches = normalised_model(seed=loop.index), Batches(loop.index, BATCH)
+        together = 0
+
+        def note(report: StepReport) -> None:
+            nonlocal together
+            together += isinstance(report.result, Success) and len(report.result.peers) == 3
+
+        options = {"min_peers": 1, "on_update": note, "batch_size": BATCH}
+        optimizer = make(model, loop.averager, RunState(model), options)
+        for _ in range(400):
+            if together == TOGETHER:
+                break
+            loop.sleep(0.3)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, batches.next()))
+            optimizer.step()
+            epochs[loop.index] = optimizer.epoch
+        joined.add(loop.index)
+        while len(joined) < 3:
+            loop.sleep(1.0)
+        assert together == TOGETHER
+        return common_tensors(optimizer, model), common_values(optimizer)
+
+    found = train_together(train, 3, group_size=2)
+    for tensors, values in found:
+        assert values == found[0][1]
+        assert values["epoch"] >= FROM_AFAR + TOGETHER
+        for name, tensor in tensors.items():
+            if make is adamw or name.startswith("anchor"):
+                assert torch.equal(tensor, found[0][0][name]), name

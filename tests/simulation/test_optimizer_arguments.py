@@ -13,8 +13,10 @@ from torch.optim.lr_scheduler import StepLR
 
 import p2pavg
 from p2pavg.base.errors import AccumulateError
+from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, diloco
 from p2pavg.testing import MemoryNetwork, run_loops, simulate
+from tests.unit.optim.fakes import Alone
 
 SAMPLES = 8
 
@@ -50,67 +52,71 @@ def step(optimizer: Any, model: torch.nn.Module, samples: Any = SAMPLES) -> Any:
     return optimizer.step(samples=samples)
 
 
-def another_schedule() -> Any:
-    return StepLR(sgd(model_of()), 1)
+def local(model: torch.nn.Module, averager: Any, inner: Any = None, **given: Any) -> LocalUpdates:
+    return diloco(sgd(model) if inner is None else inner, averager, sync_every=5, min_peers=1, **given)
 
 
-@pytest.mark.parametrize("make", [averaged, lambda model, averager, inner=None, **given: diloco(
-    sgd(model) if inner is None else inner, averager, sync_every=5, min_peers=1, **given
-)], ids=["averaged", "diloco"])  # fmt: skip
+@pytest.mark.parametrize("make", [averaged, local])
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
         ({"inner": "x"}, TypeError, "inner must be a torch.optim.Optimizer, or a list of some, got str"),
+        ({"inner": torch.optim.SGD([torch.zeros(1)])}, ValueError, "inner has no parameters"),
         ({"scheduler": "x"}, TypeError, "scheduler must be one of torch.optim.lr_scheduler, got str"),
-        ({"scheduler": another_schedule}, ValueError, "scheduler sets the rates of another SGD"),
+        ({"scheduler": StepLR(sgd(model_of()), 1)}, ValueError, "scheduler sets the rates of another SGD"),
         ({"on_update": 5}, TypeError, "on_update must be a function of one report, got int"),
-        ({"state": model_of}, ValueError, "model is a Linear of which `inner` trains no parameter"),
+        ({"state": model_of()}, ValueError, "model is a Linear of which `inner` trains no parameter"),
         ({"process_group": "x"}, TypeError, "process_group must be a group of torch.distributed"),
+        ({"sync_timeout": 0}, ValueError, "sync_timeout"),
+        ({"peers_to_start": 1.5}, ValueError, "peers_to_start"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_a_wrong_argument_is_named(
     make: Callable[..., Any], given: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
-    def train(loop: Any) -> None:
-        chosen = {name: value() if callable(value) else value for name, value in given.items()}
-        with pytest.raises(kind, match=words):
-            make(model_of(), loop.averager, **chosen)
+    with pytest.raises(kind, match=words):
+        make(model_of(), Alone(), **given)
 
-    alone(train)
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"target_batch_size": 0},
+        {"target_batch_size": float("inf")},
+        {"max_samples_per_peer": -1},
+        {"max_grad_norm": "1"},
+    ],
+)
+def test_an_amount_that_is_out_of_range_is_named(given: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"target_batch_size": SAMPLES} | given
+    with pytest.raises(ValueError, match=next(iter(given))):
+        AveragedOptimizer(sgd(model_of()), cast(Averager, Alone()), **options)
 
 
 @pytest.mark.parametrize(
     ("outer", "words"),
     [
         (sgd(model_of()), "outer must be a function"),
-        (lambda tensors: torch.optim.LBFGS(tensors), "outer must make a torch.optim.Optimizer that needs no closure"),
+        (torch.optim.LBFGS, "outer must make a torch.optim.Optimizer that needs no closure"),
         (lambda _tensors: None, "got NoneType"),
     ],
     ids=["an optimizer", "LBFGS", "nothing"],
-)  # fmt: skip
+)
 def test_a_wrong_outer_optimizer_is_named(outer: Any, words: str) -> None:
-    def train(loop: Any) -> None:
-        with pytest.raises(TypeError, match=words):
-            LocalUpdates(sgd(model_of()), outer, loop.averager, sync_every=5)
-
-    alone(train)
+    with pytest.raises(TypeError, match=words):
+        LocalUpdates(sgd(model_of()), outer, cast(Averager, Alone()), sync_every=5)
 
 
 @pytest.mark.parametrize(
     ("dtype", "make"),
-    [(torch.float64, averaged), (torch.complex64, averaged), (torch.complex64, diloco)],
-    ids=["float64", "complex", "complex, diloco"],
+    [(torch.float64, averaged), (torch.complex64, averaged), (torch.complex64, local)],
+    ids=["float64", "complex", "complex, local"],
 )
 def test_a_parameter_that_cannot_be_averaged_is_named(dtype: torch.dtype, make: Callable[..., Any]) -> None:
-    def train(loop: Any) -> None:
-        model = model_of(dtype)
-        options = {} if make is averaged else {"sync_every": 5}
-        inner = [model] if make is averaged else [sgd(model)]
-        with pytest.raises(AccumulateError, match=rf"weight is {dtype}, and .* convert the model"):
-            make(*inner, loop.averager, state=model, **options)
-
-    alone(train)
+    model = model_of(dtype)
+    with pytest.raises(AccumulateError, match=rf"weight is {dtype}, and .* convert the model"):
+        make(model, Alone(), state=model)
 
 
 @pytest.mark.parametrize("samples", [np.int64(8), np.float32(8.0), np.ones(8, bool).sum()], ids=repr)

@@ -9,7 +9,7 @@ import torch
 
 import p2pavg
 from p2pavg.optim import LocalUpdates, StepReport
-from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops, simulate
+from p2pavg.testing import FaultPlan, MemoryNetwork, SimulatedLoop, run_loops, simulate
 from tests.integration.optim.company import Batches, config, loss_of
 from tests.simulation.swarm import LAN
 
@@ -19,15 +19,26 @@ BATCH_SECONDS = 0.1
 
 
 def train_together(
-    work: Callable[[SimulatedLoop], T], peers: int, how: p2pavg.AveragingConfig | None = None
+    work: Callable[[SimulatedLoop], T],
+    peers: int,
+    how: p2pavg.AveragingConfig | None = None,
+    *,
+    plan: FaultPlan | None = None,
+    **settings: object,
 ) -> list[T]:
-    """Run ``work(loop)`` for all peers at once; return the results."""
+    """Run ``work(loop)`` for all peers at once; return the results of those that have not crashed.
+
+    Args:
+        how: each peer's configuration.
+        plan: faults of the run.
+        settings: of the configuration, if there is none; it is uncompressed by default.
+    """
+    chosen = how or config(peers, **settings)
 
     async def main() -> dict[int, T]:
-        return await run_loops(MemoryNetwork(latency=LAN), peers, work, config=how or config(peers))
+        return await run_loops(MemoryNetwork(latency=LAN), peers, work, config=chosen, plan=plan)
 
-    found = simulate(main)
-    return [found[index] for index in range(peers)]
+    return [found for _, found in sorted(simulate(main).items())]
 
 
 def one_step(

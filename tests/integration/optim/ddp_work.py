@@ -34,7 +34,10 @@ MOMENT = 1e-3  # seconds; too short for any round
 
 @with_ranks
 def main(how: dict[str, Any]) -> None:
-    """Train with DDP. ``how``: folder, peer, rank, ranks, peers, steps, and optional steps of death or overflow."""
+    """Train with DDP. ``how``: folder, peer, rank, ranks, peers, steps, and the step in which gradients overflow.
+
+    It notes its parameters when ``looks_after`` steps are over, and dies then if it ``dies``.
+    """
     folder = Path(how["folder"])
     torch.set_num_threads(1)
     peer, rank = how["peer"], how["rank"]
@@ -42,35 +45,33 @@ def main(how: dict[str, Any]) -> None:
     model = DistributedDataParallel(network, bucket_cap_mb=0.0001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batches = Batches(peer * how["ranks"] + rank, BATCH)
+    found: dict[str, Any] = {"stepped": 0}
+    result = folder / f"result{peer}.{rank}.json"
     with ExitStack() as stack:
-        gradients = None
-        if how["peers"]:
-            averager = stack.enter_context(open_peer_of(folder, peer, how)) if rank == 0 else None
-            gradients = stack.enter_context(
-                peer_gradients(averager, network.parameters(), peers_to_start=how["peers"])
-            )
-            model.register_comm_hook(gradients, ddp_comm_hook)
-        stepped = 0
+        averager = stack.enter_context(open_peer_of(folder, peer, how)) if rank == 0 else None
+        gradients = stack.enter_context(
+            peer_gradients(averager, network.parameters(), peers_to_start=how["peers"])
+        )
+        model.register_comm_hook(gradients, ddp_comm_hook)
         for step in range(how["steps"]):
-            if step == how.get("dies_after"):
-                os._exit(0)
+            if step == how["looks_after"]:
+                found["before"] = vector_of(network).tolist()
+                if how.get("dies"):
+                    result.write_text(json.dumps(found))
+                    os._exit(0)
             passes = 1 + step % 2
             for micro in range(passes):
                 last = micro == passes - 1
                 with nullcontext() if last else model.no_sync():
                     loss = loss_of(model, batches.next()) / passes
-                    torch.autograd.backward(loss * (math.inf if step == how.get("overflows_at") else 1.0))
-            if step == how.get("overflows_at"):
-                assert gradients is not None
-                assert not gradients.averaged()
-                optimizer.zero_grad()
-                continue
-            if gradients is None or gradients.averaged():
+                    torch.autograd.backward(loss * (math.inf if step == how["overflows_at"] else 1.0))
+            averaged = gradients.averaged()
+            assert not (averaged and step == how["overflows_at"])
+            if averaged:
                 optimizer.step()
-                stepped += 1
+                found["stepped"] += 1
             optimizer.zero_grad()
-    name = f"result{peer}.{rank}.json"
-    (folder / name).write_text(json.dumps({"stepped": stepped, "parameters": vector_of(network).tolist()}))
+    result.write_text(json.dumps({**found, "parameters": vector_of(network).tolist()}))
 
 
 @with_ranks

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
-import threading
-import time
 
 import torch
 
@@ -37,31 +34,3 @@ def train(member: Member) -> None:
             if report.updated and isinstance(report.result, p2pavg.Success):
                 member.report(epoch=report.epoch, peers=len(report.result.peers))
         member.report(ended=optimizer.epoch, parameters=[float(p.sum()) for p in model.parameters()])
-
-
-def average_beside_a_holder(member: Member) -> None:
-    """Average until it is time to stop. A thread of the first process holds the lock at random moments."""
-    torch.set_num_threads(1)
-    arguments = member.arguments
-    if member.index == 0:
-        timing = arguments["seconds"], arguments["pause"]
-        threading.Thread(target=_hold_now_and_then, args=timing, daemon=True).start()
-    config = p2pavg.AveragingConfig(run_id="holding", group_size=arguments["count"])
-    vector = torch.full((arguments["elements"],), float(member.index))
-    with member.averager(config) as averager:
-        end = None
-        while end is None or time.monotonic() < end:
-            averager.accumulate([vector])
-            result = averager.step(wait=None)
-            end = end or time.monotonic() + arguments["lasts"]
-            if isinstance(result, p2pavg.Success):
-                member.report(kind="Success", peers=len(result.peers), took=result.exchange_duration)
-            else:
-                member.report(kind=type(result).__name__, reason=result.reason)
-
-
-def _hold_now_and_then(seconds: float, pause: float) -> None:
-    libc, dice = ctypes.PyDLL(None), random.Random(7)
-    while True:
-        time.sleep(dice.uniform(0.0, 2 * pause))
-        libc.usleep(int(seconds * 1e6))

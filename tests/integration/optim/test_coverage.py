@@ -182,10 +182,3 @@ def test_a_small_swarm_takes_each_sample_once(capsys: pytest.CaptureFixture[str]
     lines = run(peers=4, length=800, epochs=1, every=4.0, least=3 * MOST)
     with capsys.disabled():
         print("", *lines, sep="\n")
-
-
-@pytest.mark.long
-def test_eight_peers_take_each_sample_of_an_epoch_once(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = run(peers=8, length=1500, epochs=4, every=5.0, least=MOST)
-    with capsys.disabled():
-        print("", *lines, sep="\n")

@@ -7,7 +7,6 @@ import pytest
 from p2pavg.testing import LocalSwarm
 
 WORK = "tests.integration.optim.holding_work:train"
-BESIDE_A_HOLDER = "tests.integration.optim.holding_work:average_beside_a_holder"
 PEERS, UPDATES, HOLD_SECONDS = 4, 3, 5.0
 WATCHDOG_SECONDS = 600.0
 
@@ -28,28 +27,3 @@ def test_peers_that_hold_the_lock_for_seconds_are_slow_and_not_lost() -> None:
         assert end["parameters"] == reports[0][-1]["parameters"]
     full = {found["epoch"] for *updates, _ in reports for found in updates if found["peers"] == PEERS}
     assert 2 * len(full) > UPDATES, reports
-
-
-LASTS, PAUSE = 150.0, 6.0
-KEPT = 8
-"""Full rounds for each that the holder may lose. At first it does: its silence is that of a dead machine."""
-
-
-@pytest.mark.long
-@pytest.mark.alone
-def test_a_thread_that_holds_the_lock_during_rounds_costs_its_peer_few_of_them() -> None:
-    """When the others waited for it no longer than for any other, it lost one for four full ones."""
-    arguments = {
-        "count": PEERS,
-        "seconds": HOLD_SECONDS,
-        "pause": PAUSE,
-        "lasts": LASTS,
-        "elements": 8_000_000,
-    }
-    with LocalSwarm(BESIDE_A_HOLDER, peers=PEERS, arguments=arguments) as swarm:
-        swarm.start()
-        holder, *_ = [list(process.events(WATCHDOG_SECONDS)) for process in swarm.processes]
-    lost = [found["reason"] for found in holder if found["kind"] == "Failed"]
-    full = [found for found in holder if found["kind"] == "Success" and found["peers"] == PEERS]
-    assert full
-    assert KEPT * len(lost) <= len(full), lost

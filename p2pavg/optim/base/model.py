@@ -64,9 +64,7 @@ class ModelParts:
                 " beside large values it rounds small ones to 0."
                 ' Use compression="blockwise8", "bf16" or None, or buffers=[] if they do not change'
             )
-        self._common = [tensor.detach().clone() for tensor in self.averaged]
-        """Copies of the averaged buffers after the last update, the same on all peers."""
-        self._constants = self._constant_marks()
+        self.begin()
 
     @property
     def averaged(self) -> list[torch.Tensor]:
@@ -116,7 +114,12 @@ class ModelParts:
     def begin(self) -> None:
         """Remember the present buffers as the common state of all peers."""
         self._common = [tensor.detach().clone() for tensor in self.averaged]
-        self._constants = self._constant_marks()
+        """Copies of the averaged buffers after the last update, the same on all peers."""
+        buffers = self._buffers()
+        self._constants: dict[str, tuple[torch.Tensor, int, bytes]] = {
+            name: (buffers[name], buffers[name]._version, tensor_digest(buffers[name]))
+            for name in self._constant_names()
+        }
 
     def check_constants(self) -> None:
         """Raise ValueError if a buffer that is not averaged has changed."""
@@ -161,13 +164,6 @@ class ModelParts:
             for name, buffer in self._buffers().items()
             if buffer.is_floating_point() and name not in self._averaged_names
         )
-
-    def _constant_marks(self) -> dict[str, tuple[torch.Tensor, int, bytes]]:
-        buffers = self._buffers()
-        return {
-            name: (buffers[name], buffers[name]._version, tensor_digest(buffers[name]))
-            for name in self._constant_names()
-        }
 
 
 def _averaged_names(model: nn.Module | None, buffers: Collection[str] | None) -> tuple[str, ...]:

@@ -205,11 +205,6 @@ class TorchOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ scaled gradients
 
-    def _overflows(self) -> bool:
-        """Return whether a ``GradScaler`` calls this ``step`` with gradients that are not finite."""
-        found = getattr(self, "found_inf", None)
-        return found is not None and bool(found)
-
     @torch.no_grad()
     def _unscale(self) -> None:
         """Divide the gradients by the scale of a ``GradScaler`` that has not done so itself."""

@@ -346,11 +346,12 @@ class PeerOptimizer(TorchOptimizer):
 
     def _step_batch(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         batch = self._batches.add(samples, metrics)
-        scaled = getattr(self, "found_inf", None) is not None
+        # Set by a `GradScaler` that calls this `step`: above 0 if the gradients are not finite.
+        found_inf = getattr(self, "found_inf", None)
         # One of several backward passes: the gradients are a part of the batch until the last of them.
         if batch is None:
             # The scale may change between two calls, and a sum of passes with different scales cannot be unscaled.
-            if scaled:
+            if found_inf is not None:
                 self._batches.drop()
                 raise ValueError(
                     "accumulate cannot be used with a GradScaler: call scaler.step once for all passes, with the"
@@ -362,7 +363,7 @@ class PeerOptimizer(TorchOptimizer):
             self._run_state.data.stepped(batch.samples)
         # All ranks leave the batch out if one has to: else their shards would count different batches. An overflow is
         # told before a bad metric: the loss of the same batch often is infinite as well.
-        if scaled and not self._ranks.all_agree(not self._overflows()):
+        if found_inf is not None and not self._ranks.all_agree(not bool(found_inf)):
             return self._left_out(OVERFLOW)
         if wrong := next(filter(None, self._ranks.gather(batch.wrong)), ""):
             # Warned of ever more rarely: a model that has diverged has a bad metric in every batch.

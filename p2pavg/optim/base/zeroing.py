@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -34,7 +35,7 @@ class ZeroingCheck:
         # The hook has a weak reference to the check, because a hook lives as long as its parameter.
         this = weakref.ref(self)
         self._hooks = [
-            p.register_hook(_Hook(this, weakref.ref(p)))  # type: ignore[no-untyped-call]
+            p.register_hook(partial(_before_accumulation, this, weakref.ref(p)))  # type: ignore[no-untyped-call]
             for p in self._watched
         ]
 
@@ -67,14 +68,10 @@ class ZeroingCheck:
         self._hooks, self._watched, self._used, self._forgotten = [], [], {}, False
 
 
-class _Hook:
-    """Autograd hook, called with a gradient that is about to be added to a parameter's."""
-
-    def __init__(self, check: weakref.ref[ZeroingCheck], parameter: weakref.ref[torch.Tensor]) -> None:
-        self._check = check
-        self._parameter = parameter
-
-    def __call__(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - autograd gives it
-        check, parameter = self._check(), self._parameter()
-        if check is not None and parameter is not None:
-            check.before_accumulation(parameter)
+def _before_accumulation(
+    check: weakref.ref[ZeroingCheck], parameter: weakref.ref[torch.Tensor], _gradient: torch.Tensor
+) -> None:
+    """Check a parameter to whose gradient autograd is about to add another one; a hook of the parameter."""
+    checks, watched = check(), parameter()
+    if checks is not None and watched is not None:
+        checks.before_accumulation(watched)

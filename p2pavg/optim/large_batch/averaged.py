@@ -26,7 +26,7 @@ from p2pavg.optim.base.wrapper import PeerOptimizer
 from p2pavg.optim.catching_up.run_state import StateOption
 from p2pavg.optim.coordination.ending import GrowingPauses
 from p2pavg.optim.coordination.progress import Average
-from p2pavg.optim.large_batch.rechecking import Recompute, rechecker_of
+from p2pavg.optim.large_batch.rechecking import Rechecker, Recompute
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import local_of, spread_like
 
@@ -168,7 +168,7 @@ class AveragedOptimizer(PeerOptimizer):
             # The participants are drawn for every rank separately: of one batch, only some shards would count.
             raise ValueError("a config with participation cannot be used with a process_group")
         self._overlap = overlap
-        self._rechecker = rechecker_of(recompute, averager, overlap=overlap or process_group is not None)
+        self._rechecker = Rechecker(recompute, averager, overlap=overlap or process_group is not None)
         target = checked_amount("target_batch_size", target_batch_size)
         self._join(
             rules=(

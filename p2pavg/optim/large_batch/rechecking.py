@@ -26,9 +26,25 @@ class Rechecker:
     Args:
         recompute: ``None``: there are none.
         averager: of the run; it is told what differs.
+        overlap: true if gradients may be of other parameters than the present ones, or this process has a part of them.
+
+    Raises:
+        TypeError: ``recompute`` is no function.
+        ValueError: only one of ``recompute`` and the config's ``recheck`` is given, or they cannot be used here.
     """
 
-    def __init__(self, recompute: Recompute | None, averager: Averager) -> None:
+    def __init__(self, recompute: Recompute | None, averager: Averager, *, overlap: bool) -> None:
+        if recompute is not None and not callable(recompute):
+            raise TypeError(
+                f"recompute must be a function of a peer's id, an update and samples, got {type(recompute).__name__}"
+            )
+        if (recompute is None) != (averager.config.recheck == 0.0):
+            raise ValueError(
+                "recompute and AveragingConfig(recheck=...) need each other: the one computes a gradient again, the"
+                " other says how often"
+            )
+        if recompute is not None and overlap:
+            raise ValueError("recompute cannot be used with overlap or a process_group")
         self._recompute, self._averager = recompute, averager
 
     def check(self, success: Success, epoch: int, parameters: Sequence[torch.Tensor]) -> tuple[Recheck, ...]:
@@ -59,27 +75,3 @@ class Rechecker:
             if recheck.differs:
                 self._averager.rechecked(recheck.peer_id, recheck.why)
         return tuple(found)
-
-
-def rechecker_of(recompute: Recompute | None, averager: Averager, *, overlap: bool) -> Rechecker:
-    """Return the spot checks of an optimizer.
-
-    Args:
-        overlap: true if gradients may be of other parameters than the present ones, or this process has a part of them.
-
-    Raises:
-        TypeError: ``recompute`` is no function.
-        ValueError: only one of ``recompute`` and the config's ``recheck`` is given, or they cannot be used here.
-    """
-    if recompute is not None and not callable(recompute):
-        raise TypeError(
-            f"recompute must be a function of a peer's id, an update and samples, got {type(recompute).__name__}"
-        )
-    if (recompute is None) != (averager.config.recheck == 0.0):
-        raise ValueError(
-            "recompute and AveragingConfig(recheck=...) need each other: the one computes a gradient again, the other"
-            " says how often"
-        )
-    if recompute is not None and overlap:
-        raise ValueError("recompute cannot be used with overlap or a process_group")
-    return Rechecker(recompute, averager)

@@ -18,37 +18,27 @@ from p2pavg.telemetry.events import AnyEvent, RoundEnded, RoundKind, UpdateTaken
 # Figures of updates and rounds by name, for loggers.
 
 
-def figures_of_report(report: StepReport) -> dict[str, float]:
-    """Return the figures of an update's report; empty for a report without an update."""
-    result = report.result
-    if not isinstance(result, Success):
-        return {}
-    found: dict[str, float] = {f"metrics/{name}": value for name, value in report.metrics.items()}
-    if report.grad_norm is not None:
-        found["grad_norm"] = report.grad_norm
-    if report.update_norm is not None:
-        found["update_norm"] = report.update_norm
-    if report.outer_rate is not None:
-        found["outer_rate"] = report.outer_rate
-    found |= _rates(report.learning_rates)
-    found["round/peers"] = len(result.peers)
-    found["round/samples"] = result.total_weight
-    found["round/seconds"] = result.duration
-    found["round/bytes_sent"] = result.bytes_sent
-    found["round/bytes_received"] = result.bytes_received
-    return found
-
-
-def figures_of_update(update: UpdateTaken) -> dict[str, float]:
-    """Return the figures of an update's event."""
+def figures_of_update(update: StepReport | UpdateTaken) -> dict[str, float]:
+    """Return the figures that an update's report and its event have in common."""
     found: dict[str, float] = {f"metrics/{name}": value for name, value in update.metrics.items()}
-    if update.grad_norm is not None:
-        found["grad_norm"] = update.grad_norm
-    if update.update_norm is not None:
-        found["update_norm"] = update.update_norm
-    if update.outer_rate is not None:
-        found["outer_rate"] = update.outer_rate
-    return found | _rates(update.learning_rates)
+    for name in ("grad_norm", "update_norm", "outer_rate"):
+        if (value := getattr(update, name)) is not None:
+            found[name] = value
+    rates = update.learning_rates
+    if len(rates) == 1:
+        return found | {"learning_rate": rates[0]}
+    return found | {f"learning_rate/{group}": rate for group, rate in enumerate(rates)}
+
+
+def figures_of_result(result: Success) -> dict[str, float]:
+    """Return the figures of the round of an update, as its report has them."""
+    return {
+        "round/peers": len(result.peers),
+        "round/samples": result.total_weight,
+        "round/seconds": result.duration,
+        "round/bytes_sent": result.bytes_sent,
+        "round/bytes_received": result.bytes_received,
+    }
 
 
 def figures_of_round(event: RoundEnded) -> dict[str, float]:
@@ -62,12 +52,6 @@ def figures_of_round(event: RoundEnded) -> dict[str, float]:
         "round/lost": len(event.lost),
         "round/clipped": len(event.clipped),
     }
-
-
-def _rates(rates: tuple[float, ...]) -> dict[str, float]:
-    if len(rates) == 1:
-        return {"learning_rate": rates[0]}
-    return {f"learning_rate/{group}": rate for group, rate in enumerate(rates)}
 
 
 class FiguresLog(abc.ABC):
@@ -90,9 +74,8 @@ class FiguresLog(abc.ABC):
     def __call__(self, news: StepReport | AnyEvent) -> None:
         """Write the figures of a report or an event."""
         match news:
-            case StepReport():
-                if figures := figures_of_report(news):
-                    self.write(figures, news.epoch)
+            case StepReport(result=Success() as result):
+                self.write(figures_of_update(news) | figures_of_result(result), news.epoch)
             case RoundEnded() if news.result is RoundKind.SUCCESS:
                 self._round = (news.group_id, figures_of_round(news))  # the update of this round comes next
             case UpdateTaken():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -81,21 +82,12 @@ class Division:
     def groups(self) -> list[list[int]]:
         """Return the positions of each copy's ranks in the flattened mesh, copy by copy."""
         found: dict[int, list[int]] = {}
-        for position, coordinates in enumerate(self._all()):
+        for position, coordinates in enumerate(itertools.product(*map(range, self.sizes))):
             found.setdefault(self.copy(coordinates), []).append(position)
         return [found[copy] for copy in sorted(found)]
 
     def _along(self, name: str | None, coordinates: Sequence[int]) -> int:
         return 0 if name is None else coordinates[self.names.index(name)]
-
-    def _all(self) -> Iterator[tuple[int, ...]]:
-        """Yield the coordinates of all ranks, the last dimension first."""
-        for position in range(self.ranks):
-            found = []
-            for size in reversed(self.sizes):
-                position, at = divmod(position, size)
-                found.append(at)
-            yield tuple(reversed(found))
 
 
 class PeerMesh:

@@ -115,7 +115,7 @@ class RoundCoordinator:
         """Note that a batch of this many samples was computed."""
         self._has_failed = False
         self.waiting.begin()
-        self.run.computed(batch)
+        self.run.pace.computed(batch, time.monotonic())
 
     def decide_when_all_are_ready(self) -> Decision:
         """Decide as :meth:`RunView.decide`, but first wait while that is the decision, ``sync_timeout`` at most."""
@@ -190,7 +190,7 @@ class RoundCoordinator:
             return self._grace
         # A busy peer has long batches, and so has patience with others. With short ones, a word on its way or a pause
         # of the machine is longer than all of them.
-        return max(self._delay * self.run.batch_seconds, MIN_ABSENCE_SECONDS)
+        return max(self._delay * self.run.pace.batch_seconds, MIN_ABSENCE_SECONDS)
 
     def _hurry(self, began: float) -> None:
         """Leave out the peers that still compute if the grace period, which began at this time, is over."""
@@ -219,7 +219,7 @@ class RoundCoordinator:
     def waits_no_more(self) -> None:
         """Note that this call has stopped waiting."""
         now = time.monotonic()
-        self.run.rested(now)
+        self.run.pace.rested(now)
         self.waiting.ends(now)
 
     # ------------------------------------------------------------------ rounds

@@ -187,29 +187,18 @@ class RunView:
         self._board = averager.board(TOPIC)
         self._tell = partial(tell_progress, averager)
         now = time.monotonic()
-        self._pace = BatchPace(now)
+        self.pace = BatchPace(now)
+        """The speed of this peer's batches."""
         self._pause_seconds = pause_seconds
         self._vain = VainClaims()
         self._read = DecodedWords(PeerProgress)
         self._attendance = PeerTrust(now, pause_seconds=pause_seconds, overlaps=overlaps)
-        self._mine = self._progress(0.0, waiting=False)
+        self.mine = self._progress(0.0, waiting=False)
+        """This peer's own word."""
         # The others learn of this peer before its first batch, because the first round includes all present peers.
         self._publish(now=True)
 
     # ------------------------------------------------------------------ publishing
-
-    @property
-    def samples_per_second(self) -> float:
-        """Moving average of this peer's speed."""
-        return self._pace.samples_per_second
-
-    def computed(self, batch: float) -> None:
-        """Note that a batch of this many samples was computed."""
-        self._pace.computed(batch, time.monotonic())
-
-    def rested(self, now: float) -> None:
-        """Exclude the time up to now from the next batch's time."""
-        self._pace.rested(now)
 
     def was_stepped(self, at: float) -> bool:
         """Return whether the loop that computed this peer's batches still did so at a moment.
@@ -217,8 +206,8 @@ class RunView:
         Other peers judge in the same way whether to expect this peer. Optimizers with rounds in the background count
         as not stepped: they do not keep the loop.
         """
-        pause = max(PAUSE_BATCHES * self._pace.batch_seconds, self._pause_seconds)
-        return not self._overlaps and at < self._pace.last + pause
+        pause = max(PAUSE_BATCHES * self.pace.batch_seconds, self._pause_seconds)
+        return not self._overlaps and at < self.pace.last + pause
 
     def publish(self, samples: float, *, waiting: bool) -> None:
         """Publish this peer's progress.
@@ -227,7 +216,7 @@ class RunView:
             samples: samples accumulated since the last update.
             waiting: true if there will be no more until the next update.
         """
-        before, self._mine = self._mine, self._progress(samples, waiting=waiting)
+        before, self.mine = self.mine, self._progress(samples, waiting=waiting)
         if self._overlaps:  # the round goes on for many steps
             self._publish(now=waiting and not before.waiting)
         else:
@@ -236,21 +225,21 @@ class RunView:
 
     def stand_by(self) -> None:
         """Publish that this peer has stopped computing, because it is in a call that waits for the others."""
-        if not self._mine.waiting:
-            self._mine = replace(self._mine, waiting=True)
+        if not self.mine.waiting:
+            self.mine = replace(self.mine, waiting=True)
             self._publish()
 
     def follow(self, follows: bool) -> None:
         """Publish whether this peer replays the run's last updates, and will observe the next round."""
         if follows != self._follows:
             self._follows = follows
-            self._mine = self._progress(0.0, waiting=follows)
+            self.mine = self._progress(0.0, waiting=follows)
             self._publish(now=True)
 
     def end(self) -> None:
         """Publish that this peer takes no further update, and stays to hand over what other peers lack."""
         self._left = True
-        self._mine = self._progress(0.0, waiting=False)
+        self.mine = self._progress(0.0, waiting=False)
         self._publish(now=True)
 
     def resume(self) -> None:
@@ -258,8 +247,8 @@ class RunView:
         self._left = False
 
     def _publish(self, *, now: bool = False) -> None:
-        self._board.publish(self._mine.encode(), now=now)
-        self._tell(self._mine)
+        self._board.publish(self.mine.encode(), now=now)
+        self._tell(self.mine)
 
     def leave(self) -> None:
         """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
@@ -270,10 +259,10 @@ class RunView:
             epoch=self.lineage.epoch,
             state=self.lineage.state,
             samples=samples,
-            samples_per_second=self._pace.samples_per_second,
+            samples_per_second=self.pace.samples_per_second,
             # A peer that replays updates computes no batch, so the others need not wait for one.
             waiting=waiting or self._follows,
-            batch_seconds=self._pace.batch_seconds,
+            batch_seconds=self.pace.batch_seconds,
             started=self._attendance.started,
             follows=self._follows,
             left=self._left,
@@ -291,7 +280,7 @@ class RunView:
     def is_start(self) -> bool:
         """True while no peer of the run has taken an update since it began, or began again."""
         self.survey()  # the next line depends on it
-        return self._attendance.is_start(self._mine)
+        return self._attendance.is_start(self.mine)
 
     @property
     def companions(self) -> frozenset[str]:
@@ -358,29 +347,20 @@ class RunView:
     def survey(self) -> Survey:
         """Return the run as this peer sees it."""
         now = time.monotonic()
-        seen = self._attendance.receive(self._mine, self._words(), now)
-        stays = self._attendance.stays(self._mine, now)
+        seen = self._attendance.receive(self.mine, self.words, now)
+        stays = self._attendance.stays(self.mine, now)
         # Without states it cannot follow those that went on, and without a group it could not tell whether they did.
         if not self.comes_back or not self._groups:
             stays, seen = True, tuple(dataclasses.replace(peer, stays=True) for peer in seen)
         vain = self._vain.peers
         seen = tuple(dataclasses.replace(peer, in_vain=peer.peer_id in vain) for peer in seen)
-        found = survey(self._mine, seen, self.differs(), stays=stays)
+        found = survey(self.mine, seen, self.differs(), stays=stays)
         self._vain.note(found.ahead_peers if found.few_ahead else (), now)
         return found
 
     @property
-    def mine(self) -> PeerProgress:
-        """This peer's own word."""
-        return self._mine
-
-    @property
     def words(self) -> dict[str, PeerProgress]:
-        """The live words of the other peers."""
-        return self._words()
-
-    def _words(self) -> dict[str, PeerProgress]:
-        """Return the words of the peers with this version of the program: a run goes on with no other's parameters."""
+        """The live words of the other peers with this version of the program: a run goes on with no others."""
         return {peer_id: word for peer_id, word in self._all_words().items() if word.version == self._version}
 
     def _all_words(self) -> dict[str, PeerProgress]:
@@ -392,33 +372,26 @@ class RunView:
         """The reason why another version of the job takes over from this program now; empty if none does."""
         if self.change is None:
             return ""
-        return self.change.reason(self._mine, self._all_words().values())
-
-    @property
-    def batch_seconds(self) -> float:
-        """Median time of this peer's last batches; 0 before the first one."""
-        return self._pace.batch_seconds
+        return self.change.reason(self.mine, self._all_words().values())
 
     @property
     def is_called(self) -> bool:
         """True if this peer has joined a run in which all others wait for its batch alone."""
         seen = self.survey()  # first, because the next line depends on it
-        return self._attendance.joins(self._mine) and seen.others_wait
+        return self._attendance.joins(self.mine) and seen.others_wait
 
     def decide(self, seen: Survey | None = None) -> Decision:
         """Decide what this peer does now; ``seen`` is a survey made just before, if there is one."""
         seen = self.survey() if seen is None else seen
         return decide(
-            self._mine,
+            self.mine,
             seen,
             target=self._target,
             peers_to_start=self.peers_to_start,
             least=self._least,
             at_once=self._overlaps,
             hurries=self.hurries,
-            settled=self._attendance.is_settled(
-                self._mine, seen.peers, self.peers_to_start, time.monotonic()
-            ),
+            settled=self._attendance.is_settled(self.mine, seen.peers, self.peers_to_start, time.monotonic()),
         )
 
     # ------------------------------------------------------------------ updates
@@ -432,10 +405,10 @@ class RunView:
         """
         now = time.monotonic()
         self._follows = self.hurries = False
-        self._pace.rested(now)
+        self.pace.rested(now)
         # The words are judged by this peer's state before the update, so the lineage changes last.
-        words = self._words()
-        self._attendance.took(companions, self._mine, words, now)
+        words = self.words
+        self._attendance.took(companions, self.mine, words, now)
         # What an honest peer's claims have cost in many short pauses does not add up for ever.
         self._vain.proved(companions)
         self.was_in(companions)
@@ -443,11 +416,11 @@ class RunView:
 
     def no_group_formed(self) -> None:
         """Note a round to which no other peer came within the match timeout."""
-        self._attendance.no_group_formed(self._mine, self._words(), time.monotonic())
+        self._attendance.no_group_formed(self.mine, self.words, time.monotonic())
 
     def _reach(self, lineage: Lineage) -> None:
         self.lineage = lineage
-        self._vain.proved(peer for peer, word in self._words().items() if word.state == lineage.state)
+        self._vain.proved(peer for peer, word in self.words.items() if word.state == lineage.state)
 
     def is_at(self, lineage: Lineage) -> None:
         """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""

@@ -32,11 +32,11 @@ class MixingView(RunView):
     @property
     def others_rounds(self) -> dict[str, int]:
         """The round numbers that the other peers of the run say."""
-        return {peer: word.epoch for peer, word in self._words().items() if word.state == self.lineage.state}
+        return {peer: word.epoch for peer, word in self.words.items() if word.state == self.lineage.state}
 
     def took(self, companions: AbstractSet[str], after: Lineage) -> None:
         """Note an outer step; peers that were not in the group have missed nothing."""
-        self._pace.rested(time.monotonic())
+        self.pace.rested(time.monotonic())
         self.remember(companions)
         self.lineage = after
 

@@ -398,7 +398,7 @@ def test_batch_time_excludes_rounds(company: Company, monkeypatch: pytest.Monkey
             company.together.computed(8.0)
         else:
             company.took()
-    assert company.together.run.samples_per_second == pytest.approx(4.0, rel=0.01)
+    assert company.together.run.pace.samples_per_second == pytest.approx(4.0, rel=0.01)
 
 
 def test_a_split_of_the_run_is_a_warning_and_not_an_order(

@@ -114,8 +114,9 @@ def test_drifted_parameters_are_reported_by_both_peers(
         def perturb() -> None:
             if loop.index and optimizer.epoch >= 5 and not done:
                 done.append(True)
-                is_local = isinstance(optimizer, LocalUpdates)
-                shared = optimizer._anchor.tensors if is_local else list(model.parameters())
+                shared = list[torch.Tensor](model.parameters())
+                if isinstance(optimizer, LocalUpdates):
+                    shared = list(optimizer._anchor.tensors)
                 with torch.no_grad():
                     shared[1][0] += 1e-3
 

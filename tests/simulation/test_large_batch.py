@@ -67,7 +67,7 @@ def test_overlap_takes_every_update_and_stays_identical() -> None:
 def test_without_a_limit_the_faster_peer_does_more() -> None:
     """The target alone decides when to update; each peer contributes as many samples as it can."""
 
-    def train(loop: SimulatedLoop) -> tuple[float, torch.Tensor]:
+    def train(loop: SimulatedLoop) -> tuple[torch.Tensor, float]:
         weights: list[float] = []
 
         def note(report: StepReport) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import p2pavg
 from p2pavg.base.errors import AccumulateError
@@ -62,6 +62,8 @@ def local(model: torch.nn.Module, averager: Any, inner: Any = None, **given: Any
     [
         ({"inner": "x"}, TypeError, "inner must be a torch.optim.Optimizer, or a list of some, got str"),
         ({"inner": torch.optim.SGD([torch.zeros(1)])}, ValueError, "inner has no parameters"),
+        ({"inner": torch.optim.LBFGS(model_of().parameters())}, TypeError, "LBFGS"),
+        ({"scheduler": ReduceLROnPlateau(sgd(model_of()))}, TypeError, "needs a metric .* ReduceLROnPlateau"),
         ({"scheduler": "x"}, TypeError, "scheduler must be one of torch.optim.lr_scheduler, got str"),
         ({"scheduler": StepLR(sgd(model_of()), 1)}, ValueError, "scheduler sets the rates of another SGD"),
         ({"on_update": 5}, TypeError, "on_update must be a function of one report, got int"),

@@ -79,8 +79,13 @@ def train(loop: SimulatedLoop, *, cheats: bool = False) -> Seen:
 
 
 def play(*, cheat: int | None = None) -> list[Seen]:
-    settings = {"compression": "blockwise8", "recheck": 1.0, "match_timeout": 5.0}
-    return train_together(lambda loop: train(loop, cheats=loop.index == cheat), PEERS, **settings)
+    return train_together(
+        lambda loop: train(loop, cheats=loop.index == cheat),
+        PEERS,
+        compression="blockwise8",
+        recheck=1.0,
+        match_timeout=5.0,
+    )
 
 
 def test_honest_peers_pass() -> None:

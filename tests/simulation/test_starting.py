@@ -51,7 +51,7 @@ def trains(
 
 
 @both
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_peers_that_start_at_once_or_a_little_late_are_in_one_lineage(
     stages: Callable[..., Stage], make: Make, seed: int
 ) -> None:
@@ -111,7 +111,7 @@ def test_group_is_formed_again_with_a_peer_that_comes_in_time(stages: Callable[.
 
 
 @both
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_peer_that_is_too_late_gets_the_reason_at_once_and_its_loop_ends(
     stages: Callable[..., Stage], make: Make, seed: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -121,40 +120,6 @@ class TestRatesSetByHand:
         second.param_groups[0]["lr"] = 0.7
         assert first.lineage == second.lineage
 
-    def test_other_peers_get_the_difference_as_a_sentence(self) -> None:
-        averager, talk = with_talk()
-        weights = parameter(1.0)
-        optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=4)
-        for update in range(4):
-            optimizer.param_groups[0]["lr"] = 1.0 / 2**update
-            weights.grad = torch.ones(1)
-            assert optimizer.step(samples=4).differs == ()
-        said = RecipeRecord.decode(talk.mine)
-        assert [rate.text for rate in said.rates] == ["lr 1", "lr 0.5", "lr 0.25", "lr 0.125"]
-        talk.others["a"] = talk.mine
-        weights.grad = torch.ones(1)
-        assert optimizer.step(samples=4).differs == ()
-        others = [
-            replace(rate, digest=b"x" * 8, text="lr 3") if rate.update == 3 else rate for rate in said.rates
-        ]
-        talk.others["a"] = encode_word(replace(said, rates=tuple(others)))
-        talk.version += 1
-        weights.grad = torch.ones(1)
-        expected = "1 peer of this run took update 3 with lr 3, this one with lr 0.25"
-        assert optimizer.step(samples=4).differs == (expected,)
-
-    def test_published_rates_reach_the_update_of_the_split(self) -> None:
-        """The other peers have another lineage: only then are the rates published before the next check."""
-        averager, talk = with_talk()
-        weights = parameter(1.0)
-        optimizer = large_batch(averager, SGD([weights], lr=0.1))
-        weights.grad = torch.ones(1)
-        optimizer.step(samples=4)
-        assert RecipeRecord.decode(talk.mine).until == 0
-        optimizer._training.watch.poll(forked=True)
-        assert RecipeRecord.decode(talk.mine).until == 1
-        assert [rate.text for rate in RecipeRecord.decode(talk.mine).rates] == ["lr 0.1"]
-
 
 class TestResult:
     def test_different_average_changes_the_lineage(self) -> None:
@@ -248,95 +213,22 @@ class TestBeginning:
             optimizer.load_state_dict(optimizer.state_dict() | {"origin": origin})
 
 
-class TestOthersRecipes:
-    def test_peer_with_another_target_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
-        theirs, talk = with_talk()
-        other = large_batch(theirs, SGD(plain().parameters(), lr=0.1), target_batch_size=4096)
-        other._training.begin()
-        averager, mine = with_talk()
-        mine.others = {"a": talk.mine, "b": talk.mine, "nonsense": b"\x00" * 99}
-        model = plain()
-        optimizer = large_batch(averager, SGD(model.parameters(), lr=0.1))
-        expected = "2 peers of this run train with target_batch_size 4096, this one with 4"
-        assert [batch(model, optimizer).differs for _ in range(3)] == [(expected,)] * 3
-        assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING].count(expected) == 1
-
-    def test_waiting_peer_gets_the_difference_too(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Two peers with different targets both wait at the first update, and `step` does not return for minutes."""
-        theirs, talk = with_talk()
-        large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._training.begin()
-        averager, mine = with_talk()
-        weights = parameter(1.0)
-        optimizer = large_batch(averager, SGD([weights], lr=0.1))
-        optimizer._training.begin()
-        mine.others = {"a": talk.mine}
-        optimizer._together.on_look()
-        assert "target_batch_size 4096, this one with 4" in caplog.text
-
-
-class TestDrift:
-    @both
-    def test_peers_with_other_parameters_are_reported(
-        self, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def same(_fragment: int) -> list[torch.Tensor]:
-            return [torch.full(p.shape, 0.1) for p in plain().parameters()]
-
-        averagers, talks, models, optimizers = [], [], [], []
-        for _ in range(2):
-            averager, talk = with_talk()
-            models.append(plain())
-            optimizers.append(
-                make(averager, SGD(models[-1].parameters(), lr=0.1), model=models[-1], check_every=2)
-            )
-            averagers.append(averager)
-            talks.append(talk)
-        drifted: list[list[str | None]] = [[], []]
-        for update in range(1, 7):
-            if update == 4:
-                with torch.no_grad():
-                    changed = models[0][1].bias if make is large_batch else optimizers[0]._anchor.tensors[3]  # type: ignore[union-attr, index]
-                    changed.add_(1e-3)
-            # Both peers contribute the same gradients, so both averages are the same, as in one round.
-            for model in models:
-                for weights in model.parameters():
-                    weights.grad = torch.full_like(weights, 0.1)
-            for optimizer in optimizers:
-                if isinstance(optimizer, LocalUpdates):
-                    monkeypatch.setattr(optimizer._anchor, "contribution", same)
-            for index, optimizer in enumerate(optimizers):
-                assert optimizer.step(samples=4).updated
-                talks[1 - index].others["peer"] = talks[index].mine
-                talks[1 - index].version += 1
-            for index, optimizer in enumerate(optimizers):
-                optimizer._training.poll()
-                drifted[index].append(optimizer._training.watch.drifted)
-        for told in drifted:
-            assert told[:3] == [None] * 3
-            assert told[3] == (
-                "1 peer (..peer) says that it holds other parameters after update 4 than this one: 1.bias differs"
-            )
-            assert told[5] is not None
-            assert "after update 6" in told[5]
-        errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-        assert len(errors) == 2, "one line a minute"
-
-    def test_digests_of_another_lineage_are_not_compared(self) -> None:
-        averager, talk = with_talk()
-        weights = parameter(1.0)
-        optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=1)
-        for _ in range(2):
-            weights.grad = torch.ones(1)
-            optimizer.step(samples=4)
-        word = RecipeRecord.decode(talk.mine)
-        talk.others = {
-            "a": encode_word(replace(word, state=b"x" * 32)),
-            "b": encode_word(replace(word, epoch=99)),
-        }
-        talk.version += 1
-        optimizer._training.poll()
-        assert optimizer._training.watch.drifted is None
-        talk.others["c"] = encode_word(replace(word, digests=b"x" * 8))
-        talk.version += 1
-        optimizer._training.poll()
-        assert optimizer._training.watch.drifted is not None
+def test_digests_of_another_lineage_are_not_compared() -> None:
+    averager, talk = with_talk()
+    weights = parameter(1.0)
+    optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=1)
+    for _ in range(2):
+        weights.grad = torch.ones(1)
+        optimizer.step(samples=4)
+    word = RecipeRecord.decode(talk.mine)
+    talk.others = {
+        "a": encode_word(replace(word, state=b"x" * 32)),
+        "b": encode_word(replace(word, epoch=99)),
+    }
+    talk.version += 1
+    optimizer._training.poll()
+    assert optimizer._training.watch.drifted is None
+    talk.others["c"] = encode_word(replace(word, digests=b"x" * 8))
+    talk.version += 1
+    optimizer._training.poll()
+    assert optimizer._training.watch.drifted is not None

@@ -65,17 +65,6 @@ class TestParameters:
         make(averager, SGD([parameter(1.0)], lr=0.1))
         assert averager.weight == 0
 
-    @both
-    def test_an_optimizer_that_needs_a_closure_is_refused(self, make: Make) -> None:
-        with pytest.raises(TypeError, match="LBFGS"):
-            make(Alone(), torch.optim.LBFGS([parameter(1.0)]))
-
-    @both
-    def test_a_schedule_that_needs_a_metric_is_refused(self, make: Make) -> None:
-        inner = SGD([parameter(1.0)], lr=0.1)
-        with pytest.raises(TypeError, match="ReduceLROnPlateau"):
-            make(Alone(), inner, scheduler=lr_scheduler.ReduceLROnPlateau(inner))
-
     def test_outer_optimizer_of_other_tensors_is_refused(self) -> None:
         """This holds for tensors of the same values, and for additional ones."""
         with pytest.raises(ValueError, match="exactly the tensors"):

@@ -75,23 +75,22 @@ class TestKind:
         assert called == ["before", "after"]
 
 
-class TestAverager:
-    @both
-    def test_an_averager_for_trio_is_refused(self, make: Make) -> None:
-        other = object.__new__(DecentralizedAverager)
-        with pytest.raises(TypeError, match=r"p2pavg\.blocking\.open_averager"):
-            make(cast(Alone, other), SGD([parameter(1.0)], lr=0.1))
-
-    @both
-    def test_an_averager_that_is_not_open_is_refused(self, make: Make) -> None:
-        unopened = open_averager(p2pavg.AveragingConfig(run_id="x"))
-        with pytest.raises(TypeError, match=r"not open yet.*with p2pavg\.blocking\.open_averager"):
-            make(cast(Alone, unopened), SGD([parameter(1.0)], lr=0.1))
-
-    @both
-    def test_anything_else_is_refused(self, make: Make) -> None:
-        with pytest.raises(TypeError, match=r"got str.*p2pavg\.blocking"):
-            make(cast(Alone, "averager"), SGD([parameter(1.0)], lr=0.1))
+@both
+@pytest.mark.parametrize(
+    ("averager", "words"),
+    [
+        (object.__new__(DecentralizedAverager), r"p2pavg\.blocking\.open_averager"),
+        (
+            open_averager(p2pavg.AveragingConfig(run_id="x")),
+            r"not open yet.*with p2pavg\.blocking\.open_averager",
+        ),
+        ("averager", r"got str.*p2pavg\.blocking"),
+    ],
+    ids=["for trio", "not open", "a text"],
+)
+def test_another_averager_is_refused(make: Make, averager: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        make(averager, SGD([parameter(1.0)], lr=0.1))
 
 
 class TestClosure:
@@ -215,14 +214,6 @@ class TestAccumulation:
         monkeypatch.setattr(optimizer.ranks, "all_agree", lambda _: False)  # a round runs on another rank
         stepped(optimizer, 1.0)
         assert optimizer._together.left_behind not in decided
-
-    @both
-    def test_one_call_after_several_passes_counts_the_samples_of_all(self, make: Make) -> None:
-        averager, model = Alone(), plain()
-        optimizer = make(averager, SGD(model.parameters(), lr=0.1))
-        for _ in range(3):
-            torch.autograd.backward(model(torch.ones(2, 3)).square().mean() / 3)
-        assert weight_of(optimizer.step(samples=6)) == 6
 
 
 class TestSchedulers:

@@ -167,15 +167,6 @@ class TestSurvey:
         assert (survey(one, [other]).ahead is None) != (survey(other, [one]).ahead is None)
         assert survey(at(), [at(), at(THERE, 9)]).ahead is None
 
-    def test_larger_group_at_an_earlier_epoch_is_not_ahead(self) -> None:
-        assert survey(at(), [at(THERE, 2)] * 9).ahead is None
-
-    def test_peers_of_different_states_are_no_group(self) -> None:
-        states = [bytes([number]) * 32 for number in range(1, 10)]
-        assert survey(at(), [at(), *[at(state, 9) for state in states]]).ahead is None
-        # One state with different epochs, which cannot all be true.
-        assert survey(at(), [at(), *[at(THERE, epoch) for epoch in range(3, 12)]]).ahead is None
-
     def test_largest_and_then_latest_group_is_ahead(self) -> None:
         two, three = [at(THERE, 9)] * 2, [at(ELSEWHERE, 4)] * 3
         assert survey(at(), [*two, *three]).ahead == (4, 3)

@@ -200,32 +200,6 @@ class TestWanted:
         assert not company.together.wants_step(time.monotonic())
 
 
-def test_absent_peer_is_expected_after_a_new_word(company: Company) -> None:
-    company.says("a")
-    company.says("b")
-    assert company.counted == 3
-    company.took("a")
-    company.says("a")
-    assert company.counted == 2
-    company.says("b")
-    assert company.counted == 3
-
-
-def test_repeatedly_absent_peer_is_expected_exponentially_less_often(company: Company) -> None:
-    """Its words do not help: each absence costs the others a match timeout."""
-    counted = []
-    for _ in range(40):
-        company.says("liar")
-        counted.append(company.counted == 2)
-        company.took()
-    assert counted[:3] == [True, True, True]
-    assert sum(counted) <= 8
-    company.says("liar")
-    company.took("liar")
-    company.says("liar")
-    assert company.counted == 2, "it came"
-
-
 def test_a_companion_is_waited_for_until_it_has_had_its_time(
     company: Company, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,9 @@ TOLD = replace(WORD, epoch=LINEAGE.epoch, state=LINEAGE.state, digests=bytes(8))
 @pytest.mark.parametrize(
     ("companions", "expected"), [((), False), (("a",), False), (("a", "b"), True), (("a", "honest"), False)]
 )
-def test_only_companions_outnumber_a_peer(companions: tuple[str, ...], expected: bool) -> None:
+def test_only_companions_outnumber_a_peer(
+    companions: tuple[str, ...], expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     averager, talk = Alone(), Talk()
     averager.boards[TOPIC] = talk
     watch = DriftMonitor(cast(Averager, averager), every=10, labels=["weight"], companions=lambda: companions)
@@ -32,8 +34,11 @@ def test_only_companions_outnumber_a_peer(companions: tuple[str, ...], expected:
     mine = encode_word(replace(TOLD, digests=_digest(0.0)))
     false = encode_word(replace(TOLD, digests=_digest(1.0)))
     talk.others = {"honest": mine} | dict.fromkeys(["a", "b", *(f"sybil{n}" for n in range(50))], false)
-    watch.poll(forked=False)
+    for _ in range(3):
+        talk.version += 1
+        watch.poll(forked=False)
     assert watch.drifted is not None
+    assert len(caplog.records) == 1, "one line a minute"
     assert watch.outnumbered is expected
 
 

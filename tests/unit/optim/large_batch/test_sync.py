@@ -216,22 +216,22 @@ class TestRunWithAnAuthority:
             sync(self.closed(Role.CONTRIBUTOR), [torch.zeros(3)], source=True)
 
 
-def test_one_peers_tensors_are_taken_as_they_are() -> None:
-    """A rule that all peers of the run share is for contributions of several peers."""
+@pytest.mark.parametrize(
+    ("changes", "none"),
+    [
+        ({"robust": "median", "max_norm": 2.0, "participation": p2pavg.RandomFraction(0.5)}, None),
+        ({"topology": "gossip"}, p2pavg.Butterfly()),
+    ],
+    ids=["rules", "gossip"],
+)
+def test_one_peers_tensors_are_taken_as_they_are_by_all_at_once(
+    changes: dict[str, Any], none: object
+) -> None:
+    """A rule that all peers of the run share is for contributions of several peers, and a topology for many rounds."""
     rounds = Rounds(came(2.0, "source"))
-    rounds.config = replace(
-        rounds.config, robust="median", max_norm=2.0, participation=p2pavg.RandomFraction(0.5)
-    )
-    rounds.sync_board.others["source"] = received(2.0)
-    sync(rounds, [torch.zeros(3)])
-    [config] = rounds.opened
-    assert (config.robust, config.max_norm, config.participation) == (None, None, None)
-
-
-def test_all_peers_of_a_run_that_gossips_meet_once() -> None:
-    rounds = Rounds(came(2.0, "source"))
-    rounds.config = replace(rounds.config, topology="gossip")
+    rounds.config = replace(rounds.config, **changes)
     rounds.sync_board.others["source"] = received(2.0)
     sync(rounds, [torch.zeros(3)], peers=5)
     [config] = rounds.opened
-    assert (config.topology, config.group_size) == (p2pavg.Butterfly(), 5)
+    assert {getattr(config, name) for name in changes} == {none}
+    assert config.group_size == 5

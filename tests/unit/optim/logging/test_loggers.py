@@ -200,6 +200,7 @@ class TestWandb:
         with pytest.raises(ImportError, match="pip install wandb"):
             WandbLog()
 
+    @pytest.mark.long
     @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
     def test_an_offline_run_of_wandb_itself(self, tmp_path: Path) -> None:
         """In a process of its own, because wandb starts threads and processes."""

@@ -330,6 +330,19 @@ class TestMissedRounds:
                 running.attendance.no_group_formed(running.mine, running.words, running.now)
         assert rounds <= 3600 / MAX_ABSENT_RETRY_SECONDS + 8
 
+    def test_repeatedly_absent_peer_is_expected_exponentially_less_often(self, world: World) -> None:
+        """Its words do not help: each absence costs the others a match timeout."""
+        counted = []
+        for _ in range(40):
+            world.says("liar", waiting=True)
+            counted.append(world.seen().peers == 2)
+            world.took()
+        assert counted[:3] == [True, True, True]
+        assert sum(counted) <= 8
+        world.says("liar", waiting=True)
+        world.took("liar")
+        assert world.seen().peers == 2, "it came"
+
     def test_number_of_remembered_absent_peers_is_limited(self, running: World) -> None:
         for number in range(2 * MAX_REMEMBERED):
             running.words = {}

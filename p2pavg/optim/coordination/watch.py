@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -74,11 +73,6 @@ def tell_waiting(averager: Averager, waiting: Waiting) -> None:
             peers=waiting.peers,
         )
     )
-
-
-def tell_drift(averager: Averager, sentence: str) -> None:
-    """Tell that peers report other parameters after the same updates; empty if all agree again."""
-    averager.events.emit(Drifted(time=time.time(), run_id=averager.config.run_id, sentence=sentence))
 
 
 # Detection of drift: peers that hold different parameters after the same updates.
@@ -183,7 +177,7 @@ class DriftMonitor:
         companions: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._board = averager.board(TOPIC, CALM_LOOK_SECONDS)
-        self._tell = partial(tell_drift, averager)
+        self._averager = averager
         self._every = every
         self._labels = tuple(labels)
         self._companions = companions
@@ -298,7 +292,9 @@ class DriftMonitor:
 
     def _note(self, sentence: str | None) -> None:
         if sentence != self.drifted:
-            self._tell(sentence or "")
+            # An empty sentence tells that all agree again.
+            told = Drifted(time=time.time(), run_id=self._averager.config.run_id, sentence=sentence or "")
+            self._averager.events.emit(told)
         self.drifted = sentence
 
     def _publish(self, *, now: bool = False) -> None:

@@ -342,8 +342,10 @@ class ReplicatedOptimizer(TorchOptimizer):
             if isinstance(self.optimizer, AveragedOptimizer):
                 self.optimizer.note_parameters()  # a broadcast may count as a change of its source
         self._is_pending = told.is_pending
-        # The optimizer's scheduler runs on rank 0 only.
-        self._take_options(told.options)
+        # The optimizer's scheduler runs on rank 0 only. The other ranks get its rates, for loops that show them.
+        if self.optimizer is None:
+            for group, options in zip(self.param_groups, told.options, strict=False):
+                group.update(options)
         if mine:  # on rank 0
             found = mine[0]
             if isinstance(found, Exception):
@@ -357,12 +359,6 @@ class ReplicatedOptimizer(TorchOptimizer):
         assert told.report is not None
         self._epoch = told.report.epoch
         return told.report
-
-    def _take_options(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Give the groups of the other ranks rank 0's rates, for loops that show them."""
-        if self.optimizer is None:
-            for group, options in zip(self.param_groups, told, strict=False):
-                group.update(options)
 
     def _act(
         self, samples: float | None, metrics: Mapping[str, float], mine: list[StepReport | Exception]

@@ -35,18 +35,17 @@ from p2pavg.optim.base.recipe import VERSION, Recipe, Settings, hyperparameters,
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.base.state import Lineage, checked_period
 from p2pavg.optim.base.torch_optimizer import TorchOptimizer
-from p2pavg.optim.base.touched import TouchedCheck, modules_around, saved_buffers
-from p2pavg.optim.base.zeroing import ZeroingCheck
+from p2pavg.optim.base.touched import TouchedCheck, ZeroingCheck, modules_around, saved_buffers
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following import Owner
 from p2pavg.optim.catching_up.run_state import StateOption, model_of, run_state_of
 from p2pavg.optim.catching_up.states import States
 from p2pavg.optim.coordination.ending import GrowingPauses
 from p2pavg.optim.coordination.parting import Parting
-from p2pavg.optim.coordination.predecessors import begins
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.training_run import TrainingRun
-from p2pavg.optim.logging.update_news import tell_update
+from p2pavg.optim.coordination.turns import begins
+from p2pavg.optim.logging.loggers import tell_update
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import Ranks, local_of
 

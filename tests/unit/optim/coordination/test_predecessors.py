@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.coordination.predecessors import begins
+from p2pavg.optim.coordination.turns import begins
 
 
 class Stepped:

@@ -29,8 +29,14 @@ class BlockCodec(CheckedCodec):
     block_size: int
     largest_scale_bits: ClassVar[int]
     """The bits of the largest scale (float32) that is accepted. No code exceeds MAX_MAGNITUDE with it."""
-    kernel_kind: ClassVar[str] = ""
-    """The name of the compiled loops in `loops.py`; empty if there are none."""
+    has_kernel: ClassVar[bool] = False
+    """True if `loops.py` has compiled loops under the name of this kind."""
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        # The sizes for which GPU kernels exist.
+        if not (isinstance(size, int) and 64 <= size <= 4096 and size.bit_count() == 1):
+            raise ValueError(f"block_size must be a power of two from 64 to 4096, got {size!r}")
 
     @abc.abstractmethod
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +100,7 @@ class BlockCodec(CheckedCodec):
 
     def _kernel(self, elements: int) -> Kernel | None:
         """Return the kernel for work on so many elements, if there is one yet."""
-        return kernels.find(self.kernel_kind, elements, self.agrees_with) if self.kernel_kind else None
+        return kernels.find(self.kind, elements, self.agrees_with) if self.has_kernel else None
 
     def _encode_chunks(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, chunk_elements: int

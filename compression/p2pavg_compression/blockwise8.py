@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import check_block_size, check_encodable, typed
+from .codec import check_encodable, typed
 from .kernels import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
 from .scratch import scratch
 
@@ -31,15 +31,9 @@ class Blockwise8(BlockCodec):
     """
 
     largest_scale_bits: ClassVar[int] = 0x7180_0000  # 2**100; no level exceeds 1
-    kernel_kind: ClassVar[str] = "blockwise8"
+    kind: ClassVar[str] = "blockwise8"
+    has_kernel: ClassVar[bool] = True
     block_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-
-    @property
-    def name(self) -> str:
-        return f"blockwise8:{self.block_size}"
 
     def check_device(self, device: torch.device) -> None:
         # Found, and not imported: that takes seconds, and a later encode does it in a thread of its own.

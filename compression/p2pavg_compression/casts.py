@@ -76,12 +76,9 @@ class _Cast(CheckedCodec):
 class Fp32(_Cast):
     """The numbers unchanged: 4 bytes for each element, exact."""
 
+    kind: ClassVar[str] = "fp32"
     dtype: ClassVar[torch.dtype] = torch.float32
     largest_bits: ClassVar[int] = 0x7180_0000  # 2**100
-
-    @property
-    def name(self) -> str:
-        return "fp32"
 
     @property
     def is_identity(self) -> bool:
@@ -95,12 +92,9 @@ class Fp16(_Cast):
     Larger numbers become 65504 with their sign. Smaller numbers lose bits, and become zero below 3.0e-8.
     """
 
+    kind: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
     largest_bits: ClassVar[int] = 0x7BFF  # 65504
-
-    @property
-    def name(self) -> str:
-        return "fp16"
 
     def _saturated(self, chunk: torch.Tensor) -> torch.Tensor:
         limit = torch.finfo(torch.float16).max
@@ -113,9 +107,6 @@ class Fp16(_Cast):
 class Bf16(_Cast):
     """The upper half of float32: 2 bytes for each element, 8 significant bits over the range of float32."""
 
+    kind: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     largest_bits: ClassVar[int] = 0x7180  # 2**100
-
-    @property
-    def name(self) -> str:
-        return "bf16"

@@ -8,7 +8,8 @@ it is little-endian.
 import abc
 import math
 import sys
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -231,14 +232,20 @@ def check_flat(tensor: torch.Tensor, argument: str, *, cuda: bool = False) -> No
 _LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 
 
+@dataclass(frozen=True, slots=True)
 class CheckedCodec(Codec):
-    """Implements the public methods of `Codec` with a few hooks.
+    """Implements the public methods of `Codec` with a few hooks. A subclass is a dataclass of its parameters.
 
     The hooks get arguments of the right kind, shape and length, with at least one element, and never an
     autograd graph.
     """
 
-    __slots__ = ()
+    kind: ClassVar[str]
+    """The name without parameters."""
+
+    @property
+    def name(self) -> str:
+        return ":".join([self.kind, *(str(getattr(self, field.name)) for field in fields(self))])
 
     @abc.abstractmethod
     def _payload_nbytes(self, elements: int) -> int:
@@ -320,9 +327,3 @@ def check_encodable(largest: torch.Tensor, values: torch.Tensor, start: int) -> 
     value = values.flatten()[index].item()
     reason = f"its magnitude exceeds {MAX_MAGNITUDE:g}" if math.isfinite(value) else "it is not finite"
     raise CodecError(f"cannot encode element {start + index}, {value}: {reason}")
-
-
-def check_block_size(block_size: int) -> None:
-    """Raise ValueError unless GPU kernels exist for `block_size`."""
-    if not (isinstance(block_size, int) and 64 <= block_size <= 4096 and block_size.bit_count() == 1):
-        raise ValueError(f"block_size must be a power of two from 64 to 4096, got {block_size!r}")

@@ -30,10 +30,8 @@ _UPWARDS = 1 + 2.0**-40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Binomials:
-    """C(c, m) for all c up to `universe` and all m up to `most`."""
+    """C(c, m) for all c up to the size of a universe, and all m up to the size of the largest sets."""
 
-    universe: int
-    most: int
     limbs: tuple[Limbs, ...]
     """For each m, (universe + 1, as many limbs as the largest has, with room for a sign)."""
     floats: tuple[NDArray[np.float64], ...]
@@ -130,7 +128,7 @@ def binomials_of(universe: int, most: int) -> Binomials:
         np.cumsum(row[:-1, :kept], axis=0, out=below[1:, :kept])
         row = _carried(below)
         rows.append(row)
-    return Binomials(universe, most, tuple(rows), tuple(map(_as_floats, rows)))
+    return Binomials(tuple(rows), tuple(map(_as_floats, rows)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import CPU, CodecError, check_block_size, check_encodable
+from .codec import CPU, CodecError, check_encodable
 from .kernels import codes_of_halves
 from .scratch import scratch
 
@@ -71,17 +71,11 @@ class Int4(FourBitCodec):
     `block_size`: a power of two from 64 to 4096.
     """
 
+    kind: ClassVar[str] = "int4"
     largest_scale_bits: ClassVar[int] = 0x7012_4925  # the scale of a block whose maximum is 2**100
     zero_code: ClassVar[int] = 8
     level_pairs: ClassVar[torch.Tensor] = _level_pairs(np.arange(-8, 8, dtype=np.float32))
     block_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-
-    @property
-    def name(self) -> str:
-        return f"int4:{self.block_size}"
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
@@ -138,17 +132,11 @@ class NF4(FourBitCodec):
     `block_size`: a power of two from 64 to 4096.
     """
 
+    kind: ClassVar[str] = "nf4"
     largest_scale_bits: ClassVar[int] = 0x7180_0000  # 2**100; no level exceeds 1
     zero_code: ClassVar[int] = 7
     level_pairs: ClassVar[torch.Tensor] = _level_pairs(_NF4_LEVELS)
     block_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-
-    @property
-    def name(self) -> str:
-        return f"nf4:{self.block_size}"
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         on_gpu = rows.is_cuda

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import CodecError, check_block_size, check_encodable
+from .codec import CodecError, check_encodable
 from .scratch import scratch
 
 _LARGEST_CODE = 127
@@ -24,15 +24,9 @@ class Int8(BlockCodec):
     """
 
     largest_scale_bits: ClassVar[int] = 0x6E01_0204  # the scale of a block whose maximum is 2**100
-    kernel_kind: ClassVar[str] = "int8"
+    kind: ClassVar[str] = "int8"
+    has_kernel: ClassVar[bool] = True
     block_size: int = 256
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-
-    @property
-    def name(self) -> str:
-        return f"int8:{self.block_size}"
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)

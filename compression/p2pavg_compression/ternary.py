@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .blocks import SMALLEST_NORMAL, BlockCodec
-from .codec import CPU, CodecError, check_block_size, check_encodable
+from .codec import CPU, CodecError, check_encodable
 from .kernels import RECIPROCALS, TERNARY_SHARE
 from .scratch import scratch
 
@@ -47,15 +47,9 @@ class Ternary(BlockCodec):
     """
 
     largest_scale_bits: ClassVar[int] = 0x7180_0000  # 2**100; no level exceeds 1
-    kernel_kind: ClassVar[str] = "ternary"
+    kind: ClassVar[str] = "ternary"
+    has_kernel: ClassVar[bool] = True
     block_size: int = 256
-
-    def __post_init__(self) -> None:
-        check_block_size(self.block_size)
-
-    @property
-    def name(self) -> str:
-        return f"ternary:{self.block_size}"
 
     @property
     def needs_feedback(self) -> bool:

@@ -4,6 +4,7 @@ Legend: n elements, in chunks of `chunk`; R chunks that are encoded together; k 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ class TopK(CheckedCodec):
     `bits`: 1 or 2.
     """
 
+    kind: ClassVar[str] = "topk"
     chunk: int = 4096
     k: int = 64
     bits: int = 2
@@ -59,10 +61,6 @@ class TopK(CheckedCodec):
         if type(self.bits) is not int or self.bits not in (1, 2):
             raise ValueError(f"bits must be 1 or 2, got {self.bits!r}")
         record_of(chunk, chunk, k, self.bits)  # refuses too many bits
-
-    @property
-    def name(self) -> str:
-        return f"topk:{self.chunk}:{self.k}:{self.bits}"
 
     @property
     def granularity(self) -> int:

@@ -64,9 +64,9 @@ Work = dict[str, Callable[[], object]]
 
 def compile_now(codec: Codec) -> bool:
     """Compile a codec's loops. Return whether it has any."""
-    if not isinstance(codec, BlockCodec) or not codec.kernel_kind:
+    if not isinstance(codec, BlockCodec) or not codec.has_kernel:
         return False
-    return kernels.wait(codec.kernel_kind, codec.agrees_with) is not None
+    return kernels.wait(codec.kind, codec.agrees_with) is not None
 
 
 def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor, *, compiled: bool = True) -> Work:

@@ -36,7 +36,7 @@ def compiled() -> Iterator[None]:
     """The kernels of this process, compiled and in use."""
     pytest.importorskip("numba")
     for codec in (Blockwise8(), Int8(), Ternary()):
-        assert kernels.wait(codec.kernel_kind, codec.agrees_with) is not None
+        assert kernels.wait(codec.kind, codec.agrees_with) is not None
     kernels.switch(True)
     yield
     kernels.switch(True)

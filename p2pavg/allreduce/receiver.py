@@ -17,9 +17,8 @@ import trio
 from p2pavg.allreduce.context import STREAM_KINDS, AttemptPlan
 from p2pavg.allreduce.events import BytesArrived, DirectLaneBroke
 from p2pavg.allreduce.messages import Lane, Step, incoming
-from p2pavg.allreduce.movers.lane_driver import DirectUse
+from p2pavg.allreduce.movers.lane_driver import DirectUse, is_small
 from p2pavg.allreduce.movers.lobby import InboundLane, Lanes
-from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.movers.moves import Moves, carry_out, receiving, receiving_share
 from p2pavg.allreduce.movers.reuse import START
 from p2pavg.allreduce.movers.stream_driver import StreamBytes, StreamUse
@@ -184,7 +183,7 @@ class Receiver:
 
     async def _over_direct_lane(self, lane: InboundLane, direct: DirectLane) -> None:
         plan = self._plan
-        use = LoopUse(direct, plan.values, plan.context.download, self._signals)
+        use = DirectUse(direct, plan.values, plan.context.download, self._signals)
         self._uses.append(use)
         steps, moves = await self._moves_of(lane)
         parts = [step.part for step in steps]

@@ -16,8 +16,7 @@ import trio
 from p2pavg.allreduce.context import AttemptPlan
 from p2pavg.allreduce.events import DirectLaneBroke
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, Step, outgoing
-from p2pavg.allreduce.movers.lane_driver import DirectUse
-from p2pavg.allreduce.movers.loop_driver import LoopUse, is_small
+from p2pavg.allreduce.movers.lane_driver import DirectUse, is_small
 from p2pavg.allreduce.movers.moves import carry_out, sending
 from p2pavg.allreduce.movers.reuse import START, ResumeMark
 from p2pavg.allreduce.movers.stream_driver import Precedence, StreamBytes, StreamUse
@@ -91,7 +90,7 @@ class Sender:
         steps = outgoing(contributions, averages, sums_at)
         header = plan.header(Lane.PARTS, begin=begin)
 
-        async def send(use: LoopUse) -> None:
+        async def send(use: DirectUse) -> None:
             parts = [step.part for step in steps]
             if plan.values.is_on_cpu and is_small(
                 use.lane, parts, len(plan.roster.members), plan.context, plan.context.upload
@@ -128,7 +127,7 @@ class Sender:
         steps = outgoing([], [(reducer, part, None) for part in self._plan.ledger.parts[reducer]])
         header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
 
-        async def send_share(use: LoopUse) -> None:
+        async def send_share(use: DirectUse) -> None:
             await self._in_thread(use, partial(use.send_parts, header, steps))
 
         async def send(stream: Stream) -> None:
@@ -163,7 +162,9 @@ class Sender:
     async def _in_thread(self, use: DirectUse, send: Callable[[], None]) -> None:
         await in_own_thread(send, stop=use.stop, name="p2pavg-send")
 
-    async def _over_direct_lane(self, member: Candidate, send: Callable[[LoopUse], Awaitable[None]]) -> bool:
+    async def _over_direct_lane(
+        self, member: Candidate, send: Callable[[DirectUse], Awaitable[None]]
+    ) -> bool:
         """Return whether everything went over a direct lane."""
         plan, transport = self._plan, self._plan.context.transport
         try:
@@ -176,7 +177,7 @@ class Sender:
         # Each sender begins with the member that follows it in the roster, so no two of them send to the same one at
         # first.
         place = (plan.position(member.peer_id) - plan.position(plan.me)) % MAX_MEMBERS
-        use = LoopUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
+        use = DirectUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
         self._uses.append(use)
         try:
             await send(use)

@@ -1,31 +1,44 @@
-"""The parts of an attempt over direct lanes: blocking code, one thread a lane.
+"""The parts of an attempt over direct lanes: in one thread a lane, or on the event loop if they are few.
 
-Parts are encoded, decoded and averaged in the thread that moves them. So nothing waits for the event loop, and each
-thread works on what its core's cache still holds. :mod:`p2pavg.allreduce.movers.moves` has the order.
+In a thread, blocking code moves the parts. They are encoded, decoded and averaged there. So nothing waits for the event
+loop, and each thread works on what its core's cache still holds.
+
+Starting a thread and waking it takes longer than a few kilobytes do. So where a whole lane carries no more than that, a
+task of the event loop moves its parts. What is ready goes in one write. Nothing blocks there, whatever the other end
+does. Between processes on one machine this holds for far more bytes: no link carries them, so no turns are needed
+either.
+
+Both move the same bytes in the same order (:mod:`p2pavg.allreduce.movers.moves`), and each end may use another way.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+import trio
+
+from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, Step, part_frame
 from p2pavg.allreduce.movers.moves import (
     AwaitReady,
-    LaneListener,
     Move,
     Moves,
     ReceiveIndex,
     ReceivePart,
     RunWork,
     SendPart,
+    carry_out,
     sending,
 )
+from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.group.milestones import Milestone
 from p2pavg.group.shares import SharePart
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane
@@ -39,17 +52,42 @@ UNSENT_BYTES = 128 * 1024
 COMING_BYTES = 64 * 1024
 """Of a part that is being received, up to so many bytes may come for nothing if the attempt ends."""
 NEXT_PART_SECONDS = 0.2
+SMALL_ELEMENTS = 4096
+"""A lane that carries at most so many values needs no thread, and no turn: as fp32 they are half as long as a turn."""
+SMALL_BYTES = 4 * SMALL_ELEMENTS
+LOCAL_ELEMENTS = 262_144
+"""The same between processes on one machine. As fp32 these are 1 MiB, half of it each way. To encrypt them takes less
+than a millisecond."""
+LOCAL_SUM = 2_097_152
+"""The same for all members together, so that the average of a part takes about a millisecond. With a sparse codec or a
+robust rule it would take longer."""
+
+
+def is_small(
+    lane: DirectLane, parts: Iterable[SharePart], members: int, context: RunContext, limit: RateLimit
+) -> bool:
+    """Return whether the event loop may move these parts of one lane.
+
+    Args:
+        members: of the attempt.
+        limit: of the direction in which they go.
+    """
+    quick = not context.codec.is_sparse and context.aggregation.robust is None
+    # Of a program's own event loop, torch may use more threads than this. They would compete with its training loop.
+    local = lane.is_local and quick and torch.get_num_threads() == 1
+    most = max(min(LOCAL_ELEMENTS, LOCAL_SUM // members), SMALL_ELEMENTS) if local else SMALL_ELEMENTS
+    return limit.unlimited and sum(part.elements for part in parts) <= most
 
 
 class DirectUse:
-    """One attempt's use of one direct lane. Its methods block; each runs in a thread of its own."""
+    """One attempt's use of one direct lane: of its methods, either those for a thread or those for a task are used."""
 
     def __init__(
         self,
         lane: DirectLane,
         values: AttemptData,
         limit: RateLimit,
-        hears: LaneListener,
+        signals: Signals,
         turns: Turns | None = None,
         place: int = 0,
     ) -> None:
@@ -61,7 +99,7 @@ class DirectUse:
         """Of the bytes that the lane has received, those that were reported."""
         self._values = values
         self._limit = limit
-        self._hears = hears
+        self._signals = signals
         self._turns = turns
         self._place = place
         self._given = 0
@@ -129,14 +167,14 @@ class DirectUse:
             case AwaitReady(index, receives):
                 # Silence counts in seconds: the event loop need not hear of less.
                 if not self._await_ready(index, NEXT_PART_SECONDS if receives else None):
-                    self._hears.owes(self.lane.remote, False)
+                    self._signals.owes(self.lane.remote, False)
                     self._await_ready(index)
-                    self._hears.owes(self.lane.remote, True)
+                    self._signals.owes(self.lane.remote, True)
             case SendPart(step, payload, trailer, milestone):
                 # Contributions of all lanes go before averages: every reducer waits for contributions.
                 self._send_part(step.part, payload, trailer, phase=int(step.kind is not Lane.CONTRIBUTIONS))
                 if milestone is not None:
-                    self._hears.reached(milestone)
+                    self._signals.reached(milestone)
             case ReceiveIndex():
                 frame = bytearray(FRAME_BYTES)
                 self.lane.receive_into(memoryview(frame))
@@ -206,6 +244,87 @@ class DirectUse:
             if self._stopped.is_set():
                 raise StreamBrokenError("the attempt is over")
             return values.is_ready(index)
+
+    # ------------------------------------------------------------------ in a task, which drops the lane if cancelled
+
+    async def send_small(self, header: LaneHeader, steps: Sequence[Step]) -> None:
+        """Send what :meth:`send_parts` sends.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+        """
+        message = header.encode()
+        self.lane.keep_unsent_below(UNSENT_BYTES)
+        ready = bytearray(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+        sent: list[Milestone] = []
+
+        async def write() -> None:
+            """Send what is ready, in one write. A milestone is reached when its part has left."""
+            nonlocal ready, sent
+            data, ready = ready, bytearray()
+            if data:
+                await self.lane.send_from_loop(data)
+            reached, sent = sent, []
+            for milestone in reached:
+                self._signals.reached(milestone)
+
+        async def move_on(move: Move) -> Any:
+            match move:
+                case AwaitReady(index) if not self._values.is_ready(index):
+                    await write()
+                    await self._signals.until_ready(index)
+                case SendPart(step, payload, trailer, milestone):
+                    ready.extend(b"".join((part_frame(step.part.index), payload, trailer)))
+                    self.moved += FRAME_BYTES + len(payload) + len(trailer)
+                    if milestone is not None:
+                        sent.append(milestone)
+                case RunWork(work):
+                    return work()
+            return None
+
+        await carry_out(sending(self._values, self.lane.remote, steps, header.begin), move_on)
+        await write()
+        self.finished = True
+
+    async def receive_small(self, moves: Moves) -> None:
+        """Carry out moves that receive parts.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+            RemoteProtocolError: the member sent what none sends.
+        """
+        await carry_out(moves, self._receive_move)
+
+    async def _receive_move(self, move: Move) -> Any:
+        match move:
+            case ReceiveIndex():
+                return int.from_bytes(await self.lane.receive_exactly(FRAME_BYTES), "big")
+            case AwaitReady(index) if not self._values.is_ready(index):
+                self._signals.owes(self.lane.remote, False)
+                await self._signals.until_ready(index)
+                self._signals.owes(self.lane.remote, True)
+            case ReceivePart(coming, follow, ends):
+                return await self._take_part(coming, follow, ends)
+            case RunWork(work):
+                return work()
+        return None
+
+    async def _take_part(self, coming: IncomingPart, follow: int, ends: bool) -> bytes:
+        rest = coming.rest
+        filled = 0
+        while filled < len(rest):
+            found = await self.lane.receive_some(min(len(rest) - filled, COMING_BYTES))
+            rest[filled : filled + len(found)] = found
+            filled += len(found)
+            coming.add(len(found))
+        trailer = await self.lane.receive_exactly(follow)
+        self.moved += FRAME_BYTES + len(rest) + follow
+        if ends:
+            await self.lane.acknowledge_from_loop()
+            self.finished = True  # not before: if this is cancelled, the sender waits for the acknowledgement
+        if len(coming.payload) > SMALL_BYTES:
+            await trio.lowlevel.checkpoint()  # other tasks have their turn
+        return trailer
 
 
 def _pieces(data: memoryview, size: int | None) -> list[memoryview]:

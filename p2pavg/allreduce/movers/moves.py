@@ -1,9 +1,9 @@
 """The moves of the parts of one lane, in their order: one story for all who carry it out. No I/O, no clock.
 
 A generator yields each move, and is sent what came of it. Three kinds of movers carry the moves out: a thread on a
-direct lane (:mod:`~p2pavg.allreduce.movers.lane_driver`), and a task of the event loop on a direct lane with little on
-it (:mod:`~p2pavg.allreduce.movers.loop_driver`) or on a stream (:mod:`~p2pavg.allreduce.movers.stream_driver`). So they
-move the same parts in the same order, and each end of a lane may use another kind.
+direct lane, a task of the event loop on a direct lane with little on it (:mod:`~p2pavg.allreduce.movers.lane_driver`),
+and one on a stream (:mod:`~p2pavg.allreduce.movers.stream_driver`). So they move the same parts in the same order, and
+each end of a lane may use another kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.inputs import IncomingPart
@@ -22,21 +22,8 @@ from p2pavg.allreduce.values import AttemptData, check_index
 from p2pavg.group.milestones import Milestone
 from p2pavg.net.transport import Buffer
 
-
-class LaneListener(Protocol):
-    """Listener of a lane. Its methods are called in the thread that moves the parts."""
-
-    def owes(self, peer_id: str, yes: bool) -> None:
-        """A member's contribution is waited for, or no longer."""
-
-    def reached(self, milestone: Milestone) -> None:
-        """A part has been sent."""
-
-    def progressed(self) -> None:
-        """A part has come."""
-
-    def blame(self, peer_id: str, error: Exception) -> None:
-        """A part that a member sent cannot be averaged."""
+if TYPE_CHECKING:
+    from p2pavg.allreduce.signals import Signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +121,7 @@ def sending(
 
 
 def receiving(
-    values: AttemptData, remote: str, steps: Sequence[Step], begin: ResumeMark, hears: LaneListener
+    values: AttemptData, remote: str, steps: Sequence[Step], begin: ResumeMark, signals: Signals
 ) -> Moves:
     """Yield the moves that receive what :func:`sending` sends at the other end.
 
@@ -149,7 +136,7 @@ def receiving(
         # Both ends know the order of the parts. The index only shows that they mean the same one.
         check_index((yield ReceiveIndex()), step.part)
         if step.kind is Lane.CONTRIBUTIONS:
-            yield from _receiving_contribution(values, remote, step, begin, hears)
+            yield from _receiving_contribution(values, remote, step, begin, signals)
         else:
             coming = IncomingPart(step.part.index, values.buffer(step.part))
             trailer = yield _part_of(values, step, coming)
@@ -157,11 +144,11 @@ def receiving(
             if not values.has(step.reducer, step.kind, step.part.index):
                 average = partial(values.receive_average, step.reducer, step.part, coming.payload, trailer)
                 yield RunWork(average)
-        hears.progressed()
+        signals.progressed()
 
 
 def _receiving_contribution(
-    values: AttemptData, remote: str, step: Step, begin: ResumeMark, hears: LaneListener
+    values: AttemptData, remote: str, step: Step, begin: ResumeMark, signals: Signals
 ) -> Moves:
     index = step.part.index
     # In an earlier attempt, or over a lane that broke. It is read all the same, and does not count twice.
@@ -175,12 +162,12 @@ def _receiving_contribution(
     if not comes_again:
         complete = yield RunWork(partial(values.contributed, remote, index, coming.payload, trailer))
     if step.last:
-        hears.owes(remote, False)
+        signals.owes(remote, False)
     if complete:
         wrong = yield RunWork(partial(_average, values, index))
         # It names the member whose values cannot be averaged, which need not be the one that sent this last part.
         if wrong is not None:
-            hears.blame(wrong.peer_id, wrong)
+            signals.blame(wrong.peer_id, wrong)
 
 
 def _part_of(values: AttemptData, step: Step, coming: IncomingPart) -> ReceivePart:
@@ -195,7 +182,7 @@ def _average(values: AttemptData, index: int) -> BadContributionError | None:
     return None
 
 
-def receiving_share(values: AttemptData, reducer: str, steps: Sequence[Step], hears: LaneListener) -> Moves:
+def receiving_share(values: AttemptData, reducer: str, steps: Sequence[Step], signals: Signals) -> Moves:
     """Yield the moves that receive the share of a reducer that is gone. Raises what :func:`receiving` raises."""
     payloads: list[Buffer] = []
     trailer = b""
@@ -206,4 +193,4 @@ def receiving_share(values: AttemptData, reducer: str, steps: Sequence[Step], he
         payloads.append(coming.payload)
     # All at once, so that a share is never of two sources.
     yield RunWork(partial(values.receive_share, reducer, payloads, trailer))
-    hears.progressed()
+    signals.progressed()

@@ -642,7 +642,7 @@ class TestKeepingDirectLanes:
         monkeypatch.setattr(side.transport, "open_lane", open_lane)
         monkeypatch.setattr(side.transport, "keep_lane", kept.append)
         monkeypatch.setattr("p2pavg.allreduce.sender.in_own_thread", run)
-        monkeypatch.setattr("p2pavg.allreduce.movers.loop_driver.SMALL_ELEMENTS", 0)
+        monkeypatch.setattr("p2pavg.allreduce.movers.lane_driver.SMALL_ELEMENTS", 0)
         async with side.running():
             await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
             await side.comes(C, Lane.CONTRIBUTIONS, part(3.0))

@@ -38,7 +38,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What moves the parts: threads, as with large vectors, or the event loop, as with small ones."""
     monkeypatch.setattr(
-        "p2pavg.allreduce.movers.loop_driver.SMALL_ELEMENTS",
+        "p2pavg.allreduce.movers.lane_driver.SMALL_ELEMENTS",
         0 if request.param == "threads" else 2 * ELEMENTS,
     )
     return str(request.param)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -52,19 +53,10 @@ class Link(Takes):
 
 
 class Hears:
-    """An observer of an attempt that accepts only reports of sent contributions."""
-
-    def owes(self, peer_id: str, yes: bool) -> None:
-        raise NotImplementedError
+    """Signals of an attempt that take only reports of sent contributions."""
 
     def reached(self, milestone: Milestone) -> None:
         assert milestone is Milestone.CONTRIBUTION_SENT
-
-    def progressed(self) -> None:
-        raise NotImplementedError
-
-    def blame(self, peer_id: str, error: Exception) -> None:
-        raise NotImplementedError
 
 
 class Sender:
@@ -84,7 +76,12 @@ class Sender:
 
     def use(self, lane: Link) -> DirectUse:
         return DirectUse(
-            lane, self._values, RateLimit(None), Hears(), self._turns, [ME, B, C].index(lane.remote)
+            lane,
+            self._values,
+            RateLimit(None),
+            cast(Any, Hears()),
+            self._turns,
+            [ME, B, C].index(lane.remote),
         )
 
     def send(self, use: DirectUse) -> None:

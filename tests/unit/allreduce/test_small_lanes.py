@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.inputs import IncomingPart
-from p2pavg.allreduce.movers.loop_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, LoopUse, is_small
+from p2pavg.allreduce.movers.lane_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, DirectUse, is_small
 from p2pavg.allreduce.movers.moves import Move, Moves, ReceivePart
 from p2pavg.group.aggregation import Aggregation, Median
 from p2pavg.group.shares import SharePart
@@ -109,7 +109,7 @@ async def test_an_attempt_that_ends_in_the_middle_of_a_part_keeps_what_has_come(
     """The next attempt goes on there, to the byte."""
     payload, half = bytearray(300_000), bytes(range(200)) * 750
     coming = IncomingPart(0, memoryview(payload))
-    use = LoopUse(Halfway(half), cast(Any, None), RateLimit(None), cast(Any, None))
+    use = DirectUse(Halfway(half), cast(Any, None), RateLimit(None), cast(Any, None))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(use.receive_small, one_move(ReceivePart(coming, follow=0, ends=False)))
         await wait_all_tasks_blocked()

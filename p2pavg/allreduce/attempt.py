@@ -17,7 +17,7 @@ and sends these bytes to every holder (all-gather). All decode the same bytes.
 * A member is faster than the others. Then it waits (:mod:`p2pavg.allreduce.messages`).
 * A member sends what is wrong. It is reported as hostile, and the lanes of the others go on.
 * A reducer is lost after it has sent its averages to some members. One of these passes them on
-  (:meth:`Attempt.pass_on`).
+  (:meth:`Sender.pass_on`).
 
 **Sites.** With several sites, contributions and averages go through relays (:mod:`p2pavg.allreduce.movers.routes`).
 What a relay makes of its site's contributions is encoded once, and is kept until the attempt ends.
@@ -29,7 +29,7 @@ takes over are contributions, as the bytes that came (:mod:`p2pavg.allreduce.mov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -40,7 +40,7 @@ from p2pavg.allreduce.context import AttemptPlan, RunContext
 from p2pavg.allreduce.events import AttemptEvent, BadContributionError
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.movers.lobby import Lanes
-from p2pavg.allreduce.movers.reuse import Leftover, ResumeMark
+from p2pavg.allreduce.movers.reuse import Leftover
 from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.reduction import PartTracker
@@ -63,7 +63,7 @@ class Attempt:
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed,
             and not read any more once :meth:`run` has returned. Only contributors have one.
         position: returns the position of a member in the roster of the whole group.
-        leftover: contributions of the attempt before: see :meth:`leave`.
+        leftover: contributions of the attempt before.
     """
 
     def __init__(
@@ -117,24 +117,9 @@ class Attempt:
         self.receiver = Receiver(self.plan, self.signals, lanes)
 
     @property
-    def averaged(self) -> torch.Tensor:
-        """float32: the result, once it is complete; of the whole vector, or an auxiliary's share."""
-        return self.values.averaged
-
-    @property
     def streamed(self) -> set[str]:
         """Members to or from which parts have gone over streams instead of direct lanes."""
         return self.sender.streamed | self.receiver.streamed
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of parts, their frames included."""
-        return self.sender.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of parts, their frames included."""
-        return self.receiver.bytes_received
 
     @property
     def plain_bytes(self) -> int | None:
@@ -146,16 +131,6 @@ class Attempt:
     def relayed(self) -> set[str]:
         """Those of :attr:`streamed` whose streams went through a relay."""
         return self.sender.stream_bytes.relayed | self.receiver.stream_bytes.relayed
-
-    @property
-    def bytes_left(self) -> int:
-        """Sent, with the parts that are still incomplete and without what direct lanes still hold."""
-        return self.sender.bytes_left
-
-    @property
-    def bytes_arrived(self) -> int:
-        """Received, with the parts that are still incomplete."""
-        return self.receiver.bytes_arrived
 
     async def run(self) -> None:
         """Move parts until cancelled: what others still need is sent even when this member has everything."""
@@ -180,37 +155,6 @@ class Attempt:
             except BadContributionError as error:
                 self.signals.broken(error.peer_id, error)
                 return
-
-    def mark(self, contributor: str) -> ResumeMark:
-        """Return how far a member's contribution to this one's share has come, as far as the next attempt keeps it."""
-        return self.values.carry.mark(contributor)
-
-    def leave(self, told: Mapping[str, ResumeMark]) -> Leftover | None:
-        """Return what the next attempt may use. Call it when this one is cancelled, before :meth:`let_go`.
-
-        Args:
-            told: how far this member's contribution has come, by the reducers that have told it.
-        """
-        return self.values.carry.leave(told)
-
-    def pass_on(self, lost: Collection[str], to: Iterable[str]) -> None:
-        """Send members the whole shares that lost members would have sent, as the same bytes.
-
-        This member has the whole result.
-        """
-        self.sender.pass_on(lost, to)
-
-    def take_from(self, source: str, lost: Collection[str]) -> None:
-        """Take the shares that lost members would have sent from this member from now on."""
-        self.receiver.take_from(source, lost)
-
-    def note_arrivals(self) -> None:
-        """Report what has come over direct lanes, as a sign of life. Call it now and then."""
-        self.receiver.note_arrivals()
-
-    def let_go(self) -> None:
-        """Release everything that has the size of a vector. Call it only when the attempt has ended."""
-        self.values.let_go()
 
 
 def _proofs(

@@ -50,13 +50,11 @@ class Receiver:
         self._source_named = trio.Event()
 
     @property
-    def bytes_received(self) -> int:
-        """Bytes of parts, their frames included."""
-        return sum(self.bytes_by_way.values())
-
-    @property
     def bytes_by_way(self) -> dict[str, int]:
-        """The same by the way that they have come, a :class:`~p2pavg.telemetry.events.Way`."""
+        """Bytes of parts, their frames included, by the way that they have come.
+
+        See :class:`~p2pavg.telemetry.events.Way`.
+        """
         return self.stream_bytes.with_lanes(sum(use.moved for use in self._uses))
 
     @property

@@ -8,7 +8,8 @@ parts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import trio
@@ -16,12 +17,11 @@ import trio
 from p2pavg.allreduce.context import AttemptPlan
 from p2pavg.allreduce.events import DirectLaneBroke
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, Step, outgoing
-from p2pavg.allreduce.movers.lane_driver import DirectUse, is_small
+from p2pavg.allreduce.movers.lane_driver import DirectUse, Turns, is_small
 from p2pavg.allreduce.movers.moves import carry_out, sending
-from p2pavg.allreduce.movers.reuse import START, ResumeMark
+from p2pavg.allreduce.movers.reuse import START
 from p2pavg.allreduce.movers.stream_driver import Precedence, StreamBytes, StreamUse
 from p2pavg.allreduce.signals import Signals
-from p2pavg.allreduce.turns import Turns
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
@@ -55,13 +55,11 @@ class Sender:
         self._nursery: trio.Nursery | None = None
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes of parts, their frames included."""
-        return sum(self.bytes_by_way.values())
-
-    @property
     def bytes_by_way(self) -> dict[str, int]:
-        """The same by the way that they have gone, a :class:`~p2pavg.telemetry.events.Way`."""
+        """Bytes of parts, their frames included, by the way that they have gone.
+
+        See :class:`~p2pavg.telemetry.events.Way`.
+        """
         return self.stream_bytes.with_lanes(sum(use.moved for use in self._uses))
 
     @property
@@ -87,30 +85,19 @@ class Sender:
         if not contributions and not averages:
             return
 
+        # If the lane breaks, all of it is sent again, and the receiver drops what it has.
         steps = outgoing(contributions, averages, sums_at)
-        header = plan.header(Lane.PARTS, begin=begin)
-
-        async def send(use: DirectUse) -> None:
-            parts = [step.part for step in steps]
-            if plan.values.is_on_cpu and is_small(
-                use.lane, parts, len(plan.roster.members), plan.context, plan.context.upload
-            ):
-                await use.send_small(header, steps)
-            else:
-                await self._in_thread(use, partial(use.send_parts, header, steps))
-
-        # If the lane broke, all of it is sent again, and the receiver drops what it has.
-        if await self._over_direct_lane(member, send):
+        if await self._over_direct_lane(member, plan.header(Lane.PARTS, begin=begin), steps):
             return
         # A stream each, since averages that wait for other members must not hold up contributions.
         async with trio.open_nursery() as nursery:
-            for lane, parts, send_on in (
-                (Lane.CONTRIBUTIONS, contributions, self.send_contributions),
-                (Lane.AVERAGES, averages, self.send_averages),
-            ):
-                if parts:
-                    at = begin if lane is Lane.CONTRIBUTIONS else START
-                    nursery.start_soon(self.over_stream, member, plan.header(lane, begin=at), send_on)
+            if contributions:
+                header = plan.header(Lane.CONTRIBUTIONS, begin=begin)
+                nursery.start_soon(self.over_stream, member, header, outgoing(contributions, [], sums_at))
+            if averages:
+                nursery.start_soon(
+                    self.over_stream, member, plan.header(Lane.AVERAGES), outgoing([], averages)
+                )
 
     def pass_on(self, lost: Collection[str], to: Iterable[str]) -> None:
         """Send members the whole shares that lost members would have sent, as the same bytes.
@@ -126,45 +113,10 @@ class Sender:
     async def _send_share(self, member: Candidate, reducer: str) -> None:
         steps = outgoing([], [(reducer, part, None) for part in self._plan.ledger.parts[reducer]])
         header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
+        if not await self._over_direct_lane(member, header, steps):
+            await self.over_stream(member, header, steps)
 
-        async def send_share(use: DirectUse) -> None:
-            await self._in_thread(use, partial(use.send_parts, header, steps))
-
-        async def send(stream: Stream) -> None:
-            await self._send(stream, steps, passes_on=True)
-
-        if not await self._over_direct_lane(member, send_share):
-            await self.over_stream(member, header, send)
-
-    async def over_stream(
-        self, member: Candidate, header: LaneHeader, send: Callable[[Stream], Awaitable[None]]
-    ) -> None:
-        """Open a stream to a member, and send on it."""
-        self.streamed.add(member.peer_id)
-        try:
-            stream = await self._plan.context.transport.open_stream(
-                member.peer_id,
-                PROTOCOL,
-                addresses=member.addresses,
-                timeout=MAX_TIMEOUT_SECONDS,  # the attempt's: its failure detector gives up a member that is silent
-                # A member that cannot be dialled has opened a connection of its own, or is about to.
-                wait_inbound=True,
-            )
-            try:
-                await send_message(stream, header.encode())
-                await send(stream)
-            finally:
-                await stream.aclose()
-        except (UnreachableError, StreamBrokenError, ClosedError) as error:
-            # A broken stream is the loss of the member; a broken lane was not.
-            self._signals.broken(member.peer_id, error)
-
-    async def _in_thread(self, use: DirectUse, send: Callable[[], None]) -> None:
-        await in_own_thread(send, stop=use.stop, name="p2pavg-send")
-
-    async def _over_direct_lane(
-        self, member: Candidate, send: Callable[[DirectUse], Awaitable[None]]
-    ) -> bool:
+    async def _over_direct_lane(self, member: Candidate, header: LaneHeader, steps: Sequence[Step]) -> bool:
         """Return whether everything went over a direct lane."""
         plan, transport = self._plan, self._plan.context.transport
         try:
@@ -179,8 +131,15 @@ class Sender:
         place = (plan.position(member.peer_id) - plan.position(plan.me)) % MAX_MEMBERS
         use = DirectUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
         self._uses.append(use)
+        parts = [step.part for step in steps]
+        may_be_small = header.lane is not Lane.PASSED_ON and plan.values.is_on_cpu
         try:
-            await send(use)
+            if may_be_small and is_small(
+                lane, parts, len(plan.roster.members), plan.context, plan.context.upload
+            ):
+                await use.send_small(header, steps)
+            else:
+                await in_own_thread(partial(use.send_parts, header, steps), stop=use.stop, name="p2pavg-send")
             # What the kernel took may be lost with the connection: only the receiver knows what has come.
             await lane.acknowledged()
         except StreamBrokenError as error:
@@ -196,22 +155,32 @@ class Sender:
                 lane.abort()
         return True
 
-    async def send_contributions(self, stream: Stream) -> None:
-        """Send this member's values, or the means of its site, to another one's tasks."""
-        begin = self._plan.values.carry.goes_on_at(stream.remote)
-        contributions, sums_at = self._plan.contributions_to(stream.remote)
-        with self._precedence.contributing():
-            await self._send(stream, outgoing(contributions[begin.parts :], [], sums_at), begin)
+    async def over_stream(self, member: Candidate, header: LaneHeader, steps: Sequence[Step]) -> None:
+        """Open a stream to a member, and send on it what its header announces."""
+        self.streamed.add(member.peer_id)
+        try:
+            stream = await self._plan.context.transport.open_stream(
+                member.peer_id,
+                PROTOCOL,
+                addresses=member.addresses,
+                timeout=MAX_TIMEOUT_SECONDS,  # the attempt's: its failure detector gives up a member that is silent
+                # A member that cannot be dialled has opened a connection of its own, or is about to.
+                wait_inbound=True,
+            )
+            try:
+                await send_message(stream, header.encode())
+                await self._send(stream, header, steps)
+            finally:
+                await stream.aclose()
+        except (UnreachableError, StreamBrokenError, ClosedError) as error:
+            # A broken stream is the loss of the member; a broken lane was not.
+            self._signals.broken(member.peer_id, error)
 
-    async def send_averages(self, stream: Stream) -> None:
-        """Send averages, each as soon as it is ready."""
-        await self._send(stream, outgoing([], self._plan.averages_to(stream.remote)))
-
-    async def _send(
-        self, stream: Stream, steps: Sequence[Step], begin: ResumeMark = START, *, passes_on: bool = False
-    ) -> None:
+    async def _send(self, stream: Stream, header: LaneHeader, steps: Sequence[Step]) -> None:
+        plan, passes_on = self._plan, header.lane is Lane.PASSED_ON
         # What is passed on does not wait for contributions: the attempt of which it is a part has none left to send.
         precedence = None if passes_on else self._precedence
-        use = StreamUse(stream, self._plan.context, self._signals, self.stream_bytes, precedence)
-        moves = sending(self._plan.values, stream.remote, steps, begin, passes_on=passes_on)
-        await carry_out(moves, use.move)
+        use = StreamUse(stream, plan.context, self._signals, self.stream_bytes, precedence)
+        moves = sending(plan.values, stream.remote, steps, header.begin, passes_on=passes_on)
+        with self._precedence.contributing() if header.lane is Lane.CONTRIBUTIONS else nullcontext():
+            await carry_out(moves, use.move)

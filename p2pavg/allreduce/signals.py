@@ -109,7 +109,7 @@ class Signals:
         """Tell once that everything is here."""
         if not self._complete and not self._scope.cancel_called and self.values.complete:
             self._complete = True
-            self.emit(ResultComplete(self.values.digests()))
+            self.emit(ResultComplete(self.values.averages.digests()))
 
     def broken(self, peer_id: str, error: Exception | str) -> None:
         """Tell that a lane to or from a member broke."""

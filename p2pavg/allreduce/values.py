@@ -15,9 +15,8 @@ from itertools import accumulate
 import torch
 from blake3 import blake3
 
-from p2pavg.allreduce.averages import Averages, EncodedAverage
-from p2pavg.allreduce.carry import ResumeState
-from p2pavg.allreduce.inputs import Inputs
+from p2pavg.allreduce.averages import Averages
+from p2pavg.allreduce.carry import Inputs, ResumeState
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.movers.reuse import Leftover
 from p2pavg.allreduce.proofs import Proofs
@@ -141,7 +140,8 @@ class AttemptData:
         self._vector = vector
         self._buffers = buffers
         self._on_ready = on_ready
-        self._averages = Averages(ledger, codec.averages, buffers)
+        self.averages = Averages(ledger, codec.averages, buffers)
+        """Of the whole vector, or an auxiliary's share."""
         own = ledger.parts[ledger.me]
         # Of a sparse codec every member sees in the average what is left out.
         counts = vector is not None and codec.needs_feedback and not codec.is_sparse
@@ -175,14 +175,9 @@ class AttemptData:
     def let_go(self) -> None:
         """Release everything that has the size of a vector. Call it only when nothing uses it any more."""
         self._vector = self.left_out = None
-        self._averages.let_go()
+        self.averages.let_go()
         self._inputs.let_go()
         self._sums.clear()
-
-    @property
-    def averaged(self) -> torch.Tensor:
-        """The averages, float32: of the whole vector, or an auxiliary's share."""
-        return self._averages.values
 
     @property
     def complete(self) -> bool:
@@ -190,16 +185,8 @@ class AttemptData:
         with self.changed:
             return self._ledger.complete
 
-    def as_encoded(self) -> EncodedAverage:
-        """Return the whole average as all members have it. Every part must be there."""
-        return self._averages.as_encoded()
-
-    def digests(self) -> tuple[bytes, ...]:
-        """Return one digest a share, in the order of the roster. An auxiliary has none."""
-        return self._averages.digests()
-
     def outputs(self) -> tuple[bytes, ...]:
-        """Return each reducer's signature of its share, in the order of :meth:`digests`.
+        """Return each reducer's signature of its share, in the order of :meth:`Averages.digests`.
 
         The bytes are those that follow the share's last average; empty for a share without parts, which no reducer
         signs. An auxiliary has none. Every part must be there.
@@ -253,12 +240,12 @@ class AttemptData:
         if kind is Lane.CONTRIBUTIONS:
             return self.proofs.sign_input(reducer) if self._audited else b""
         if reducer == self._ledger.me:
-            return self.proofs.sign_output(self._averages.part_digests(reducer)).trailer
+            return self.proofs.sign_output(self.averages.part_digests(reducer)).trailer
         return self.proofs.share(reducer).trailer
 
     def encoded(self, reducer: str, index: int) -> Buffer:
         """Return an averaged part as all members have it. It must be there."""
-        return self._averages.encoded(reducer, index)
+        return self.averages.encoded(reducer, index)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -321,11 +308,11 @@ class AttemptData:
             left = None
             if self.left_out is not None:
                 left = self.left_out[self._left_at[place] : self._left_at[place + 1]]
-            encoded = self._combiner.combine(values, self._averages.values_of(part), left)
+            encoded = self._combiner.combine(values, self.averages.values_of(part), left)
             digest = blake3(encoded).digest()
         with self.changed:
             if place >= 0:
-                self._averages.keep(self._ledger.me, place, encoded, digest)
+                self.averages.keep(self._ledger.me, place, encoded, digest)
             self._inputs.averaged(index)
             self._ledger.averaged_own()
             self._ready[index] = True
@@ -361,7 +348,7 @@ class AttemptData:
         with self._decoding[reducer]:
             if reducer in self._passed:
                 return  # the whole share came from another one first
-            self._averages.install(reducer, part, payload)
+            self.averages.install(reducer, part, payload)
             # The ledger hears of the last part only after the reducer's signature:
             # a share counts as complete when it is signed.
             self._check_output(reducer, trailer)
@@ -383,7 +370,7 @@ class AttemptData:
 
     def _check_output(self, reducer: str, trailer: bytes) -> None:
         if self.proofs is not None and trailer:
-            self.proofs.check_output(reducer, self._averages.part_digests(reducer), trailer)
+            self.proofs.check_output(reducer, self.averages.part_digests(reducer), trailer)
 
     def receive_share(self, reducer: str, payloads: list[Buffer], trailer: bytes = b"") -> None:
         """Take all parts of a reducer's share from another member, and the bytes that followed the last one.
@@ -399,7 +386,7 @@ class AttemptData:
             # so that one share is never of two sources.
             self._passed.add(reducer)
             for part, payload in zip(self._ledger.parts[reducer], payloads, strict=True):
-                self._averages.install(reducer, part, payload)
+                self.averages.install(reducer, part, payload)
             self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received_share(reducer)

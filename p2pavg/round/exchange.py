@@ -77,14 +77,14 @@ class Traffic:
             await trio.sleep(GLANCE_SECONDS)
             attempt = current()
             if attempt is not None:
-                attempt.note_arrivals()
+                attempt.receiver.note_arrivals()
             self.sample(attempt)
 
     def sample(self, attempt: Attempt | None) -> None:
         """Tell the meter how much has been moved, the attempt that runs included."""
         sent, received = self.sent.total(), self.received.total()
         if attempt is not None:
-            sent, received = sent + attempt.bytes_left, received + attempt.bytes_arrived
+            sent, received = sent + attempt.sender.bytes_left, received + attempt.receiver.bytes_arrived
         self._meter.sample(trio.current_time(), sent, received)
 
     def end(self) -> None:
@@ -411,7 +411,7 @@ class Exchange:
         if self._voting.is_used() is not None:
             self._found_out = None
         if self._attempt is not None:
-            self._attempt.let_go()
+            self._attempt.values.let_go()
             self._attempt = None
 
     # ------------------------------------------------------------------ the result of an attempt
@@ -440,7 +440,7 @@ class Exchange:
         member = self._voting.member
         committed = member.committed if member.phase is RoundPhase.COMMITTED else None
         # A round that failed has no average to audit.
-        digests = () if committed is None else self._attempt.values.digests()
+        digests = () if committed is None else self._attempt.values.averages.digests()
         self._audits.ended(self._attempt, committed, digests)
 
     # ------------------------------------------------------------------ moves that the agreement decides
@@ -467,7 +467,7 @@ class Exchange:
             self._traffic.add(self._attempt)
             # Its lanes may still run: cancelling asks them to end. `_run_attempt` lets it go when they have.
             self._attempt.scope.cancel()
-            leftover = self._attempt.leave(self._told_by(self._attempt.number))
+            leftover = self._attempt.values.carry.leave(self._told_by(self._attempt.number))
             logger.info(
                 "group %s begins anew with %d members: %s",
                 self._roster.group_id.hex()[:8],
@@ -497,7 +497,7 @@ class Exchange:
         await attempt.run()
         # Only now: until its threads have ended, they read and write the memory of the vectors.
         if attempt is not self._attempt:  # a newer one took its place
-            attempt.let_go()
+            attempt.values.let_go()
 
     def _told_by(self, attempt: int) -> dict[str, ResumeMark]:
         """Return how far this member's contribution has come in an attempt, by the reducers that have told it."""
@@ -512,18 +512,20 @@ class Exchange:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         if self._attempt is None:
             return None
-        mark = self._attempt.mark(self._roster.members[position].peer_id)
+        mark = self._attempt.values.carry.mark(self._roster.members[position].peer_id)
         return None if mark == START else ReceivedUpTo(self._attempt.number, *mark)
 
     def pass_on(self, reducers: frozenset[int], to: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         assert self._attempt is not None
-        self._attempt.pass_on(_peer_ids(self._roster, reducers), _peer_ids(self._roster, to))
+        self._attempt.sender.pass_on(_peer_ids(self._roster, reducers), _peer_ids(self._roster, to))
 
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
         if self._attempt is not None:
-            self._attempt.take_from(self._roster.members[source].peer_id, _peer_ids(self._roster, reducers))
+            self._attempt.receiver.take_from(
+                self._roster.members[source].peer_id, _peer_ids(self._roster, reducers)
+            )
 
     def committed(self) -> None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
@@ -556,7 +558,7 @@ class Exchange:
         return ExchangeOutcome(
             verdict=None if committed is not None else losses.failure(member.reason, member.code),
             used=self._voting.is_used(),
-            averaged=self._attempt.averaged,
+            averaged=self._attempt.values.averages.values,
             roster=self._attempt.roster,
             lost=losses.all(member.begun.view),
             bytes_sent=self._traffic.sent.total(),
@@ -569,7 +571,7 @@ class Exchange:
             group_id=self._roster.group_id,
             certificate=_certificate(self._roster, committed),
             signers=0 if committed is None else len(committed.signatures),
-            encoded=None if committed is None else self._attempt.values.as_encoded(),
+            encoded=None if committed is None else self._attempt.values.averages.as_encoded(),
             streamed=frozenset(self._attempt.streamed),
             drawn=self._drawn(self._attempt, committed),
             left_out=self._attempt.values.left_out if self._reduced(self._attempt, committed) else None,

@@ -19,7 +19,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, Step, part_frame
 from p2pavg.allreduce.movers.lobby import InboundLane
 from p2pavg.allreduce.proofs import part_digest
 from p2pavg.allreduce.receiver import Receiver
@@ -129,7 +129,16 @@ class LyingSender(Sender):
     how: ClassVar[list[Deliver]] = []
     backwards: ClassVar[bool] = False
 
-    async def send_contributions(self, stream: Stream) -> None:
+    async def _send(self, stream: Stream, header: LaneHeader, steps: Sequence[Step]) -> None:
+        match header.lane:
+            case Lane.CONTRIBUTIONS:
+                await self._send_contributions(stream)
+            case Lane.AVERAGES:
+                await self._send_averages(stream)
+            case _:
+                await super()._send(stream, header, steps)
+
+    async def _send_contributions(self, stream: Stream) -> None:
         values, reducer, digests = self._plan.values, stream.remote, []
         for part in self._ordered(Lane.CONTRIBUTIONS, self._plan.ledger.parts[reducer]):
             payload = await self._plan.context.run_in_thread(values.contribution, reducer, part)
@@ -139,7 +148,7 @@ class LyingSender(Sender):
             values.proofs._sent[reducer] = digests
             await stream.send_all(values.proofs.sign_input(reducer))
 
-    async def send_averages(self, stream: Stream) -> None:
+    async def _send_averages(self, stream: Stream) -> None:
         proofs, digests = self._plan.values.proofs, []
         for part in self._ordered(Lane.AVERAGES, self._plan.own_parts):
             await self._signals.until_ready(part.index)

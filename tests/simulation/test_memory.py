@@ -39,7 +39,7 @@ def check_few_vectors(most: int, before: list[AttemptData]) -> None:
     alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
     assert len(alive) <= most, [(tensor.shape, tensor.dtype) for tensor in alive]
     known = {id(values) for values in before}
-    assert not any(v._averages._encoded or v._inputs._waiting for v in held() if id(v) not in known)
+    assert not any(v.averages._encoded or v._inputs._waiting for v in held() if id(v) not in known)
 
 
 async def step(averager: p2pavg.DecentralizedAverager) -> p2pavg.Success:

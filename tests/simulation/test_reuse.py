@@ -147,5 +147,5 @@ async def test_an_attempt_that_ended_keeps_nothing_of_a_vectors_size(monkeypatch
     assert any(attempt.number for attempt in begun)
     for attempt in begun:
         if not attempt.number and attempt.plan.me != name(3):
-            assert attempt.averaged.numel() == 0
+            assert attempt.values.averages.values.numel() == 0
             assert not attempt.values._inputs._waiting

@@ -14,7 +14,7 @@ import trio
 
 import p2pavg
 from p2pavg.allreduce.context import AttemptPlan
-from p2pavg.allreduce.messages import Step
+from p2pavg.allreduce.messages import Lane, LaneHeader, Step
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.result import RoundResult, Success
@@ -94,10 +94,10 @@ async def test_each_value_crosses_between_sites_once_in_each_direction(
     crossed: Counter[tuple[str, str]] = Counter()
     send, site_by_name = Sender._send, {name(index): site for index, site in enumerate(SITES)}
 
-    async def count(self: Sender, stream: Stream, steps: Sequence[Step], *given: Any, **named: Any) -> None:
+    async def count(self: Sender, stream: Stream, header: LaneHeader, steps: Sequence[Step]) -> None:
         sites = site_by_name[self._plan.me], site_by_name[stream.remote]
         crossed[sites] += sum(step.part.elements for step in steps)
-        await send(self, stream, steps, *given, **named)
+        await send(self, stream, header, steps)
 
     monkeypatch.setattr(Sender, "_send", count)
     changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
@@ -191,14 +191,14 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
     monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Members that take part in the result hold the same bits, which are the mean of its peers."""
-    liar, send_averages, encoded = 4, Sender.send_averages, AttemptData.encoded
+    liar, send, encoded = 4, Sender._send, AttemptData.encoded
     to_victim: ContextVar[bool] = ContextVar("to_victim", default=False)
     changed = 0
 
-    async def note(self: Sender, stream: Stream) -> None:
-        is_first = self._plan.me == name(liar) and self._plan.number == 0
-        to_victim.set(is_first and stream.remote == name(victim))
-        await send_averages(self, stream)
+    async def note(self: Sender, stream: Stream, header: LaneHeader, steps: Sequence[Step]) -> None:
+        lies = self._plan.me == name(liar) and self._plan.number == 0 and header.lane is Lane.AVERAGES
+        to_victim.set(lies and stream.remote == name(victim))
+        await send(self, stream, header, steps)
 
     def change(self: AttemptData, reducer: str, index: int) -> Buffer:
         nonlocal changed
@@ -207,7 +207,7 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
             payload, changed = bytes(len(payload)), changed + 1
         return payload
 
-    monkeypatch.setattr(Sender, "send_averages", note)
+    monkeypatch.setattr(Sender, "_send", note)
     monkeypatch.setattr(AttemptData, "encoded", change)
     found = await play(sites=("a", "b", "a", "b", "b", "a"))
     assert changed

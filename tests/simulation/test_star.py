@@ -13,7 +13,7 @@ import trio
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.inputs import Inputs
+from p2pavg.allreduce.carry import Inputs
 from p2pavg.allreduce.messages import MAX_WAITING_PARTS, Lane
 from p2pavg.allreduce.sender import Sender
 from p2pavg.base.result import RoundResult, Success

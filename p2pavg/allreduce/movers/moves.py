@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from p2pavg.allreduce.carry import IncomingPart
 from p2pavg.allreduce.events import BadContributionError
-from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import Lane, Step
 from p2pavg.allreduce.movers.reuse import ResumeMark
 from p2pavg.allreduce.proofs import trailer_bytes

@@ -13,9 +13,9 @@ from typing import Any
 
 import trio
 
+from p2pavg.allreduce.carry import IncomingPart
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.events import BytesArrived
-from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, part_frame
 from p2pavg.allreduce.movers.moves import AwaitReady, Move, ReceiveIndex, ReceivePart, RunWork, SendPart
 from p2pavg.allreduce.signals import Signals
@@ -31,7 +31,7 @@ class Precedence:
     """The contributions that one member sends over streams, and the averages that wait for them.
 
     Other members wait for contributions, and an average is worth nothing if a member that it counts is lost. On direct
-    lanes, :mod:`p2pavg.allreduce.turns` sees to it.
+    lanes, :class:`~p2pavg.allreduce.movers.lane_driver.Turns` sees to it.
     """
 
     def __init__(self) -> None:

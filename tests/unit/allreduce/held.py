@@ -104,7 +104,7 @@ class Held(AttemptData):
 
     def share_of(self, reducer: int) -> list[int]:
         """Return the bits of a share's averages."""
-        found = self.averaged[reducer * SHARE : (reducer + 1) * SHARE]
+        found = self.averages.values[reducer * SHARE : (reducer + 1) * SHARE]
         return [int(bits) for bits in found.view(torch.int32)]
 
 

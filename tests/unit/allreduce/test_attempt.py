@@ -221,12 +221,13 @@ class TestResult:
         async with side.running():
             assert side.reports.owing == {B, C}
             await everything_but(side, NOTHING)
-            assert torch.equal(side.attempt.averaged, RESULT)
+            assert torch.equal(side.attempt.values.averages.values, RESULT)
             assert len(side.reports.results) == 1
         assert side.reports.troubles == []
         assert side.reports.owing == set()
-        assert side.attempt.bytes_received == side.reports.bytes == 4 * (FRAME_BYTES + 4 * SHARE)
-        assert side.attempt.bytes_sent == side.attempt.bytes_received
+        moved = 4 * (FRAME_BYTES + 4 * SHARE)
+        assert sum(side.attempt.receiver.bytes_by_way.values()) == side.reports.bytes == moved
+        assert side.attempt.sender.bytes_by_way == side.attempt.receiver.bytes_by_way
 
     @pytest.mark.parametrize("missing", [(B, Lane.CONTRIBUTIONS), (C, Lane.AVERAGES)])
     async def test_the_result_is_incomplete_while_a_part_is_missing(self, missing: tuple[str, Lane]) -> None:
@@ -268,7 +269,7 @@ class TestResult:
             await side.comes(A, Lane.CONTRIBUTIONS, part(1.0))
             await side.comes(B, Lane.CONTRIBUTIONS, part(3.0))
             assert side.reports.results == [()]
-            assert side.attempt.averaged.tolist() == [2.0] * SHARE
+            assert side.attempt.values.averages.values.tolist() == [2.0] * SHARE
             assert side.transport.sent(A, Lane.AVERAGES) == part(2.0)
             assert side.transport.sent(A, Lane.CONTRIBUTIONS) is None
 
@@ -292,11 +293,11 @@ class TestResult:
         side = Side()
         async with side.running():
             await everything_but(side, (B, Lane.CONTRIBUTIONS))
-        side.attempt.let_go()
-        assert side.attempt.averaged.numel() == 0
+        side.attempt.values.let_go()
+        assert side.attempt.values.averages.values.numel() == 0
         assert side.attempt.values._vector is None
         assert not side.attempt.values._inputs._waiting
-        assert not side.attempt.values._averages._encoded
+        assert not side.attempt.values.averages._encoded
 
 
 class TestTrouble:
@@ -305,7 +306,7 @@ class TestTrouble:
     async def others_go_on(self, side: Side) -> None:
         before = len(side.reports.troubles)
         await side.comes(B, Lane.AVERAGES, part(20.0))
-        assert side.attempt.averaged[SHARE : 2 * SHARE].tolist() == [20.0] * SHARE
+        assert side.attempt.values.averages.values[SHARE : 2 * SHARE].tolist() == [20.0] * SHARE
         assert len(side.reports.troubles) == before
 
     @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ class TestTrouble:
     ) -> None:
         side = Side()
         async with side.running():
-            side.attempt.take_from(C, [C])
+            side.attempt.receiver.take_from(C, [C])
             reducer = 2 if lane is Lane.PASSED_ON else 0
             inbound = await side.comes(C, lane, said, stream=stream, reducer=reducer)
             assert inbound.finished.is_set()
@@ -412,7 +413,7 @@ class TestPassingOn:
         side = Side()
         async with side.running():
             await everything_but(side, NOTHING)
-            side.attempt.pass_on([C], [B])
+            side.attempt.sender.pass_on([C], [B])
             await wait_all_tasks_blocked()
             assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)
             assert side.transport.sent(C, Lane.PASSED_ON, reducer=2) is None
@@ -421,7 +422,7 @@ class TestPassingOn:
         side = Side()
         async with side.running():
             await everything_but(side, NOTHING)
-            side.attempt.pass_on([A, B], [C])
+            side.attempt.sender.pass_on([A, B], [C])
             await wait_all_tasks_blocked()
             assert side.transport.sent(C, Lane.PASSED_ON, reducer=0) == part(2.0)
             assert side.transport.sent(C, Lane.PASSED_ON, reducer=1) == part(20.0)
@@ -430,10 +431,10 @@ class TestPassingOn:
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
-            side.attempt.take_from(B, [C])
+            side.attempt.receiver.take_from(B, [C])
             lane = await side.comes(B, Lane.PASSED_ON, part(30.0), reducer=2)
             assert lane.finished.is_set()
-            assert torch.equal(side.attempt.averaged, RESULT)
+            assert torch.equal(side.attempt.values.averages.values, RESULT)
             assert len(side.reports.results) == 1
         assert side.reports.troubles == []
 
@@ -443,7 +444,7 @@ class TestPassingOn:
             side = Side()
             async with side.running():
                 await everything_but(side, (C, Lane.AVERAGES))
-                side.attempt.take_from(B, [C])
+                side.attempt.receiver.take_from(B, [C])
                 await side.comes(peer_id, lane, part(30.0), reducer=reducer)
             digests += side.reports.results
         assert digests[0] == digests[1]
@@ -454,7 +455,7 @@ class TestPassingOn:
             await everything_but(side, (C, Lane.AVERAGES))
             await side.comes(B, Lane.PASSED_ON, part(30.0), reducer=2)
             assert side.reports.results == []
-            side.attempt.take_from(B, [C])
+            side.attempt.receiver.take_from(B, [C])
             await wait_all_tasks_blocked()
             assert len(side.reports.results) == 1
 
@@ -463,25 +464,25 @@ class TestPassingOn:
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
-            side.attempt.averaged[2 * SHARE :] = -1.0
-            side.attempt.take_from(B, [C])
+            side.attempt.values.averages.values[2 * SHARE :] = -1.0
+            side.attempt.receiver.take_from(B, [C])
             await side.comes(C, Lane.PASSED_ON, part(99.0), reducer=2)
             await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=0)
             await side.comes(C, Lane.PASSED_ON, part(99.0), reducer=1)
             assert side.reports.results == []
-            assert torch.equal(side.attempt.averaged[: 2 * SHARE], RESULT[: 2 * SHARE])
-            assert side.attempt.averaged[2 * SHARE :].tolist() == [-1.0] * SHARE
+            assert torch.equal(side.attempt.values.averages.values[: 2 * SHARE], RESULT[: 2 * SHARE])
+            assert side.attempt.values.averages.values[2 * SHARE :].tolist() == [-1.0] * SHARE
 
     async def test_another_source_may_follow_one_that_died(self) -> None:
         side = Side(group=roster([candidate(index, weight=1.0) for index in (0, 1, 2, 4)], [3] * 4))
         fourth = SIGNERS[4].peer_id
-        side.attempt.take_from(B, [fourth])
+        side.attempt.receiver.take_from(B, [fourth])
         async with side.running():
             await side.comes(B, Lane.PASSED_ON, part(30.0, elements=3)[:-2], reducer=3, stream=Broken)
             assert side.reports.troubles == [(B, False)]
-            side.attempt.take_from(C, [fourth])
+            side.attempt.receiver.take_from(C, [fourth])
             await side.comes(C, Lane.PASSED_ON, part(30.0, elements=3), reducer=3)
-            assert side.attempt.averaged[9:].tolist() == [30.0] * 3
+            assert side.attempt.values.averages.values[9:].tolist() == [30.0] * 3
 
     @pytest.mark.parametrize("before", [0, FRAME_BYTES + 3], ids=["all of it", "the rest of it"])
     async def test_late_parts_of_the_reducer_itself_are_no_offence(self, before: int) -> None:
@@ -489,7 +490,7 @@ class TestPassingOn:
         side, words = Side(), part(30.0)
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
-            side.attempt.take_from(B, [C])
+            side.attempt.receiver.take_from(B, [C])
             slow = Slow(words, C)
             lane = InboundLane(slow, LaneHeader(GROUP, Lane.AVERAGES, NUMBER, 0, side.members))
             side.lanes.arrived(lane)
@@ -502,29 +503,29 @@ class TestPassingOn:
             assert lane.finished.is_set()
             assert side.reports.troubles == []
             assert len(side.reports.results) == 1
-            assert torch.equal(side.attempt.averaged, RESULT)
+            assert torch.equal(side.attempt.values.averages.values, RESULT)
 
     async def test_the_reducer_may_be_faster_than_the_source(self) -> None:
         """A later leader may reach the reducer again, so its parts are accepted until the share is whole."""
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
-            side.attempt.take_from(B, [C])
+            side.attempt.receiver.take_from(B, [C])
             await side.comes(C, Lane.AVERAGES, part(30.0))
             assert len(side.reports.results) == 1
             await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=2)
-            assert torch.equal(side.attempt.averaged, RESULT)
+            assert torch.equal(side.attempt.values.averages.values, RESULT)
 
     async def test_a_whole_result_never_changes(self) -> None:
         """It may become whole after this member's promise, and its digests have been sent since."""
         side = Side()
         async with side.running():
             await everything_but(side, NOTHING)
-            side.attempt.take_from(B, [C])
+            side.attempt.receiver.take_from(B, [C])
             await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=2)
-            assert torch.equal(side.attempt.averaged, RESULT)
+            assert torch.equal(side.attempt.values.averages.values, RESULT)
             assert len(side.reports.results) == 1
-            side.attempt.pass_on([C], [B])
+            side.attempt.sender.pass_on([C], [B])
             await wait_all_tasks_blocked()
             assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)
 
@@ -551,7 +552,7 @@ class TestTakingDirectLanes:
     async def others_go_on(self, side: Side) -> None:
         before = len(side.reports.troubles)
         await side.comes(B, Lane.AVERAGES, part(20.0))
-        assert side.attempt.averaged[SHARE : 2 * SHARE].tolist() == [20.0] * SHARE
+        assert side.attempt.values.averages.values[SHARE : 2 * SHARE].tolist() == [20.0] * SHARE
         assert len(side.reports.troubles) == before
 
     async def test_a_stream_of_parts_is_not_due(self) -> None:
@@ -590,7 +591,7 @@ class TestTakingDirectLanes:
             slow.allow(len(words))
             await wait_all_tasks_blocked()
             assert stream.finished.is_set()
-            assert side.attempt.bytes_received == len(words)
+            assert sum(side.attempt.receiver.bytes_by_way.values()) == len(words)
             await self.others_go_on(side)
             assert (await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)).finished.is_set()
             assert side.reports.troubles == []

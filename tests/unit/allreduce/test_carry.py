@@ -128,7 +128,7 @@ class Play:
                     to.receive_average(IDS[reducer], part, source.encoded(IDS[reducer], part.index), trailer)
 
     def results(self) -> list[tuple[bytes, ...]]:
-        return [values.digests() for values in self.values.values()]
+        return [values.averages.digests() for values in self.values.values()]
 
 
 def lost_one(up_to: ResumeMark | None, **changes: Any) -> tuple[Play, Play, Play]:

@@ -43,7 +43,7 @@ def test_bytes_that_are_the_values_are_not_kept_twice() -> None:
     held.reduce_all()
     held.receive_all([1])
     held.receive_share(IDS[2], share(Fp32(), 2))
-    memory = held.averaged.numpy().view(np.uint8)
+    memory = held.averages.values.numpy().view(np.uint8)
     for index in range(SIZE):
         for part in held.parts(index):
             kept = np.frombuffer(held.encoded(IDS[index], part.index), np.uint8)
@@ -120,7 +120,7 @@ def test_a_robust_rule_takes_and_releases_one_part_per_contributor() -> None:
     middle = torch.stack([vector(member)[:PART] for member in range(SIZE)])
     # The weights are 1, 5 and 0.25. None counts more than the median weight, so no member alone has more than half.
     assert sorted(WEIGHTS) == [0.25, 1.0, 5.0]
-    assert torch.equal(held.averaged[:PART], middle.median(0).values)
+    assert torch.equal(held.averages.values[:PART], middle.median(0).values)
 
 
 @codecs
@@ -148,7 +148,7 @@ def test_letting_go_does_not_change_a_result_in_use() -> None:
     held = Held(Fp32())
     held.reduce_all()
     held.receive_all()
-    result = held.averaged[5:10]
+    result = held.averages.values[5:10]
     before = bits(result)
     held.let_go()
     held.buffers.floats(ELEMENTS).fill_(-1.0)

@@ -48,26 +48,26 @@ def test_a_passed_on_share_replaces_an_incomplete_one(come: int) -> None:
     held.receive_share(IDS[2], other_share(2))
     assert held.complete
     assert [bytes(held.encoded(IDS[2], index)) for index in range(4)] == other_share(2)
-    assert held.averaged[2 * SHARE :: PART].tolist() == [7.0, 8.0, 9.0, 10.0]
+    assert held.averages.values[2 * SHARE :: PART].tolist() == [7.0, 8.0, 9.0, 10.0]
 
 
 def test_a_passed_on_share_does_not_replace_a_whole_one() -> None:
     held = Held(Fp32())
     held.reduce_all()
     held.receive_all()
-    before, told = bits(held.averaged), held.digests()
+    before, told = bits(held.averages.values), held.averages.digests()
     held.receive_share(IDS[1], other_share(1))
-    assert (bits(held.averaged), held.digests()) == (before, told)
+    assert (bits(held.averages.values), held.averages.digests()) == (before, told)
     assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == share(Fp32(), 1)
 
 
 def test_a_second_source_changes_nothing() -> None:
     held = Held(Fp32())
     held.receive_share(IDS[1], share(Fp32(), 1))
-    told = held.digests()[1]
+    told = held.averages.digests()[1]
     held.receive_share(IDS[1], other_share(1))
-    assert held.digests()[1] == told
-    assert bits(held.averaged[SHARE : 2 * SHARE]) == expected(Fp32())[SHARE : 2 * SHARE]
+    assert held.averages.digests()[1] == told
+    assert bits(held.averages.values[SHARE : 2 * SHARE]) == expected(Fp32())[SHARE : 2 * SHARE]
 
 
 def test_late_parts_of_the_reducer_that_is_gone_change_nothing() -> None:
@@ -77,11 +77,11 @@ def test_late_parts_of_the_reducer_that_is_gone_change_nothing() -> None:
     held.receive_average(IDS[1], held.parts(1)[0], share(Fp32(), 1)[0])
     held.receive_share(IDS[1], other_share(1))
     assert held.complete
-    before, told = bits(held.averaged), held.digests()
+    before, told = bits(held.averages.values), held.averages.digests()
     for index in range(1, 4):
         held.receive_average(IDS[1], held.parts(1)[index], share(Fp32(), 1)[index])
     assert held.complete
-    assert (bits(held.averaged), held.digests()) == (before, told)
+    assert (bits(held.averages.values), held.averages.digests()) == (before, told)
     assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == other_share(1)
 
 
@@ -95,7 +95,7 @@ def test_a_share_with_an_undecodable_part_may_come_again() -> None:
     assert not held.complete
     held.receive_share(IDS[1], share(Fp32(), 1))
     assert held.complete
-    assert bits(held.averaged) == expected(Fp32())
+    assert bits(held.averages.values) == expected(Fp32())
 
 
 DECODING = threading.Event()
@@ -106,7 +106,7 @@ def test_a_passed_on_share_has_the_same_digest(codec: Codec) -> None:
     held, other = Held(codec, 0), Held(codec, 1)
     held.reduce_all()
     other.receive_share(IDS[0], [bytes(held.encoded(IDS[0], index)) for index in range(4)])
-    assert held.digests()[0] == other.digests()[0]
+    assert held.averages.digests()[0] == other.averages.digests()[0]
 
 
 class Slow(Fp32):
@@ -142,7 +142,7 @@ def test_two_threads_never_mix_two_sources_of_a_share(come: int) -> None:
     assert held.complete
     there: list[Buffer] = [bytes(held.encoded(IDS[1], index)) for index in range(4)]
     assert there in (genuine, passed)
-    assert held.averaged[SHARE : 2 * SHARE].numpy().tobytes() == b"".join(map(bytes, there))
+    assert held.averages.values[SHARE : 2 * SHARE].numpy().tobytes() == b"".join(map(bytes, there))
     other = Held(Fp32())
     other.receive_share(IDS[1], there)
-    assert held.digests()[1] == other.digests()[1]
+    assert held.averages.digests()[1] == other.averages.digests()[1]

@@ -10,8 +10,8 @@ import torch
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from p2pavg.allreduce.carry import IncomingPart
 from p2pavg.allreduce.context import RunContext
-from p2pavg.allreduce.inputs import IncomingPart
 from p2pavg.allreduce.movers.lane_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, DirectUse, is_small
 from p2pavg.allreduce.movers.moves import Move, Moves, ReceivePart
 from p2pavg.group.aggregation import Aggregation, Median

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, outgoing
-from p2pavg.allreduce.movers.lane_driver import TURN_BYTES, UNSENT_BYTES, UNSENT_IN_TURNS_BYTES, DirectUse
+from p2pavg.allreduce.movers.lane_driver import (
+    TURN_BYTES,
+    UNSENT_BYTES,
+    UNSENT_IN_TURNS_BYTES,
+    DirectUse,
+    Turns,
+)
 from p2pavg.allreduce.reduction import PartTracker
-from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.milestones import Milestone

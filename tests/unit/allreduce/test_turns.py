@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pavg.allreduce.turns import HOLD_LANE_SECONDS, Rank, Turns
+from p2pavg.allreduce.movers.lane_driver import HOLD_LANE_SECONDS, Rank, Turns
 
 WATCHDOG_SECONDS = 120.0
 

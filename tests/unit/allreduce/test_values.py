@@ -70,7 +70,7 @@ def test_the_result_is_whole_when_all_parts_have_come_and_not_before(
             else:
                 held.receive_average(IDS[member], held.parts(member)[index], share(codec, member)[index])
     assert held.complete
-    assert bits(held.averaged) == expected(codec)
+    assert bits(held.averages.values) == expected(codec)
 
 
 def test_contributions_that_are_not_averaged_yet_do_not_count() -> None:
@@ -158,7 +158,7 @@ def test_the_averages_are_the_same_bits_in_any_order_of_arrival(codec: Codec, dr
         for part in held.ledger.parts[IDS[0]]:
             encoded, averaged = averaged_part(codec, part)
             assert bytes(held.encoded(IDS[0], part.index)) == encoded
-            assert bits(held.averaged[part.start : part.stop]) == bits(averaged)
+            assert bits(held.averages.values[part.start : part.stop]) == bits(averaged)
 
 
 @codecs
@@ -171,8 +171,8 @@ def test_every_member_holds_the_same_bits_and_digests(codec: Codec) -> None:
             for part, payload in zip(held.parts(reducer), share(codec, reducer), strict=True):
                 held.receive_average(IDS[reducer], part, payload)
     assert all(held.complete for held in all_held)
-    assert len({tuple(bits(held.averaged)) for held in all_held}) == 1
-    assert len({held.digests() for held in all_held}) == 1
+    assert len({tuple(bits(held.averages.values)) for held in all_held}) == 1
+    assert len({held.averages.digests() for held in all_held}) == 1
     sent = [[bytes(held.encoded(IDS[0], index)) for index in range(4)] for held in all_held]
     assert sent[0] == sent[1] == sent[2] == share(codec, 0)
 
@@ -190,7 +190,7 @@ def test_several_members_contribute_at_once(codec: Codec) -> None:
         )
         assert held.complete
         assert sorted(held.ready) == [0, 1, 2, 3]
-        assert bits(held.averaged) == expected(codec)
+        assert bits(held.averages.values) == expected(codec)
         assert [bytes(held.encoded(IDS[0], index)) for index in range(4)] == share(codec, 0)
 
 
@@ -237,15 +237,15 @@ def test_a_contribution_is_the_members_values_encoded(codec: Codec) -> None:
 
 def test_an_auxiliary_holds_its_own_share_only() -> None:
     held = Held(Fp32(), 2, with_auxiliary())
-    assert held.averaged.shape == (SHARE,)
-    assert held.digests() == ()
+    assert held.averages.values.shape == (SHARE,)
+    assert held.averages.digests() == ()
     held.reduce_all([0])
     assert not held.complete
     held.reduce_all([1])
     assert held.complete
     for part in held.parts(2):
         averaged = averaged_part(Fp32(), part, with_auxiliary())[1]
-        assert bits(held.averaged[part.index * PART : (part.index + 1) * PART]) == bits(averaged)
+        assert bits(held.averages.values[part.index * PART : (part.index + 1) * PART]) == bits(averaged)
 
 
 @codecs
@@ -269,13 +269,13 @@ def test_an_observer_holds_the_same_bits_and_digests(codec: Codec, group: Roster
                         IDS[reducer], part, held[reducer].encoded(IDS[reducer], part.index)
                     )
         assert values.complete
-    assert all(torch.equal(values.averaged, held[0].averaged) for values in held)
-    assert len({values.digests() for values in held}) == 1
-    assert len(set(held[0].digests())) == SIZE
+    assert all(torch.equal(values.averages.values, held[0].averages.values) for values in held)
+    assert len({values.averages.digests() for values in held}) == 1
+    assert len(set(held[0].averages.digests())) == SIZE
     weights = [group.members[index].weight for index in contributors]
     exact = sum(w * vector(i).double() for w, i in zip(weights, contributors, strict=True)) / sum(weights)
     assert isinstance(exact, torch.Tensor)
-    error = float((held[0].averaged.double() - exact).norm() / exact.norm())
+    error = float((held[0].averages.values.double() - exact).norm() / exact.norm())
     assert error < (1e-6 if codec.is_identity else 0.03)
 
 
@@ -313,7 +313,7 @@ def digests(payloads: dict[int, list[Buffer]], order: Sequence[tuple[int, int]])
     for reducer, index in order:
         held.receive_average(IDS[reducer], held.parts(reducer)[index], payloads[reducer][index])
     assert held.complete
-    return held.digests()
+    return held.averages.digests()
 
 
 IN_ORDER = [(reducer, index) for reducer in (1, 2) for index in range(4)]

@@ -122,7 +122,7 @@ class Played:
         ]
 
     def statement(self, auditor: int) -> Statement:
-        digest = result_digest(self.values[auditor].digests())
+        digest = result_digest(self.values[auditor].averages.digests())
         return Statement(self.group.group_id, self.subject.attempt, frozenset(self.subject.members), digest)
 
     def request(self, auditor: int, audits: Audits = ALWAYS) -> AuditRequest:

@@ -386,7 +386,7 @@ def test_an_audit_outlives_the_attempt() -> None:
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
     kept.keep_only(task.indices)
     for values in played.values:
-        values.averaged.fill_(7.0)
+        values.averages.values.fill_(7.0)
         own = values._vector
         assert own is not None
         own.fill_(7.0)

@@ -24,8 +24,17 @@ def wait_of_this_thread() -> ProcessorWait:
     (Documentation/scheduler/sched-stats.rst). On other systems it is always 0.
     """
     file = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/schedstat")
-    first = _read(file)
-    return never_waits if first is None else _Schedstat(file, first)
+    last = _read(file)
+    if last is None:
+        return never_waits
+
+    def waited() -> float:
+        nonlocal last
+        last = _read(file) or last  # None: perhaps no file can be opened
+        assert last is not None
+        return last
+
+    return waited
 
 
 class ThreadWaits:
@@ -46,18 +55,6 @@ class ThreadWaits:
         waited, before = self._processor_wait(), self._waited
         passed, self._now, self._waited = now - self._now, now, waited
         return min(max(waited - before, 0.0), passed)
-
-
-class _Schedstat:
-    def __init__(self, file: Path, first: float) -> None:
-        self._file = file
-        self._last = first
-
-    def __call__(self) -> float:
-        found = _read(self._file)
-        if found is not None:  # None: perhaps no file can be opened
-            self._last = found
-        return self._last
 
 
 def _read(file: Path) -> float | None:

@@ -166,8 +166,14 @@ class TrioThread(Generic[R]):
             self._check()
             self._pending.add(future)
         scope = trio.CancelScope()
+
+        def begin() -> None:
+            if self._nursery is not None:
+                # Without a nursery the thread is about to end, and ``_run`` answers all calls that are pending.
+                self._nursery.start_soon(self._serve, function, future, scope)
+
         try:
-            self._soon(lambda: self._spawn(function, future, scope))
+            self._soon(begin)
             return future.result()
         except ClosedError:
             # Closed although stop() was not called: an exception is ending the thread. Wait for it and raise it.
@@ -293,16 +299,6 @@ class TrioThread(Generic[R]):
                     self._nursery = None
                     # Calls that still run are cancelled here, and ``_run`` answers them.
                     nursery.cancel_scope.cancel()
-
-    def _spawn(
-        self,
-        function: Callable[[], Awaitable[T]],
-        future: concurrent.futures.Future[T],
-        scope: trio.CancelScope,
-    ) -> None:
-        if self._nursery is not None:
-            # Without a nursery the thread is about to end, and ``_run`` answers all calls that are pending.
-            self._nursery.start_soon(self._serve, function, future, scope)
 
     async def _serve(
         self,

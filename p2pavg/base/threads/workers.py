@@ -82,7 +82,7 @@ class Workers:
 
 
 class _Job:
-    """One function for the thread of :class:`Workers`."""
+    """One function that a thread runs for a task."""
 
     def __init__(self, work: Callable[[], object], token: trio.lowlevel.TrioToken) -> None:
         self._work: Callable[[], object] | None = work
@@ -133,43 +133,20 @@ async def in_own_thread(work: Callable[[], T], *, stop: Callable[[], None], name
         prepare_thread()
         return work()
 
-    def main(report: Callable[[outcome.Outcome[T]], None]) -> None:
-        report(outcome.capture(prepare_and_work))
-
-    threads: list[threading.Thread] = []
-
-    def start(report: Callable[[outcome.Outcome[T]], None]) -> None:
-        thread = threading.Thread(target=main, args=(report,), name=name, daemon=True)
-        thread.start()
-        threads.append(thread)
-
-    try:
-        return await _until_it_reports(start, stop)
-    finally:
-        for thread in threads:
-            thread.join()  # the thread has already reported its result
-
-
-async def _until_it_reports(
-    start: Callable[[Callable[[outcome.Outcome[T]], None]], None], stop: Callable[[], None]
-) -> T:
     await trio.lowlevel.checkpoint_if_cancelled()
-    token, done = trio.lowlevel.current_trio_token(), trio.Event()
-    found: list[outcome.Outcome[T]] = []
-
-    def report(how: outcome.Outcome[T]) -> None:
-        found.append(how)
-        token.run_sync_soon(done.set)
-
-    start(report)
+    job = _Job(prepare_and_work, trio.lowlevel.current_trio_token())
+    thread = threading.Thread(target=job.run, name=name, daemon=True)
+    thread.start()
     try:
-        await done.wait()
+        await job.done.wait()
     except trio.Cancelled:
         stop()
         with trio.CancelScope(shield=True):
-            await done.wait()
+            await job.done.wait()
         raise
-    return found[0].unwrap()
+    finally:
+        thread.join()  # it has already reported its result
+    return cast(T, job.result())
 
 
 class ToLoop:

@@ -43,6 +43,15 @@ def what_to_do(error: OSError, file: str | os.PathLike[str]) -> str:
     return remedy.format(file=os.fspath(file))
 
 
+@contextmanager
+def _explained(what: str, file: Path) -> Iterator[None]:
+    """Raise ConfigError for an error of the system: it cannot do ``what`` to a file of the user; and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot {what} {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+
+
 def create_file(file: Path, data: Buffer, *, mode: int) -> None:
     """Create a file. It is linked into place when it is complete.
 
@@ -70,10 +79,8 @@ def keep_file(file: Path, data: Buffer, *, mode: int) -> None:
     Raises:
         ConfigError: the file cannot be written; the message names it, and says what to do.
     """
-    try:
+    with _explained("write", file):
         replace_file(file, data, mode=mode)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
 
 
 def make_folder(folder: Path) -> Path:
@@ -82,12 +89,8 @@ def make_folder(folder: Path) -> Path:
     Raises:
         ConfigError: it cannot be made; the message names it, and says what to do.
     """
-    try:
+    with _explained("make the folder", folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {folder}: {error.strerror}", remedy=what_to_do(error, folder)
-        ) from None
     return folder
 
 
@@ -210,13 +213,8 @@ def _is_being_written(draft: Path) -> bool:
 
 def check_readable(file: Path, what: str) -> None:
     """Raise ConfigError if a file of the user is not there, or cannot be read; ``what`` is its name in the message."""
-    try:
-        with file.open("rb") as opened:
-            opened.read(1)  # a folder can be opened on some systems
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the {what} {file}: {error.strerror}", remedy=what_to_do(error, file)
-        ) from None
+    with _explained(f"read the {what}", file), file.open("rb") as opened:
+        opened.read(1)  # a folder can be opened on some systems
 
 
 def read_text(file: Path, what: str, *, max_bytes: int) -> str:
@@ -228,13 +226,8 @@ def read_text(file: Path, what: str, *, max_bytes: int) -> str:
     Raises:
         ConfigError: the file cannot be read, is too long, or is no UTF-8; the message names it.
     """
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(max_bytes + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the {what} {file}: {error.strerror}", remedy=what_to_do(error, file)
-        ) from None
+    with _explained(f"read the {what}", file), file.open("rb") as opened:
+        data = opened.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ConfigError(f"{file} is no {what}: it has more than {max_bytes} bytes")
     try:

@@ -128,7 +128,7 @@ class _MessageFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_MessageFormatter):
     """A line of text: time, level, logger, message."""
 
     def __init__(self) -> None:
@@ -137,11 +137,6 @@ class TextFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the name that logging calls
         """See :class:`logging.Formatter`. An exception may quote what a peer sent, so it begins no line of its own."""
         return "  " + printable(super().formatException(ei))
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
-        """See :class:`logging.Formatter`."""
-        record.message = _shown(record)
-        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):

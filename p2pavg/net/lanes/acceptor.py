@@ -146,8 +146,58 @@ class TlsAcceptor:
             UnreachableError: no address answered; the message has the reason of each.
             OSError: OpenSSL does not take the certificate.
         """
-        call = _DialCall(peer_id, certificate, ticket, self.own.client_context(certificate), self.gate)
-        return await call.first_of(addresses)
+        context = self.own.client_context(certificate)
+        reasons: list[str] = []
+        made: list[TlsConnection] = []
+
+        async def attempt(address: str, failed: trio.Event) -> None:
+            try:
+                connection = await self._dial_at(address, peer_id, certificate, ticket, context)
+            except (AddressError, UnreachableError, OSError) as error:
+                reasons.append(f"{address}: {error}")
+                failed.set()
+                return
+            # Two addresses may have answered in the same turn of the event loop.
+            if made:
+                connection.close()
+                return
+            made.append(connection)
+            nursery.cancel_scope.cancel()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for address in addresses:
+                    failed = trio.Event()
+                    nursery.start_soon(attempt, address, failed)
+                    # The next address is tried at once if this one has failed, and otherwise after a moment.
+                    with trio.move_on_after(STAGGER_SECONDS):
+                        await failed.wait()
+        # Cancelled just after one of the dials had succeeded: its connection has no other owner.
+        except BaseException:
+            for connection in made:
+                connection.close()
+            raise
+        if not made:
+            raise UnreachableError("; ".join(reasons) or "no address is known")
+        return made[0]
+
+    async def _dial_at(
+        self, text: str, peer_id: PeerId, certificate: bytes, ticket: bytes, context: ssl.SSLContext
+    ) -> TlsConnection:
+        """Connect to a peer at one address, which may be a name of several hosts."""
+        reasons = []
+        for address in await self.gate.candidates(peer_id, text):
+            try:
+                # The peer has named this address, so it may be that of a victim. The
+                # gate bounds what such dials cost.
+                async with self.gate.dialling(peer_id, text, address):
+                    plain = await _connect(address)
+                    connection = TlsConnection(context, plain, server_name=ticket.hex())
+                    await connection.shake_hands(lambda: certificate)
+                return connection
+            except OSError as error:
+                reasons.append(error.strerror or str(error))
+        raise UnreachableError("; ".join(reasons))
 
     async def greet(self, certificate: bytes, ticket: bytes, plain: socket.socket) -> TlsConnection:
         """Do the client's handshake on a connection that is made already. The socket is taken over.
@@ -166,68 +216,6 @@ class TlsAcceptor:
             OSError: the other side is gone, or has shown another certificate.
         """
         return await _secured(self.own.server_context, certificate, plain, None)
-
-
-class _DialCall:
-    """One dial of a peer at several addresses."""
-
-    def __init__(
-        self, peer_id: PeerId, certificate: bytes, ticket: bytes, context: ssl.SSLContext, gate: DialGate
-    ) -> None:
-        self._peer_id = peer_id
-        self._certificate = certificate
-        self._name = ticket.hex()
-        self._context = context
-        self._gate = gate
-        self._reasons: list[str] = []
-        self._connection: TlsConnection | None = None
-
-    async def first_of(self, addresses: Sequence[str]) -> TlsConnection:
-        try:
-            async with trio.open_nursery() as nursery:
-                for address in addresses:
-                    failed = trio.Event()
-                    nursery.start_soon(self._try, address, failed, nursery.cancel_scope)
-                    # The next address is tried at once if this one has failed, and otherwise after a moment.
-                    with trio.move_on_after(STAGGER_SECONDS):
-                        await failed.wait()
-        # Cancelled just after one of the dials had succeeded: its connection has no other owner.
-        except BaseException:
-            if self._connection is not None:
-                self._connection.close()
-            raise
-        if self._connection is None:
-            raise UnreachableError("; ".join(self._reasons) or "no address is known")
-        return self._connection
-
-    async def _try(self, address: str, failed: trio.Event, all_of_it: trio.CancelScope) -> None:
-        try:
-            connection = await self._at(address)
-        except (AddressError, UnreachableError, OSError) as error:
-            self._reasons.append(f"{address}: {error}")
-            failed.set()
-            return
-        # Two addresses may have answered in the same turn of the event loop.
-        if self._connection is not None:
-            connection.close()
-            return
-        self._connection = connection
-        all_of_it.cancel()
-
-    async def _at(self, text: str) -> TlsConnection:
-        reasons = []
-        for address in await self._gate.candidates(self._peer_id, text):
-            try:
-                # The peer has named this address, so it may be that of a victim. The
-                # gate bounds what such dials cost.
-                async with self._gate.dialling(self._peer_id, text, address):
-                    plain = await _connect(address)
-                    connection = TlsConnection(self._context, plain, server_name=self._name)
-                    await connection.shake_hands(lambda: self._certificate)
-                return connection
-            except OSError as error:
-                reasons.append(error.strerror or str(error))
-        raise UnreachableError("; ".join(reasons))
 
 
 async def _secured(

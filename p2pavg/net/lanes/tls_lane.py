@@ -14,68 +14,6 @@ from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.tls_connection import PIECE_BYTES, TlsConnection
 from p2pavg.net.transport import Buffer, DirectLane, PeerId
 
-# A TLS connection that threads and tasks share, and that any of them can end.
-
-
-class SharedConnection:
-    """Counts the users of a connection, so that the last one closes its descriptor.
-
-    Every running call and every task that watches the socket is a user. If the descriptor were closed under a blocked
-    reader, the system might give its number to another connection, and the reader would read from that one.
-    """
-
-    def __init__(self, connection: TlsConnection, remote: PeerId) -> None:
-        self._connection = connection
-        self._remote = remote
-        self._lock = threading.Lock()
-        self.aborted = False
-        self.users = 0
-
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """Guard a blocking call. Any exception ends the lane, because the number of bytes moved is unknown then."""
-        with self.user():
-            try:
-                yield
-            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-                raise StreamBrokenError(self._why(error)) from None
-            except BaseException:
-                self.abort()
-                raise
-
-    def _why(self, error: Exception) -> str:
-        why = "this process dropped it" if self.aborted else str(error) or type(error).__name__
-        self.abort()
-        return f"the direct lane with {self._remote} broke: {why}"
-
-    @contextmanager
-    def user(self) -> Iterator[None]:
-        """Count one more user while the block runs. Raises StreamBrokenError if the connection was aborted before."""
-        with self._lock:
-            if self.aborted:
-                raise StreamBrokenError(f"the direct lane with {self._remote} was dropped by this process")
-            self.users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.users -= 1
-                self._close_if_unused()
-
-    def abort(self) -> None:
-        """End the connection. Blocked calls of other threads raise StreamBrokenError."""
-        with self._lock:
-            if self.aborted:
-                return
-            self.aborted = True
-            self._connection.shut_down()
-            self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self.aborted and self.users == 0:
-            self._connection.close()
-
-
 if sys.platform != "win32":
     import fcntl
     import termios
@@ -84,7 +22,12 @@ _ACKNOWLEDGEMENT = b"\x06"
 
 
 class TlsLane(DirectLane):
-    """A lane over a connection whose handshake is done."""
+    """A lane over a connection whose handshake is done.
+
+    It counts the users of the connection, so that the last one closes its descriptor. Every running call and every task
+    that watches the socket is a user. If the descriptor were closed under a blocked reader, the system might give its
+    number to another connection, and the reader would read from that one.
+    """
 
     def __init__(self, connection: TlsConnection, remote: PeerId) -> None:
         self.remote = remote
@@ -93,36 +36,66 @@ class TlsLane(DirectLane):
         self.bytes_received = 0
         self.is_local = connection.is_local()
         self._connection = connection
-        self._shared = SharedConnection(connection, remote)
+        self._lock = threading.Lock()
+        self._users = 0
+        self.aborted = False
+        """True if this end has dropped the connection, or found it broken."""
         # The sender has sent everything; the receiver has answered. Both are used from trio only.
         self._finished = trio.Event()
         self._answered = trio.Event()
         self.owed = False
         """True if something was sent that is not acknowledged."""
 
-    @property
-    def aborted(self) -> bool:
-        """True if this end has dropped the connection, or found it broken."""
-        return self._shared.aborted
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Guard a blocking call. Any exception ends the lane, because the number of bytes moved is unknown then."""
+        with self._user():
+            try:
+                yield
+            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+                why = "this process dropped it" if self.aborted else str(error) or type(error).__name__
+                self.abort()
+                raise StreamBrokenError(f"the direct lane with {self.remote} broke: {why}") from None
+            except BaseException:
+                self.abort()
+                raise
+
+    @contextmanager
+    def _user(self) -> Iterator[None]:
+        """Count one more user while the block runs. Raises StreamBrokenError if the connection was aborted before."""
+        with self._lock:
+            if self.aborted:
+                raise StreamBrokenError(f"the direct lane with {self.remote} was dropped by this process")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self.aborted and self._users == 0:
+            self._connection.close()
 
     def keep_unsent_below(self, count: int) -> None:
-        with self._shared.using():
+        with self._using():
             self._connection.keep_unsent_below(count)
 
     def wait_for_room(self) -> None:
-        with self._shared.using():
+        with self._using():
             self._connection.wait_for_room()
 
     def send(self, data: Buffer) -> None:
         self.owed = True
-        with self._shared.using(), memoryview(data).cast("B") as view:
+        with self._using(), memoryview(data).cast("B") as view:
             for start in range(0, len(view), PIECE_BYTES):
                 piece = view[start : start + PIECE_BYTES]
                 self._connection.send(piece)
                 self.bytes_sent += len(piece)
 
     def receive_into(self, buffer: memoryview) -> None:
-        with self._shared.using(), buffer.cast("B") as view:
+        with self._using(), buffer.cast("B") as view:
             filled, wanted, receive = 0, len(view), self._connection.receive_into
             while filled < wanted:
                 count = receive(view[filled:])
@@ -135,7 +108,7 @@ class TlsLane(DirectLane):
 
     async def receive_some(self, count: int) -> bytes:
         while True:
-            with self._shared.using():
+            with self._using():
                 found = self._connection.receive_nowait(count)
             if found is None:
                 await self.wait_readable(ours_to_read=False)
@@ -158,15 +131,15 @@ class TlsLane(DirectLane):
 
     async def _send_from_loop(self, data: Buffer) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        with self._shared.using():
+        with self._using():
             left = self._connection.send_nowait(data)
         while left:
-            with self._shared.using():  # if this is cancelled, half a record was sent
+            with self._using():  # if this is cancelled, half a record was sent
                 await trio.lowlevel.wait_writable(self._connection.fileno())
                 left = self._connection.send_rest(left)
 
     def acknowledge(self) -> None:
-        with self._shared.using():
+        with self._using():
             self._connection.send(_ACKNOWLEDGEMENT)
 
     def finish(self) -> None:
@@ -205,7 +178,7 @@ class TlsLane(DirectLane):
 
     def _take_acknowledgement(self) -> bool:
         """Read an acknowledgement. Return false if its record is incomplete."""
-        with self._shared.using():
+        with self._using():
             answer = self._connection.receive_nowait(1)
             if answer is None:
                 return False
@@ -214,7 +187,11 @@ class TlsLane(DirectLane):
             return True
 
     def abort(self) -> None:
-        self._shared.abort()
+        with self._lock:
+            if not self.aborted:
+                self.aborted = True
+                self._connection.shut_down()
+                self._close_if_unused()
 
     async def wait_readable(self, *, ours_to_read: bool) -> None:
         """Wait until bytes or the end have arrived.
@@ -225,14 +202,14 @@ class TlsLane(DirectLane):
         Raises:
             StreamBrokenError: the lane was aborted before.
         """
-        with self._shared.user():
+        with self._user():
             if not (ours_to_read and self._connection.holds_bytes()):
                 await trio.lowlevel.wait_readable(self._connection.fileno())
 
     def has_ended(self) -> bool:
         """Return whether the other side has closed and nothing is left to read. Never blocks; for idle lanes."""
         try:
-            with self._shared.user():
+            with self._user():
                 return self._connection.has_ended()
         except (OSError, StreamBrokenError):
             return True
@@ -240,7 +217,7 @@ class TlsLane(DirectLane):
     def is_readable(self) -> bool:
         """Return whether bytes or the end have arrived. Reads nothing."""
         try:
-            with self._shared.user():
+            with self._user():
                 return self._connection.is_readable()
         except (OSError, ValueError, StreamBrokenError):
             return True
@@ -250,7 +227,7 @@ class TlsLane(DirectLane):
         if sys.platform == "win32":
             return 0
         try:
-            with self._shared.user():
+            with self._user():
                 (queued,) = struct.unpack(
                     "i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
                 )

@@ -79,9 +79,9 @@ async def test_a_descriptor_is_not_closed_under_its_reader() -> None:
     """The system could give the descriptor to another connection, from which the reader would then read."""
     async with pair() as (here, there):
         lane = await lane_to(here, there)
-        with lane._shared.user():
+        with lane._user():
             lane.abort()
-            await eventually(lambda: lane._shared.users == 1)  # the watching task has ended
+            await eventually(lambda: lane._users == 1)  # the watching task has ended
             assert lane._connection.fileno() >= 0
         assert lane._connection.fileno() == -1
 

@@ -15,7 +15,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.consensus.statements import RESULT_BYTES, Statement
 from p2pavg.consensus.votes import SIGNATURE_BYTES
-from p2pavg.group.aggregation import Audits, drawn_parts
+from p2pavg.group.aggregation import Audits
 from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.layout import OWN_DOMAIN, InputManifest, Share
 from p2pavg_dht import Signer
@@ -131,15 +131,16 @@ class KeptShare:
 
     def drawn(self, tickets: Mapping[str, bytes]) -> frozenset[int]:
         """Return the parts that the members with these signatures audit."""
-        return frozenset(index for ticket in tickets.values() for index in self._drawn(ticket))
+        return frozenset(
+            index for ticket in tickets.values() for index in self.share.drawn(self._audits, ticket)
+        )
 
     def admit(self, peer_id: str, attempt: int, request: AuditRequest) -> str:
         """Admit a member's request about an attempt, once. Return why it is refused; empty if it is admitted."""
         share = self.share
         if attempt != share.subject.attempt:
             return "it is about another attempt"
-        holders = {member.peer_id for member in share.roster.holders} - {share.reducer}
-        if peer_id not in holders:
+        if peer_id not in share.auditors:
             return "it is no member that holds the result"
         if peer_id in self._answered:
             return "it was answered before"
@@ -149,7 +150,7 @@ class KeptShare:
         statement = Statement(subject.group_id, subject.attempt, frozenset(subject.members), request.digest)
         if not is_signed(peer_id, request.ticket, ticket_bytes(self._audits, statement)):
             return "its signature does not verify"
-        indices = self._drawn(request.ticket)
+        indices = share.drawn(self._audits, request.ticket)
         if not indices:
             return "it was not drawn"
         if self._values is not None:
@@ -165,7 +166,7 @@ class KeptShare:
 
     def answer(self, request: AuditRequest) -> tuple[bytes, list[list[Buffer]]]:
         """Return the manifest, and the inputs of each audited part. It was admitted."""
-        indices = self._drawn(request.ticket)
+        indices = self.share.drawn(self._audits, request.ticket)
         inputs = [self._inputs[index] for index in indices]
         own = {}
         if self.share.contributes:
@@ -175,13 +176,6 @@ class KeptShare:
                 own[index] = (digest, self._signer.sign(message))
         signed = tuple((signature, tuple(digests)) for signature, digests in self._proofs.inputs())
         return InputManifest(signed, own).pack(), inputs
-
-    def _drawn(self, ticket: bytes) -> tuple[int, ...]:
-        share = self.share
-        auditors = len({member.peer_id for member in share.roster.holders} - {share.reducer})
-        return drawn_parts(
-            self._audits, ticket, share.position, len(share.parts), auditors, stretches=share.stretches
-        )
 
     def _live_inputs(self, values: AttemptData, index: int) -> list[Buffer]:
         came = values.inputs(index)

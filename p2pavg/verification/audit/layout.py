@@ -20,7 +20,7 @@ from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Subject, inputs_digest, i
 from p2pavg.allreduce.reduction import parts_of_share
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.votes import SIGNATURE_BYTES
-from p2pavg.group.aggregation import Aggregation
+from p2pavg.group.aggregation import Aggregation, Audits, drawn_parts
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import SharePart
 from p2pavg.group.topology import Star
@@ -59,11 +59,6 @@ class Share:
         return parts_of_share(self.roster, position, self.codec.granularity)
 
     @property
-    def stretches(self) -> int:
-        """Number of pieces of the share that are audited like shares; see ``drawn_parts``."""
-        return self.roster.reducers if isinstance(self.aggregation.topology, Star) else 1
-
-    @property
     def contributors(self) -> tuple[str, ...]:
         """Ids of the contributors but the reducer, in the roster's order."""
         return tuple(m.peer_id for m in self.roster.contributors if m.peer_id != self.reducer)
@@ -72,6 +67,17 @@ class Share:
     def contributes(self) -> bool:
         """True if the reducer contributes itself."""
         return any(member.peer_id == self.reducer for member in self.roster.contributors)
+
+    @property
+    def auditors(self) -> frozenset[str]:
+        """Ids of the members that may audit the share: those that hold the result, but the reducer."""
+        return frozenset(member.peer_id for member in self.roster.holders) - {self.reducer}
+
+    def drawn(self, audits: Audits, ticket: bytes) -> tuple[int, ...]:
+        """Return the indices of the parts that the member with this signature audits; empty if it is not drawn."""
+        # One member that reduces for the whole group is audited like the reducers whose place it takes.
+        stretches = self.roster.reducers if isinstance(self.aggregation.topology, Star) else 1
+        return drawn_parts(audits, ticket, self.position, len(self.parts), len(self.auditors), stretches)
 
     def manifest_bytes(self, audited: int) -> int:
         """Return the length of a manifest for so many audited parts."""

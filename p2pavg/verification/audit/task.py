@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from p2pavg.allreduce.proofs import SignedShare
 from p2pavg.allreduce.values import AttemptData
-from p2pavg.group.aggregation import Aggregation, Audits, drawn_parts
+from p2pavg.group.aggregation import Aggregation, Audits
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import Buffer
@@ -116,14 +116,9 @@ def tasks_of(
     assert values.proofs is not None
     tasks = []
     for reducer, share in shares.items():
-        auditors = len({member.peer_id for member in share.roster.holders} - {reducer})
-        if reducer == me:
-            continue
-        indices = drawn_parts(
-            audits, request.ticket, share.position, len(share.parts), auditors, stretches=share.stretches
-        )
+        indices = share.drawn(audits, request.ticket) if reducer != me else ()
         if indices:
-            averages = {index: bytes(values.encoded(reducer, index)) for index in indices}
+            averages = {index: bytes(values.averages.encoded(reducer, index)) for index in indices}
             signed = values.proofs.share(reducer)
             tasks.append(
                 AuditTask(roster=roster, share=share, signed=signed, averages=averages, request=request)

@@ -7,8 +7,6 @@ asks is authenticated by its stream, and sends its certificate.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import trio
@@ -86,21 +84,27 @@ class EvidenceService:
         """
         if len(self._served) >= MAX_SERVED or stream.remote in self._served:
             return
-        with self._place(stream.remote):
-            data = None
-            with trio.move_on_after(REPLY_SECONDS):
-                data = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
-            if data is None:
-                return
-            await self._context.messages.admit(stream)
-            with self._context.messages.charged(stream):
-                found = self._find(stream.remote, EvidenceRequest.decode(data))
-            evidence = b"" if isinstance(found, str) else found
-            with trio.move_on_after(transfer_seconds(len(evidence))):
-                await send_message(stream, EvidenceAnswer(found if isinstance(found, str) else "").encode())
-                for start in range(0, len(evidence), _CHUNK_BYTES):
-                    await stream.send_all(memoryview(evidence)[start : start + _CHUNK_BYTES])
-                await stream.aclose()
+        self._served.add(stream.remote)
+        try:
+            await self._show(stream)
+        finally:
+            self._served.discard(stream.remote)
+
+    async def _show(self, stream: Stream) -> None:
+        data = None
+        with trio.move_on_after(REPLY_SECONDS):
+            data = await receive_message(stream, max_bytes=MAX_REQUEST_BYTES)
+        if data is None:
+            return
+        await self._context.messages.admit(stream)
+        with self._context.messages.charged(stream):
+            found = self._find(stream.remote, EvidenceRequest.decode(data))
+        refusal, evidence = (found, b"") if isinstance(found, str) else ("", found)
+        with trio.move_on_after(transfer_seconds(len(evidence))):
+            await send_message(stream, EvidenceAnswer(refusal).encode())
+            for start in range(0, len(evidence), _CHUNK_BYTES):
+                await stream.send_all(memoryview(evidence)[start : start + _CHUNK_BYTES])
+            await stream.aclose()
 
     def _find(self, peer_id: PeerId, request: EvidenceRequest) -> bytes | str:
         """Return the evidence that a peer asks for, or the reason for which it gets none."""
@@ -134,14 +138,6 @@ class EvidenceService:
             return False
         times.take(now, 1)
         return True
-
-    @contextmanager
-    def _place(self, peer_id: PeerId) -> Iterator[None]:
-        self._served.add(peer_id)
-        try:
-            yield
-        finally:
-            self._served.discard(peer_id)
 
 
 def _stored(key: bytes, membership: Membership | None) -> bytes:

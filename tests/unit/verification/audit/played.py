@@ -110,7 +110,7 @@ class Played:
         for member in self.members.holders:
             to = self.values[IDS.index(member.peer_id)]
             for part in parts if to is not source else ():
-                payload = bytes(source.encoded(IDS[reducer], part.index))
+                payload = bytes(source.averages.encoded(IDS[reducer], part.index))
                 trailer = source.trailer(Lane.AVERAGES, IDS[reducer]) if part is parts[-1] else b""
                 to.receive_average(IDS[reducer], part, payload, trailer)
 

@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 
 import trio
 
@@ -159,9 +158,7 @@ class ExpectedGroup:
     def __enter__(self) -> ExpectedGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def consists_of(self, members: Iterable[str]) -> None:
@@ -301,9 +298,15 @@ class StreamRouter:
 
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""
-        header = LaneHeader.decode(await _receive_header(lane))
+        header = await _receive_header(lane)
         if header.lane is Lane.STATE:
-            await self._admit(lane, header.group_id)
+            # A ticket that was overheard is of no use: the peer at the other end is authenticated, and must be its
+            # holder.
+            holder, serve = self.tickets.get(header.group_id, ("", None))
+            if serve is None or lane.remote != holder:
+                raise StreamBrokenError("a direct lane with a ticket that this peer has not given its sender")
+            if not await serve(lane):
+                raise StreamBrokenError("the pieces on the direct lane are no longer wanted")
             return
         # Votes always go over libp2p's streams, one for each pair.
         if header.lane not in (Lane.PARTS, Lane.PASSED_ON):
@@ -312,14 +315,6 @@ class StreamRouter:
         # As an error: the lane may hold parts that were not read, and must not be kept for another use.
         if group is None or not await group.arrived(lane, header):
             raise StreamBrokenError("the parts on the direct lane are no longer wanted")
-
-    async def _admit(self, lane: DirectLane, ticket: bytes) -> None:
-        # A ticket that was overheard is of no use: the peer at the other end is authenticated, and must be its holder.
-        holder, serve = self.tickets.get(ticket, ("", None))
-        if serve is None or lane.remote != holder:
-            raise StreamBrokenError("a direct lane with a ticket that this peer has not given its sender")
-        if not await serve(lane):
-            raise StreamBrokenError("the pieces on the direct lane are no longer wanted")
 
     async def _answer(self, stream: Stream, group_id: bytes) -> None:
         group = self.groups.get(group_id)
@@ -343,22 +338,20 @@ async def _header_within(seconds: float, stream: Stream) -> LaneHeader | None:
     return None if scope.cancelled_caught or message is None else LaneHeader.decode(message)
 
 
-async def _receive_header(lane: DirectLane) -> bytes:
-    """The message with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
+async def _receive_header(lane: DirectLane) -> LaneHeader:
+    """Return the header with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
     try:
         # A lane may rest for long before a header begins. One that has begun must end soon.
         with trio.fail_after(REPLY_SECONDS):
-            return await _read_header(lane)
+            count = int.from_bytes(await lane.receive_exactly(LENGTH_BYTES), "big")
+            if not 0 < count <= MAX_HEADER_BYTES:
+                raise RemoteProtocolError(  # noqa: TRY301 - it costs the lane as any other fault
+                    f"a header of {count} bytes on a direct lane"
+                )
+            return LaneHeader.decode(await lane.receive_exactly(count))
     except trio.TooSlowError:
         lane.abort()
         raise StreamBrokenError(f"{lane.remote} sent no header within {REPLY_SECONDS:.0f} s") from None
     except BaseException:
         lane.abort()
         raise
-
-
-async def _read_header(lane: DirectLane) -> bytes:
-    count = int.from_bytes(await lane.receive_exactly(LENGTH_BYTES), "big")
-    if not 0 < count <= MAX_HEADER_BYTES:
-        raise RemoteProtocolError(f"a header of {count} bytes on a direct lane")
-    return await lane.receive_exactly(count)

@@ -121,6 +121,7 @@ class PartTracker:
         ]
         """The averages that this member passes on to its site, as a relay."""
         others = [member for member in roster.members if member.peer_id != me]
+        self._others = [member.peer_id for member in others]
         contributors = {member.peer_id for member in roster.contributors}
         self.contributors = [member.peer_id for member in others if member.peer_id in contributors]
         """The other members that contribute."""
@@ -243,12 +244,12 @@ class PartTracker:
     def complete(self) -> bool:
         """True when everything that this member needs is there."""
         # A member that needs no result still has to reduce its share: the others wait for it.
-        return self.own_is_averaged and not any(map(self.owed_by, self._peers()))
+        return self.own_is_averaged and not self._owing()
 
     def slowest(self) -> str | None:
         """Return the slowest peer that still owes over half of its parts. Contributions count first."""
         # A member that has sent most of its parts will finish in time, and is worth waiting for.
-        behind = list(filter(self.is_behind, self._peers()))
+        behind = list(filter(self.is_behind, self._others))
         return max(behind, key=self._delays, default=None)
 
     def is_behind(self, peer_id: str) -> bool:
@@ -277,25 +278,23 @@ class PartTracker:
         A reducer that still owes averages may only be waiting itself. A member that still owes its contribution waits
         for no other member. So the latter is named first, and among several the one that owes most.
         """
-        owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
         waiting = self.waited_for() or "itself"
-        culprit = max(owing, key=self._delays, default=None)
+        culprit = max(self._owing(), key=self._delays, default=None)
         return RoundFault(
             f"the exchange took longer than {timeout:g} s, waiting for {waiting}", culprit, seconds=timeout
         )
 
     def waited_for(self) -> str:
         """Name the members that owe this one parts, with their numbers; empty if none does."""
-        owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
-        return ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing)
+        return ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in self._owing())
+
+    def _owing(self) -> list[str]:
+        return [peer_id for peer_id in self._others if self.owed_by(peer_id)]
 
     def _delays(self, peer_id: str) -> tuple[int, int]:
         # A relay that owes the mean of its site may be waiting itself, like a reducer that owes averages.
         contributions = self._contributions_owed_by(peer_id) if peer_id in self.feeders else 0
         return (contributions, self.owed_by(peer_id))
-
-    def _peers(self) -> list[str]:
-        return [member.peer_id for member in self.roster.members if member.peer_id != self.me]
 
 
 @dataclass(frozen=True, slots=True)

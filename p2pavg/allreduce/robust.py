@@ -61,7 +61,9 @@ def combine(
             _kept_mean(arrays, units, middle_window(units), result)
         case CenteredClip(radius, iterations):
             _kept_mean(arrays, units, middle_window(units), result)
-            _clip_around(arrays, units, radius, iterations, result)
+            # The center begins as the median, and moves as the rule says.
+            for shares in _clipped_shares(arrays, units, radius, iterations, result):
+                _move(result, arrays, shares)
 
 
 def largest_kept(rule: RobustRule, rows: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -236,14 +238,6 @@ def _largest_in(rows: Sequence[Floats], units: Sequence[int], kept: tuple[int, i
 
 
 # ---------------------------------------------------------------------- centred clipping
-
-
-def _clip_around(
-    rows: Sequence[Floats], units: Sequence[int], radius: float, iterations: int, center: Floats
-) -> None:
-    """Move the center, which begins as the median, as :class:`CenteredClip` says."""
-    for shares in _clipped_shares(rows, units, radius, iterations, center):
-        _move(center, rows, shares)
 
 
 def _clipped_shares(

@@ -243,10 +243,6 @@ class AttemptData:
             return self.proofs.sign_output(self.averages.part_digests(reducer)).trailer
         return self.proofs.share(reducer).trailer
 
-    def encoded(self, reducer: str, index: int) -> Buffer:
-        """Return an averaged part as all members have it. It must be there."""
-        return self.averages.encoded(reducer, index)
-
     @property
     def is_on_cpu(self) -> bool:
         """True if nothing here waits for a GPU."""

@@ -152,7 +152,7 @@ class LyingSender(Sender):
         proofs, digests = self._plan.values.proofs, []
         for part in self._ordered(Lane.AVERAGES, self._plan.own_parts):
             await self._signals.until_ready(part.index)
-            payload = self._plan.values.encoded(self._plan.me, part.index)
+            payload = self._plan.values.averages.encoded(self._plan.me, part.index)
             digests += await self._hand_over(Lane.AVERAGES, stream, part, payload)
         assert proofs is not None
         if len(digests) == len(self._plan.own_parts):

@@ -13,6 +13,7 @@ import torch
 import trio
 
 import p2pavg
+from p2pavg.allreduce.averages import Averages
 from p2pavg.allreduce.context import AttemptPlan
 from p2pavg.allreduce.messages import Lane, LaneHeader, Step
 from p2pavg.allreduce.sender import Sender
@@ -191,7 +192,7 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
     monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Members that take part in the result hold the same bits, which are the mean of its peers."""
-    liar, send, encoded = 4, Sender._send, AttemptData.encoded
+    liar, send, encoded = 4, Sender._send, Averages.encoded
     to_victim: ContextVar[bool] = ContextVar("to_victim", default=False)
     changed = 0
 
@@ -200,7 +201,7 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
         to_victim.set(lies and stream.remote == name(victim))
         await send(self, stream, header, steps)
 
-    def change(self: AttemptData, reducer: str, index: int) -> Buffer:
+    def change(self: Averages, reducer: str, index: int) -> Buffer:
         nonlocal changed
         payload = encoded(self, reducer, index)
         if to_victim.get() and reducer != name(liar):
@@ -208,7 +209,7 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
         return payload
 
     monkeypatch.setattr(Sender, "_send", note)
-    monkeypatch.setattr(AttemptData, "encoded", change)
+    monkeypatch.setattr(Averages, "encoded", change)
     found = await play(sites=("a", "b", "a", "b", "b", "a"))
     assert changed
     results = [result for index, result in found.items() if index != liar and isinstance(result, Success)]

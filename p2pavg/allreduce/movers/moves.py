@@ -115,7 +115,7 @@ def sending(
             payload: Buffer = begin.of(step.part, own)
         else:
             about, milestone = step.reducer, Milestone.AVERAGE_SENT
-            payload = values.encoded(step.reducer, step.part.index)
+            payload = values.averages.encoded(step.reducer, step.part.index)
         trailer = values.trailer(step.kind, about) if step.last else b""
         yield SendPart(step, payload, trailer, None if passes_on else milestone)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from p2pavg.group.shares import SharePart
@@ -64,16 +65,6 @@ class Leftover:
     """How far this member's contribution has come, by the reducers that have told it."""
 
 
-def same_parts(before: Sequence[SharePart], now: Sequence[SharePart]) -> int:
-    """Return the number of parts at the beginning of two shares that are the same elements."""
-    count = 0
-    for one, other in zip(before, now, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
-
-
 def goes_on_at(
     told: ResumeMark,
     sent: int,
@@ -92,7 +83,7 @@ def goes_on_at(
     """
     parts = min(told.parts, sent)
     mark = told if parts == told.parts and parts < sent else ResumeMark(parts, 0)
-    return _within(mark, same_parts(before, now), now, encoded_nbytes)
+    return _within(mark, before, now, encoded_nbytes)
 
 
 def has_come(
@@ -102,11 +93,14 @@ def has_come(
     encoded_nbytes: Callable[[int], int],
 ) -> ResumeMark:
     """Return how much of a contribution a reducer keeps for a later attempt."""
-    return _within(ResumeMark(len(came.parts), len(came.begun)), same_parts(before, now), now, encoded_nbytes)
+    return _within(ResumeMark(len(came.parts), len(came.begun)), before, now, encoded_nbytes)
 
 
 def _within(
-    mark: ResumeMark, same: int, now: Sequence[SharePart], encoded_nbytes: Callable[[int], int]
+    mark: ResumeMark,
+    before: Sequence[SharePart],
+    now: Sequence[SharePart],
+    encoded_nbytes: Callable[[int], int],
 ) -> ResumeMark:
     """Return the last place up to ``mark`` that means the same in both attempts.
 
@@ -114,6 +108,8 @@ def _within(
     """
     if not now:
         return START
+    pairs = zip(before, now, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # parts of the same elements
     if mark.parts >= same:
         mark = ResumeMark(same, 0)
     if mark.parts == len(now):

@@ -125,7 +125,9 @@ class Play:
             for member, to in self.values.items():
                 for part in parts if member != reducer else ():
                     trailer = source.trailer(Lane.AVERAGES, IDS[reducer]) if part is parts[-1] else b""
-                    to.receive_average(IDS[reducer], part, source.encoded(IDS[reducer], part.index), trailer)
+                    to.receive_average(
+                        IDS[reducer], part, source.averages.encoded(IDS[reducer], part.index), trailer
+                    )
 
     def results(self) -> list[tuple[bytes, ...]]:
         return [values.averages.digests() for values in self.values.values()]

@@ -46,7 +46,7 @@ def test_bytes_that_are_the_values_are_not_kept_twice() -> None:
     memory = held.averages.values.numpy().view(np.uint8)
     for index in range(SIZE):
         for part in held.parts(index):
-            kept = np.frombuffer(held.encoded(IDS[index], part.index), np.uint8)
+            kept = np.frombuffer(held.averages.encoded(IDS[index], part.index), np.uint8)
             assert kept.ctypes.data == memory.ctypes.data + 4 * part.start
             assert kept.nbytes == 4 * part.elements
 
@@ -61,7 +61,7 @@ def test_the_bytes_of_an_average_are_released_if_they_are_the_values() -> None:
     del payload
     assert idle_bytes(held.buffers) == 4 * PART
     assert memory() is not None
-    assert bytes(held.encoded(IDS[1], 0)) == share(Fp32(), 1)[0]
+    assert bytes(held.averages.encoded(IDS[1], 0)) == share(Fp32(), 1)[0]
 
 
 def test_an_encoded_average_is_kept_as_it_came() -> None:
@@ -70,7 +70,7 @@ def test_an_encoded_average_is_kept_as_it_came() -> None:
     held = Held(codec)
     payload = share(codec, 1)[0]
     held.receive_average(IDS[1], held.parts(1)[0], payload)
-    assert held.encoded(IDS[1], 0) is payload
+    assert held.averages.encoded(IDS[1], 0) is payload
 
 
 def test_contributions_are_let_go_when_they_are_averaged() -> None:

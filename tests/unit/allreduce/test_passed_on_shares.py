@@ -47,7 +47,7 @@ def test_a_passed_on_share_replaces_an_incomplete_one(come: int) -> None:
     assert not held.complete
     held.receive_share(IDS[2], other_share(2))
     assert held.complete
-    assert [bytes(held.encoded(IDS[2], index)) for index in range(4)] == other_share(2)
+    assert [bytes(held.averages.encoded(IDS[2], index)) for index in range(4)] == other_share(2)
     assert held.averages.values[2 * SHARE :: PART].tolist() == [7.0, 8.0, 9.0, 10.0]
 
 
@@ -58,7 +58,7 @@ def test_a_passed_on_share_does_not_replace_a_whole_one() -> None:
     before, told = bits(held.averages.values), held.averages.digests()
     held.receive_share(IDS[1], other_share(1))
     assert (bits(held.averages.values), held.averages.digests()) == (before, told)
-    assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == share(Fp32(), 1)
+    assert [bytes(held.averages.encoded(IDS[1], index)) for index in range(4)] == share(Fp32(), 1)
 
 
 def test_a_second_source_changes_nothing() -> None:
@@ -82,7 +82,7 @@ def test_late_parts_of_the_reducer_that_is_gone_change_nothing() -> None:
         held.receive_average(IDS[1], held.parts(1)[index], share(Fp32(), 1)[index])
     assert held.complete
     assert (bits(held.averages.values), held.averages.digests()) == (before, told)
-    assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == other_share(1)
+    assert [bytes(held.averages.encoded(IDS[1], index)) for index in range(4)] == other_share(1)
 
 
 def test_a_share_with_an_undecodable_part_may_come_again() -> None:
@@ -105,7 +105,7 @@ DECODING = threading.Event()
 def test_a_passed_on_share_has_the_same_digest(codec: Codec) -> None:
     held, other = Held(codec, 0), Held(codec, 1)
     held.reduce_all()
-    other.receive_share(IDS[0], [bytes(held.encoded(IDS[0], index)) for index in range(4)])
+    other.receive_share(IDS[0], [bytes(held.averages.encoded(IDS[0], index)) for index in range(4)])
     assert held.averages.digests()[0] == other.averages.digests()[0]
 
 
@@ -140,7 +140,7 @@ def test_two_threads_never_mix_two_sources_of_a_share(come: int) -> None:
 
     in_threads(late, pass_on)
     assert held.complete
-    there: list[Buffer] = [bytes(held.encoded(IDS[1], index)) for index in range(4)]
+    there: list[Buffer] = [bytes(held.averages.encoded(IDS[1], index)) for index in range(4)]
     assert there in (genuine, passed)
     assert held.averages.values[SHARE : 2 * SHARE].numpy().tobytes() == b"".join(map(bytes, there))
     other = Held(Fp32())

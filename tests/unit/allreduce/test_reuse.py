@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.movers.reuse import START, Received, ResumeMark, goes_on_at, has_come, same_parts
+from p2pavg.allreduce.movers.reuse import START, Received, ResumeMark, goes_on_at, has_come
 from p2pavg.group.shares import SharePart, cut_into_parts
 
 BEFORE = cut_into_parts(0, 40, 1, 10)
@@ -20,12 +20,6 @@ def nbytes(elements: int) -> int:
 
 def came(parts: int, begun: int = 0) -> Received:
     return Received([bytes(20)] * parts, bytes(begun), [bytes(32)] * parts)
-
-
-def test_parts_are_the_same_up_to_the_first_difference() -> None:
-    assert same_parts(BEFORE, LONGER) == 4
-    assert same_parts(BEFORE, OTHER) == 2
-    assert same_parts((), BEFORE) == same_parts(BEFORE, ()) == 0
 
 
 @pytest.mark.parametrize(

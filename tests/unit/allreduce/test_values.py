@@ -157,7 +157,7 @@ def test_the_averages_are_the_same_bits_in_any_order_of_arrival(codec: Codec, dr
             come[member] += 1
         for part in held.ledger.parts[IDS[0]]:
             encoded, averaged = averaged_part(codec, part)
-            assert bytes(held.encoded(IDS[0], part.index)) == encoded
+            assert bytes(held.averages.encoded(IDS[0], part.index)) == encoded
             assert bits(held.averages.values[part.start : part.stop]) == bits(averaged)
 
 
@@ -173,7 +173,7 @@ def test_every_member_holds_the_same_bits_and_digests(codec: Codec) -> None:
     assert all(held.complete for held in all_held)
     assert len({tuple(bits(held.averages.values)) for held in all_held}) == 1
     assert len({held.averages.digests() for held in all_held}) == 1
-    sent = [[bytes(held.encoded(IDS[0], index)) for index in range(4)] for held in all_held]
+    sent = [[bytes(held.averages.encoded(IDS[0], index)) for index in range(4)] for held in all_held]
     assert sent[0] == sent[1] == sent[2] == share(codec, 0)
 
 
@@ -191,7 +191,7 @@ def test_several_members_contribute_at_once(codec: Codec) -> None:
         assert held.complete
         assert sorted(held.ready) == [0, 1, 2, 3]
         assert bits(held.averages.values) == expected(codec)
-        assert [bytes(held.encoded(IDS[0], index)) for index in range(4)] == share(codec, 0)
+        assert [bytes(held.averages.encoded(IDS[0], index)) for index in range(4)] == share(codec, 0)
 
 
 def test_only_one_of_several_simultaneous_contributions_is_the_last() -> None:
@@ -266,7 +266,7 @@ def test_an_observer_holds_the_same_bits_and_digests(codec: Codec, group: Roster
             if reducer != me:
                 for part in values.parts(reducer):
                     values.receive_average(
-                        IDS[reducer], part, held[reducer].encoded(IDS[reducer], part.index)
+                        IDS[reducer], part, held[reducer].averages.encoded(IDS[reducer], part.index)
                     )
         assert values.complete
     assert all(torch.equal(values.averages.values, held[0].averages.values) for values in held)

@@ -122,10 +122,9 @@ class Attempt:
         return self.sender.streamed | self.receiver.streamed
 
     @property
-    def plain_bytes(self) -> int | None:
-        """Bytes of values that this member would move without a codec; ``None`` in an attempt without relays."""
-        routes = self.ledger.routes
-        return None if routes.are_direct else 4 * routes.elements(self.plan.me)
+    def plain_bytes(self) -> int:
+        """Bytes of values that this member would send and receive without a codec."""
+        return 4 * self.ledger.routes.elements(self.plan.me)
 
     @property
     def relayed(self) -> set[str]:

@@ -329,18 +329,3 @@ def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) 
         SharePart(index, first, min(first + step, stop))
         for index, first in enumerate(range(start, stop, step))
     )
-
-
-def fp32_bytes(shares: Sequence[int], position: int, members: Sequence[tuple[bool, bool]]) -> int:
-    """Return the bytes of values that the member at ``position`` sends and receives in one exchange without a codec.
-
-    A contributor sends the shares of all others, and every member receives its own share from every other contributor.
-    Then each member sends its averaged share to every other holder. A holder receives the shares of all others.
-
-    Args:
-        members: for each member, True if it contributes, and True if it holds the result.
-    """
-    own, total = shares[position], sum(shares)
-    contributes, holds = members[position]
-    others = sum(c for c, _ in members) - contributes + sum(h for _, h in members) - holds
-    return 4 * ((total - own) * (contributes + holds) + own * others)

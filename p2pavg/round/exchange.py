@@ -196,8 +196,8 @@ class ExchangeOutcome:
     sent: Mapping[str, int] = field(default_factory=dict)
     """``bytes_sent`` by :class:`~p2pavg.telemetry.events.Way`."""
     received: Mapping[str, int] = field(default_factory=dict)
-    plain_bytes: int | None = None
-    """Bytes of values that this member would move without a codec, in an attempt with relays; ``None`` without them."""
+    plain_bytes: int = 0
+    """Bytes of values that this member would send and receive without a codec."""
     held_at: float | None = None
     """Trio's clock when this member held the whole result; ``None`` if it never did."""
     drawn: tuple[DrawnContribution, ...] = ()

@@ -25,7 +25,7 @@ from p2pavg.allreduce.vector.accumulation import Accumulation, Contribution, Sch
 from p2pavg.base.result import Failed, NoPeers, NoPeersCode, RoundResult, Success, Tensors
 from p2pavg.group.candidate import link_of
 from p2pavg.group.roster import Roster, norm_factors
-from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest
+from p2pavg.group.shares import RELAY_MBPS, bound_seconds, relays_are_slowest
 from p2pavg.group.topology import Star
 from p2pavg.matchmaking.matchmaker import RoundOffer
 from p2pavg.round.exchange import ExchangeOutcome
@@ -314,9 +314,6 @@ def _success(
     """Describe a round that was committed."""
     roster, now, peer_id = outcome.roster, trio.current_time(), context.transport.peer_id
     position = roster.position(peer_id)
-    # What this member would have moved as fp32: contributors send, and holders receive.
-    links = [(member in roster.contributors, member in roster.holders) for member in roster.members]
-    plain = fp32_bytes(roster.shares, position, links) if outcome.plain_bytes is None else outcome.plain_bytes
     ranges = roster.ranges[position]
     others = [member.peer_id for member in roster.members if member.peer_id != peer_id]
     return Success(
@@ -324,7 +321,7 @@ def _success(
         peers=tuple(member.peer_id for member in roster.contributors),
         weights={member.peer_id: member.weight for member in roster.contributors},
         total_weight=roster.total_weight,
-        compression_ratio=plain / max(outcome.bytes_sent + outcome.bytes_received, 1),
+        compression_ratio=outcome.plain_bytes / max(outcome.bytes_sent + outcome.bytes_received, 1),
         bytes_sent=outcome.bytes_sent,
         bytes_received=outcome.bytes_received,
         duration=now - timing.started,

@@ -20,7 +20,6 @@ from p2pavg.group.shares import (
     bound_seconds,
     cut_into_parts,
     fastest_shares,
-    fp32_bytes,
     largest_fraction,
     relayed_traffic,
     share_bounds,
@@ -245,14 +244,6 @@ def test_equals_share_equally(
     assert max(shares) - min(shares) <= 2 * granularity
 
 
-@given(st.integers(3, 40), usual)
-def test_a_member_with_a_fifth_of_the_bandwidth_has_no_share(others: int, bandwidth: float) -> None:
-    members = [MemberLink(bandwidth)] * others + [MemberLink(bandwidth / 5)]
-    fractions = best_fractions(members)
-    assert fractions[-1] == 0
-    assert set(fractions[:-1]) == {Fraction(1, others)}
-
-
 @given(groups(), st.integers(0, 14), st.floats(1.0, 8.0))
 def test_a_faster_member_slows_no_member_down(
     members: list[MemberLink], position: int, factor: float
@@ -263,12 +254,6 @@ def test_a_faster_member_slows_no_member_down(
     faster[position] = MemberLink(link.bandwidth * factor, link.contributes, link.reach)
     before, after = (duration(each, list(best_fractions(each))) for each in (members, faster))
     assert after <= before
-
-
-@given(st.lists(signed, min_size=1, max_size=64))
-def test_a_vector_of_one_element_has_one_owner(bandwidths: list[float]) -> None:
-    shares = fastest_shares(1, [MemberLink(bandwidth) for bandwidth in bandwidths], 64)
-    assert sorted(shares) == [0] * (len(bandwidths) - 1) + [1]
 
 
 @settings(deadline=None)
@@ -289,29 +274,3 @@ def test_parts_cover_a_share_in_order(
 def test_parts_are_as_large_as_they_may_be(elements: int, granularity: int, most: int) -> None:
     parts = cut_into_parts(0, elements, granularity, most)
     assert all(most - granularity < part.elements <= most for part in parts[:-1])
-
-
-def counted_one_by_one(shares: list[int], position: int, members: list[tuple[bool, bool]]) -> int:
-    """Return the bytes that a member sends and receives, counted for each pair of members."""
-    floats = 0
-    for reducer, share in enumerate(shares):
-        for member, (contributes, holds) in enumerate(members):
-            if member != reducer and position in (member, reducer):
-                floats += share * contributes  # the member's contribution to that share
-                floats += share * holds  # the average of that share
-    return 4 * floats
-
-
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 1000), st.sampled_from([(True, True), (False, True), (False, False)])),
-        min_size=2,
-        max_size=10,
-    ),
-    st.integers(0, 9),
-)
-def test_bytes_without_a_codec(members: list[tuple[int, tuple[bool, bool]]], position: int) -> None:
-    shares, kinds = [share for share, _ in members], [kind for _, kind in members]
-    position %= len(members)
-    assert fp32_bytes(shares, position, kinds) == counted_one_by_one(shares, position, kinds)

@@ -58,11 +58,6 @@ class Routes:
             self._relayed[relay].append(reducer)
         self._tasks: dict[str, tuple[SharePart, ...]] = {}
 
-    @property
-    def are_direct(self) -> bool:
-        """True if no share has a relay."""
-        return not self._relays
-
     def relayed_by(self, peer_id: str) -> Sequence[str]:
         """Return the reducers whose shares a member relays, in the order of its tasks."""
         return self._relayed[peer_id]

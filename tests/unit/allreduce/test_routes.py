@@ -129,12 +129,27 @@ def test_a_sum_that_is_late_counts_less_than_a_contribution() -> None:
 def test_one_site_is_a_butterfly() -> None:
     whole = group(["", "", ""])
     found, routes = ledgers(whole)
-    assert routes.are_direct
+    assert not any(map(routes.relayed_by, found))
     for peer_id, ledger in found.items():
         plain = PartTracker(whole, peer_id, 64)
         assert ledger.tasks == plain.tasks == plain.parts[peer_id]
         assert (ledger.first_own, ledger.forwards) == (0, [])
         assert ledger.feeders == [each for each in plain.parts if each != peer_id]
+
+
+@given(GROUPS)
+def test_without_relays_a_member_moves_what_each_pair_of_members_exchanges(whole: Roster) -> None:
+    parts = PartTracker(whole, whole.members[0].peer_id, 64).parts
+    routes = Routes(whole, parts)
+    moved = Counter[str]()
+    for reducer, own in parts.items():
+        for member in whole.members:
+            if member.peer_id != reducer:
+                # A contribution to the share, and its average back.
+                ways = (member in whole.contributors) + (member in whole.holders)
+                for end in (reducer, member.peer_id):
+                    moved[end] += ways * sum(part.elements for part in own)
+    assert {peer_id: routes.elements(peer_id) for peer_id in parts} == {each: moved[each] for each in parts}
 
 
 def test_a_link_between_two_sites_carries_each_value_once() -> None:

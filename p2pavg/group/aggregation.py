@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from blake3 import blake3
 
@@ -170,10 +170,8 @@ class Median:
     Liars with less than half of the weight cannot bring any coordinate out of the range of the honest values.
     """
 
-    @property
-    def text(self) -> str:
-        """The rule as text."""
-        return "median"
+    text: ClassVar[str] = "median"
+    """The rule as text."""
 
 
 @dataclass(frozen=True, slots=True)

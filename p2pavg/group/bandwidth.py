@@ -62,16 +62,6 @@ class BandwidthMeter:
         up, down = (estimate.mbps if estimate.is_known else 0.0 for estimate in measured)
         return up, down
 
-    @property
-    def upload_mbps(self) -> float:
-        """Estimated Mbit/s that this peer can send."""
-        return self._upload.mbps
-
-    @property
-    def download_mbps(self) -> float:
-        """Estimated Mbit/s that this peer can receive."""
-        return self._download.mbps
-
     def begin(self, now: float, sent: int = 0, received: int = 0) -> None:
         """Begin to measure a round's exchange, and discard one that has not ended.
 

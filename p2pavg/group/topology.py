@@ -8,7 +8,7 @@ of a butterfly. :mod:`p2pavg.group.places.gossip` says where a peer looks for th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_NAME_CHARS, USUAL_GROUP_SIZE
@@ -25,10 +25,8 @@ class Butterfly:
     No member sees more than its share of another one's contribution, and none has to carry the traffic of all.
     """
 
-    @property
-    def text(self) -> str:
-        """The topology as text."""
-        return "butterfly"
+    text: ClassVar[str] = "butterfly"
+    """The topology as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,8 @@ class Star:
     announces the largest bandwidth. The document on topologies says what that may cost.
     """
 
-    @property
-    def text(self) -> str:
-        """The topology as text."""
-        return "star"
+    text: ClassVar[str] = "star"
+    """The topology as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +60,8 @@ class Hierarchical:
         ConfigError: ``site`` is no such name.
     """
 
+    text: ClassVar[str] = "hierarchical"
+    """The topology as text, without the site: all peers of a run share it."""
     site: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -71,11 +69,6 @@ class Hierarchical:
             raise ConfigError(
                 f"site must be a name of at most {MAX_NAME_CHARS} bytes of printable text, or empty, got {self.site!r}"
             )
-
-    @property
-    def text(self) -> str:
-        """The topology as text, without the site: all peers of a run share it."""
-        return "hierarchical"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,16 @@ before any code is read. If the payload begins at a cache line, so do the codes.
 """
 
 import abc
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from numpy.typing import NDArray
 from torch.autograd.graph import increment_version
 
-from .codec import CPU, CheckedCodec, CodecError, is_aligned, typed
+from .codec import CPU, CheckedCodec, CodecError, check_encodable, is_aligned, typed
 from .kernels import Kernel, kernels
-from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, default_stream
+from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges, copy_to_host, default_stream, scratch
 
 _ALIGNMENT = 64
 SMALLEST_NORMAL = 2.0**-126
@@ -145,11 +146,8 @@ class BlockCodec(CheckedCodec):
             self._decode_chunks(scales, codes, out)
 
     def _decode_chunks(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
-        columns = typed(scales, torch.float32).view(-1, 1)
-        for start, stop in chunk_ranges(out.numel(), self.block_size, CHUNK_ELEMENTS):
-            column = self._column(columns, start, stop)
-            levels = self._levels(codes[self._place(start, stop)], stop - start).view(len(column), -1)
-            torch.mul(levels, column, out=out[start:stop].view_as(levels))
+        for place, levels, column in self._chunks(scales, codes, out.numel()):
+            torch.mul(levels, column, out=out[place].view_as(levels))
 
     def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
         scales, _, codes = self._sections(source, accumulator.numel())
@@ -163,11 +161,19 @@ class BlockCodec(CheckedCodec):
     def _accumulate_chunks(
         self, scales: torch.Tensor, codes: torch.Tensor, accumulator: torch.Tensor, weight: float
     ) -> None:
+        for place, levels, column in self._chunks(scales, codes, accumulator.numel()):
+            accumulator[place].view_as(levels).addcmul_(levels, column, value=weight)
+
+    def _chunks(
+        self, scales: torch.Tensor, codes: torch.Tensor, elements: int
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield the place of each chunk, its values at scale 1, a row a block, and the scales of its blocks."""
         columns = typed(scales, torch.float32).view(-1, 1)
-        for start, stop in chunk_ranges(accumulator.numel(), self.block_size, CHUNK_ELEMENTS):
-            column = self._column(columns, start, stop)
-            levels = self._levels(codes[self._place(start, stop)], stop - start).view(len(column), -1)
-            accumulator[start:stop].view_as(levels).addcmul_(levels, column, value=weight)
+        for start, stop in chunk_ranges(elements, self.block_size, CHUNK_ELEMENTS):
+            # A chunk begins with a block, and may end within one.
+            column = columns[start // self.block_size : -(-stop // self.block_size)]
+            levels = self._levels(codes[self._place(start, stop)], stop - start)
+            yield slice(start, stop), levels.view(len(column), -1), column
 
     def agrees_with(self, kernel: Kernel) -> bool:
         """Return whether a kernel gives the bits of torch's expressions: for scales from denormal to the largest, for
@@ -214,11 +220,6 @@ class BlockCodec(CheckedCodec):
             for ours, theirs in zip(expected, found, strict=True)
         )
 
-    def _column(self, columns: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Return the scales, out of all (R, 1), of the blocks that hold elements `start` to `stop`."""
-        # A chunk begins with a block, and may end within one.
-        return columns[start // self.block_size : -(-stop // self.block_size)]
-
     def _codes_offset(self, elements: int) -> int:
         blocks = -(-elements // self.block_size)
         return -(-4 * blocks // _ALIGNMENT) * _ALIGNMENT
@@ -244,6 +245,18 @@ def _note_written(tensor: torch.Tensor) -> None:
 
 def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source.view(torch.uint8))
+
+
+def largest_of_blocks(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest magnitude of each block (float32 (R,)), and memory of the shape of `rows`, to be overwritten.
+
+    `rows` and `start` are those of :meth:`BlockCodec._quantize`. Raises CodecError for numbers that must not be
+    encoded.
+    """
+    work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
+    largest = torch.abs(rows, out=work).amax(1)
+    check_encodable(largest, rows, start)
+    return largest, work
 
 
 def reciprocals_of_scales(scales: torch.Tensor) -> torch.Tensor:

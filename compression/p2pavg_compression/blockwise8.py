@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import check_encodable, typed
+from .blocks import BlockCodec, largest_of_blocks, reciprocals_of_scales
+from .codec import typed
 from .kernels import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
 from .scratch import scratch
 
@@ -58,9 +58,7 @@ class Blockwise8(BlockCodec):
 
 def _quantize_cpu(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     elements = rows.numel()
-    work = scratch.floats[:elements].view_as(rows)
-    scales = torch.abs(rows, out=work).amax(1)
-    check_encodable(scales, rows, start)
+    scales, work = largest_of_blocks(rows, start)
     torch.mul(rows, reciprocals_of_scales(scales), out=work)
     halves = scratch.halves[:elements].copy_(work.view(-1))
     indices = scratch.integers[:elements].copy_(halves.view(torch.uint16))
@@ -75,8 +73,7 @@ def _quantize_cuda(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.
         raise ImportError(_MISSING) from error
 
     # The kernel ignores NaN in the maximum and silently gives it a code. So the maximum is computed here too.
-    scales = rows.abs().amax(1)
-    check_encodable(scales, rows, start)
+    scales, _ = largest_of_blocks(rows, start)
     codes, _ = quantize_blockwise(
         rows.view(-1), code=LEVELS.to(rows.device), blocksize=rows.shape[1], nested=False
     )

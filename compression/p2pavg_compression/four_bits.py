@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import CPU, CodecError, check_encodable
+from .blocks import BlockCodec, largest_of_blocks, reciprocals_of_scales
+from .codec import CPU, CodecError
 from .kernels import codes_of_halves
 from .scratch import scratch
 
@@ -78,9 +78,7 @@ class Int4(FourBitCodec):
     block_size: int = 64
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
-        scales = torch.abs(rows, out=work).amax(1)
-        check_encodable(scales, rows, start)
+        scales, work = largest_of_blocks(rows, start)
         # As in Int8: a product with the reciprocal rounds alike everywhere, a quotient does not.
         inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
         return scales, torch.mul(rows, inverses, out=work).round_().add_(self.zero_code).to(torch.uint8)
@@ -139,10 +137,7 @@ class NF4(FourBitCodec):
     block_size: int = 64
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        on_gpu = rows.is_cuda
-        work = torch.empty_like(rows) if on_gpu else scratch.floats[: rows.numel()].view_as(rows)
-        scales = torch.abs(rows, out=work).amax(1)
-        check_encodable(scales, rows, start)
+        scales, work = largest_of_blocks(rows, start)
         torch.mul(rows, reciprocals_of_scales(scales), out=work)
         indices = work.view(-1).half().view(torch.uint16).to(torch.int32)
         return scales, _NF4_OF_HALF.to(rows.device).index_select(0, indices).view_as(rows)

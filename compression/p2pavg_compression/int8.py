@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from .blocks import BlockCodec, reciprocals_of_scales
-from .codec import CodecError, check_encodable
+from .blocks import BlockCodec, largest_of_blocks, reciprocals_of_scales
+from .codec import CodecError
 from .scratch import scratch
 
 _LARGEST_CODE = 127
@@ -29,9 +29,7 @@ class Int8(BlockCodec):
     block_size: int = 256
 
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
-        scales = torch.abs(rows, out=work).amax(1)
-        check_encodable(scales, rows, start)
+        scales, work = largest_of_blocks(rows, start)
         # With and without SIMD, amax * (1/127) and x * (1/scale) round alike, but 127/amax does not.
         inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
         return scales, torch.mul(rows, inverses, out=work).round_().to(torch.int8).view(torch.uint8)

@@ -7,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
-import torch
 
-from p2pavg_compression import Blockwise8, Int8
 from p2pavg_compression import scratch as scratch_module
 from p2pavg_compression.scratch import CHUNK_ELEMENTS, scratch
 from tests.programs import run_python
@@ -52,17 +50,6 @@ def test_buffers_of_an_ended_thread_are_reused() -> None:
     assert len(scratch_module._idle) == 1
 
 
-def test_buffers_of_a_failed_thread_are_reused() -> None:
-    def fail() -> None:
-        addresses()
-        raise ValueError
-
-    first = in_a_new_thread(addresses)
-    with pytest.raises(ValueError):  # noqa: PT011 - it is the one from above
-        in_a_new_thread(fail)
-    assert in_a_new_thread(addresses) == first
-
-
 def test_two_live_threads_never_share_buffers() -> None:
     threads = 6
     together = threading.Barrier(threads)
@@ -81,35 +68,7 @@ def test_two_live_threads_never_share_buffers() -> None:
     )
 
 
-def test_short_lived_threads_do_not_disturb_each_other() -> None:
-    """Many new threads encode different values, and get the same results as a single thread."""
-    codecs = [Int8(block_size=64), Blockwise8(block_size=64)]
-    values = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
-    alone = [[bytes(codec.encode(each)) for codec in codecs] for each in values]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        for _ in range(5):
-            if [bytes(codec.encode(values[index])) for codec in codecs] != alone[index]:
-                wrong.append(index)
-
-    for _ in range(15):
-        running = [threading.Thread(target=work, args=(index,)) for index in range(len(values))]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join(WATCHDOG_SECONDS)
-    assert wrong == []
-    assert len(scratch_module._idle) <= len(values)
-
-
 SCRIPTS = {
-    "its main thread": "encode()",
-    "a thread that has ended": """
-thread = threading.Thread(target=encode)
-thread.start()
-thread.join()
-""",
     "a thread that ended, and its main thread": """
 thread = threading.Thread(target=encode)
 thread.start()

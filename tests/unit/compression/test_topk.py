@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from p2pavg_compression import MAX_MAGNITUDE, CodecError, Fp32, TopK
+from p2pavg_compression import MAX_MAGNITUDE, CodecError, TopK
 from p2pavg_compression.combinations import count_of_sets
 
 PLACES, LARGE, SIGNS = 59, 6, 8  # bytes of a record of the default codec
@@ -97,10 +97,6 @@ class TestChoice:
         for vector in vectors:
             expected += there_and_back(codec, vector) * 0.25
         assert torch.equal(total, expected)
-
-    def test_is_sparse(self) -> None:
-        assert TopK().is_sparse
-        assert not Fp32().is_sparse
 
 
 class TestArguments:
@@ -200,9 +196,3 @@ class TestHostile:
         payload = bytearray(TopK(bits=1).encode(normal()))
         payload[-1] = 1
         self.refuses(payload, "a scale of values that it does not have", TopK(bits=1))
-
-    def test_length(self, payload: bytearray) -> None:
-        self.refuses(payload[:-1], "bytes, expected")
-        self.refuses(payload + b"\0", "bytes, expected")
-        with pytest.raises(CodecError, match="bytes, expected"):
-            TopK().decode(payload, 1 << 50)

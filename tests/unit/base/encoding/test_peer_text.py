@@ -127,7 +127,8 @@ class TestTheType:
 def calls_of(names: set[str]) -> Iterator[tuple[Path, ast.Call]]:
     for folder in ("p2pavg", "dht", "compression", "scripts/demo_gpt"):
         for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            text = file.read_text()
+            for node in ast.walk(ast.parse(text)) if any(name in text for name in names) else ():
                 if isinstance(node, ast.Call):
                     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                     if name in names:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import trio
 import trio.testing
 
-from p2pavg.base.threads.workers import NICENESS, ToLoop, in_own_thread
-from tests.programs import run_python
+from p2pavg.base.threads.workers import NICENESS, ToLoop, Workers, in_own_thread
 
 WATCHDOG_SECONDS = 120.0
 NAME = "a thread of a test"
@@ -61,12 +61,16 @@ async def test_the_result_is_returned() -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)], ids=["an error", "an exit"])
 async def test_the_exception_is_raised_in_the_caller(error: BaseException) -> None:
+    threads: list[threading.Thread] = []
+
     def work() -> None:
+        threads.append(threading.current_thread())
         raise error
 
     with pytest.raises(type(error)) as found:
         await own(work, never)
     assert found.value is error
+    assert not threads[0].is_alive()
 
 
 async def test_the_thread_has_ended_when_the_call_returns() -> None:
@@ -76,18 +80,6 @@ async def test_the_thread_has_ended_when_the_call_returns() -> None:
         assert thread.daemon, "a process that ends must not wait for the thread"
         assert not thread.is_alive()
     assert NAME not in [thread.name for thread in threading.enumerate()]
-
-
-async def test_the_thread_has_ended_when_the_work_raised() -> None:
-    threads: list[threading.Thread] = []
-
-    def work() -> None:
-        threads.append(threading.current_thread())
-        raise ValueError
-
-    with pytest.raises(ValueError):  # noqa: PT011 - it is the one from above
-        await own(work, never)
-    assert not threads[0].is_alive()
 
 
 async def test_a_cancelled_caller_stops_the_work_once_and_waits() -> None:
@@ -169,67 +161,42 @@ async def test_each_call_has_its_own_thread() -> None:
     assert sorted(met) == list(range(5))
 
 
-IN_A_FRESH_PROCESS = """
-import threading, torch, trio
-from p2pavg.base.threads.workers import in_own_thread
-
-def in_a_new_thread():
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return seen[0]
-
-async def main():
-    async def one():
-        assert await in_own_thread(torch.get_num_threads, stop=lambda: None, name="x") == 1
-    print(await in_own_thread(torch.get_num_threads, stop=lambda: None, name="x"))
-    print(await in_own_thread(
-        lambda: torch.ones(10**6).sum() and torch.get_num_threads(), stop=lambda: None, name="x"
-    ))
-    async with trio.open_nursery() as nursery:
-        for _ in range(8):
-            nursery.start_soon(one)
-    print(await trio.to_thread.run_sync(torch.get_num_threads))
-
-torch.set_num_threads(3)
-trio.run(main)
-print(torch.get_num_threads())
-print(in_a_new_thread())
-"""
-
-
-def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
+async def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
     """This also holds if several calls begin at once, and in threads that begin later."""
-    done = run_python("-W", "error", "-c", IN_A_FRESH_PROCESS)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert list(map(int, done.stdout.split())) == [1, 1, 3, 3, 3]
+
+    async def one() -> None:
+        assert await own(lambda: torch.ones(10**6).sum() and torch.get_num_threads(), never) == 1
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(one)
+        assert await Workers().run(torch.get_num_threads) == 1
+        assert torch.get_num_threads() == 3
+        seen: list[int] = []
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert seen == [3]
+    finally:
+        torch.set_num_threads(before)
 
 
-PRIORITIES = """
-import os, threading, trio
-from p2pavg.base.threads.workers import in_own_thread
-
-def niceness():
+def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-async def main():
-    print(await in_own_thread(niceness, stop=lambda: None, name="x"))
-    print(niceness())
-    print(await trio.to_thread.run_sync(niceness))
-
-print(niceness())
-trio.run(main)
-"""
 
 
 @on_linux
-def test_worker_threads_have_a_lower_priority() -> None:
+async def test_worker_threads_have_a_lower_priority() -> None:
     """Only these threads do so, because trio lends its own threads to other callers."""
-    done = run_python("-W", "error", "-c", PRIORITIES, check=True)
-    before, inside, *others = map(int, done.stdout.split())
-    assert inside == NICENESS or inside >= before > NICENESS, "the test run may have a lower priority already"
-    assert others == [before] * 2
+    before = niceness()
+    for inside in (await own(niceness, never), await Workers().run(niceness)):
+        assert inside == NICENESS or inside >= before > NICENESS, (
+            "the test run may have a lower priority already"
+        )
+    assert niceness() == await trio.to_thread.run_sync(niceness) == before
 
 
 @on_linux
@@ -239,18 +206,6 @@ async def test_an_even_lower_priority_is_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "setpriority", lambda _which, _who, value: asked.append(value))
     await own(lambda: None, never)
     assert [value for value in asked if value < 19] == []
-
-
-@on_linux
-async def test_a_lower_priority_is_the_threads_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def note(_which: int, who: int, _value: int) -> None:
-        asked.append((who, threading.get_native_id()))
-
-    monkeypatch.setattr(os, "setpriority", note)
-    await own(lambda: None, never)
-    assert all(who == thread != os.getpid() for who, thread in asked)
 
 
 @on_linux
@@ -337,19 +292,3 @@ async def test_calls_of_several_threads_run_in_order_and_none_is_lost() -> None:
     assert elsewhere == []
     for of in range(threads):
         assert [number for whose, number in called if whose == of] == list(range(calls))
-
-
-async def test_the_last_call_before_a_pause_is_run() -> None:
-    """A call that comes while the loop empties the queue is not lost."""
-    soon = ToLoop()
-    heard = trio.Semaphore(0)
-
-    def work() -> None:
-        for _ in range(200):
-            soon(heard.release)
-
-    with trio.fail_after(WATCHDOG_SECONDS):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.to_thread.run_sync, work)
-            for _ in range(200):
-                await heard.acquire()

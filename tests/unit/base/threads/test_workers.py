@@ -1,4 +1,4 @@
-"""Work off the event loop uses one thread of torch, and does not change the setting of other threads."""
+"""Work off the event loop: one function at a time, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,36 +14,6 @@ from p2pavg.base.threads.workers import Workers
 from tests.programs import run_python
 
 WATCHDOG_SECONDS = 120.0
-
-IN_A_FRESH_PROCESS = """
-import threading, torch, trio
-from p2pavg.base.threads.workers import Workers
-
-def in_a_new_thread():
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return seen[0]
-
-async def main():
-    workers = Workers()
-    print(await workers.run(torch.get_num_threads))
-    print(await workers.run(lambda: torch.ones(10**6).sum() and torch.get_num_threads()))
-    print(await trio.to_thread.run_sync(torch.get_num_threads))
-
-torch.set_num_threads(3)
-trio.run(main)
-print(torch.get_num_threads())
-print(in_a_new_thread())
-"""
-
-
-def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
-    """This also holds in trio's threads, and in threads that begin later."""
-    done = run_python("-W", "error", "-c", IN_A_FRESH_PROCESS)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert list(map(int, done.stdout.split())) == [1, 1, 3, 3, 3]
 
 
 async def test_results_and_exceptions() -> None:

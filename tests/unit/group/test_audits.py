@@ -103,24 +103,6 @@ def test_an_audit_covers_a_third_of_a_share(signature: bytes, reducer: int, part
     assert 0 <= drawn[0] <= drawn[-1] < parts
 
 
-def test_all_parts_are_audited_alike() -> None:
-    counts = [0] * 8
-    for number in range(8_000):
-        for index in drawn_parts(Audits(1.0), ticket(number), 0, 8, 1):
-            counts[index] += 1
-    assert min(counts) > 0.9 * 3_000
-    assert max(counts) < 1.1 * 3_000
-
-
-def test_two_shares_are_drawn_independently_of_each_other() -> None:
-    both = sum(
-        bool(drawn_parts(Audits(0.5), ticket(number), 0, 8, 1))
-        and bool(drawn_parts(Audits(0.5), ticket(number), 1, 8, 1))
-        for number in range(4_000)
-    )
-    assert both / 4_000 == pytest.approx(0.25, abs=0.03)
-
-
 @pytest.mark.parametrize(("parts", "auditors"), [(0, 3), (8, 0)])
 def test_without_parts_or_auditors_no_member_is_drawn(parts: int, auditors: int) -> None:
     assert drawn_parts(Audits(1.0), ticket(0), 0, parts, auditors) == ()

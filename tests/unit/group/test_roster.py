@@ -275,9 +275,3 @@ class TestMetrics:
         assert group.metrics["loss"] == pytest.approx(most)
         opposite = roster([self.measured(0, 1.0, loss=most), self.measured(1, 1.0, loss=-most)])
         assert opposite.metrics == {"loss": 0.0}
-
-
-def test_a_roster_never_changes() -> None:
-    group = roster([A, B])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        group.proposal = 5  # type: ignore[misc]

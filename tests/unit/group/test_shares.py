@@ -16,7 +16,6 @@ from p2pavg.group.shares import (
     bound_seconds,
     cut_into_parts,
     fastest_shares,
-    fp32_bytes,
     largest_fraction,
     levelled,
     part_size,
@@ -160,17 +159,6 @@ def test_parts_never_change() -> None:
 def test_a_granularity_that_does_not_divide_a_part() -> None:
     assert [part.elements for part in cut_into_parts(0, 250, 30, part_elements=100)] == [90, 90, 70]
     assert [part.elements for part in cut_into_parts(0, 250, 200, part_elements=100)] == [200, 50]
-
-
-def test_bytes_without_a_codec() -> None:
-    """Two peers share 1000 floats. Each sends and receives 500, and then 500 averaged ones."""
-    assert fp32_bytes([500, 500], 0, [(True, True)] * 2) == 4 * 4 * 500
-    # An auxiliary reduces everything: each of two members sends it 1000 floats and gets 1000 back.
-    members = [(True, True), (True, True), (False, False)]
-    assert fp32_bytes([0, 0, 1000], 2, members) == 4 * 4 * 1000
-    assert fp32_bytes([0, 0, 1000], 0, members) == 4 * 2 * 1000
-    # An observer reduces half: it receives 500 floats and 500 averaged ones, and sends 500 averaged ones.
-    assert fp32_bytes([500, 500], 1, [(True, True), (False, True)]) == 4 * 3 * 500
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.group.aggregation import Aggregation, Audits
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.group.topology import BUTTERFLY, Topology
+from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.keeping import AuditRequest, KeptShare, ticket_bytes
 from p2pavg.verification.audit.layout import Share
 from p2pavg.verification.audit.task import AuditTask, shares_of, tasks_of
@@ -135,6 +136,12 @@ class Played:
         shares = shares_of(self.group, self.members, values, self.codec, self.aggregation)
         found = tasks_of(IDS[auditor], self.group, shares, audits, values, self.request(auditor, audits))
         return {task.reducer.peer_id: task for task in found}
+
+    def answered(self, auditor: int = 0, reducer: int = 1) -> tuple[AuditTask, bytes, list[list[Buffer]]]:
+        """Let one member ask another one. Return its audit, and the manifest and the inputs of the answer."""
+        task, kept = self.tasks(auditor)[IDS[reducer]], self.kept(reducer)
+        assert kept.admit(IDS[auditor], self.subject.attempt, task.request) == ""
+        return task, *kept.answer(task.request)
 
     def kept(self, reducer: int, audits: Audits = ALWAYS, digest: bytes | None = None) -> KeptShare:
         return KeptShare(self.share(reducer), audits, self.values[reducer], SIGNERS[reducer], digest)

@@ -13,10 +13,9 @@ from p2pavg.allreduce.proofs import inputs_digest, part_digest
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, RobustRule, TrimmedMean
 from p2pavg.group.topology import Star
-from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.evidence import FalseAverage, read_false_average, what_is_wrong
 from p2pavg.verification.audit.layout import OWN_DOMAIN, read_manifest
-from p2pavg.verification.audit.task import AuditTask, Lie
+from p2pavg.verification.audit.task import Lie
 from p2pavg_compression import Blockwise8, Codec, Fp32, Int8
 from tests.unit.group.samples import SIGNERS
 from tests.unit.verification.audit.played import ALWAYS, IDS, Played
@@ -41,16 +40,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def judged(played: Played, auditor: int, reducer: int) -> Lie | None:
     """Let one member audit another one, and return what it finds."""
-    task, kept = played.tasks(auditor)[IDS[reducer]], played.kept(reducer)
-    assert kept.admit(IDS[auditor], played.subject.attempt, task.request) == ""
-    return task.judge(*kept.answer(task.request))
-
-
-def answer_of(played: Played, task: AuditTask) -> tuple[bytes, list[list[Buffer]]]:
-    """Return the second member's answer to the first one."""
-    kept = played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    return kept.answer(task.request)
+    task, manifest, inputs = played.answered(auditor, reducer)
+    return task.judge(manifest, inputs)
 
 
 @codecs
@@ -87,17 +78,14 @@ def test_a_lie_of_one_value_is_found(codec: Codec) -> None:
 
 
 def test_a_false_average_of_an_auxiliary_is_proved() -> None:
+    """A reducer without a contribution shows none of its own."""
+    honest = Played(Blockwise8(block_size=64), Aggregation(), size=4, auxiliary=3)
+    assert not honest.share(3).contributes
+    assert judged(honest, 1, 3) is None
     played = Played(Blockwise8(block_size=64), Aggregation(), size=4, auxiliary=3, liar=3)
     lie = judged(played, 0, 3)
     assert lie is not None
     assert read_false_average(lie.evidence).share.reducer == IDS[3]
-
-
-def test_an_observers_reduction_is_audited() -> None:
-    """A reducer without a contribution shows none of its own."""
-    played = Played(Fp32(), Aggregation(), size=4, auxiliary=3)
-    assert not played.share(3).contributes
-    assert judged(played, 1, 3) is None
 
 
 @codecs
@@ -117,8 +105,6 @@ def test_the_reducer_of_a_star_is_audited_and_its_lie_proved(codec: Codec, attem
 def test_a_star_is_audited_in_as_many_stretches_as_it_has_members() -> None:
     played = Played(Fp32(), Aggregation(topology=Star()), size=4)
     reducer = next(index for index, share in enumerate(played.members.shares) if share)
-    assert played.share(reducer).stretches == 4
-    assert Played(Fp32(), Aggregation(), size=4).share(reducer).stretches == 1
     # 18 parts: stretches of 4, 5, 4 and 5 parts, of each of which a third is audited.
     assert len(played.tasks((reducer + 1) % 4)[IDS[reducer]].indices) == 8
 
@@ -126,9 +112,7 @@ def test_a_star_is_audited_in_as_many_stretches_as_it_has_members() -> None:
 def test_an_average_of_what_does_not_decode_is_proved() -> None:
     """A reducer of honest members would have excluded that contributor."""
     played = Played(Int8(block_size=64), Aggregation())
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    manifest, inputs = kept.answer(task.request)
+    task, manifest, inputs = played.answered()
     read = read_manifest(task.share, task.indices, manifest)
     index = task.indices[0]
     broken = b"\xff" * len(inputs[0][0])  # the scales are NaN
@@ -143,7 +127,7 @@ def test_an_average_of_what_does_not_decode_is_proved() -> None:
     values.proofs._shares.clear()
     signed = values.proofs.sign_output(task.signed.digests)
     values.inputs(index)[IDS[0]] = broken
-    lie = replace(task, signed=signed).judge(*answer_of(played, task))
+    lie = replace(task, signed=signed).judge(*played.answered()[1:])
     assert lie is not None
     assert f"a contribution of {IDS[0]} that counts in no round" in lie.reason
     assert read_false_average(lie.evidence).why() == lie.reason
@@ -154,9 +138,7 @@ def test_an_average_of_what_does_not_decode_is_proved() -> None:
 def test_a_reducer_that_shows_values_of_no_round_is_proved_to_lie(codec: Codec, value: float) -> None:
     """It signs what it shows of its own contribution, so only the values tell. They ended the auditor's program."""
     played = Played(codec, Aggregation())
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    manifest, inputs = kept.answer(task.request)
+    task, manifest, inputs = played.answered()
     read, share = read_manifest(task.share, task.indices, manifest), task.share
     own = dict(read.own)
     for place, index in enumerate(task.indices):
@@ -173,9 +155,7 @@ def test_a_reducer_that_shows_values_of_no_round_is_proved_to_lie(codec: Codec, 
 
 def shown_by(played: Played) -> tuple[Any, Any]:
     """Return what the second member shows the first one in an audit: the contributions to a part, and their values."""
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    _, inputs = kept.answer(task.request)
+    task, _, inputs = played.answered()
     return inputs[0], task.share.values(inputs[0])
 
 
@@ -220,9 +200,7 @@ def test_rounding_errors_are_no_lies(codec: Codec, rule: Aggregation) -> None:
 
     played = Played(codec, rule)
     for auditor, reducer in ((0, 1), (1, 2), (2, 0)):
-        task, kept = played.tasks(auditor)[IDS[reducer]], played.kept(reducer)
-        assert kept.admit(IDS[auditor], 0, task.request) == ""
-        manifest, inputs = kept.answer(task.request)
+        task, manifest, inputs = played.answered(auditor, reducer)
         averages = dict(task.averages)
         for index, buffers in zip(task.indices, inputs, strict=True):
             exact = _exact(played, task.share.values(buffers))
@@ -254,9 +232,7 @@ def _exact(played: Played, values: object) -> torch.Tensor:
 @pytest.mark.parametrize("what", ["input", "own", "manifest"])
 def test_an_answer_with_other_bytes_proves_nothing(what: str) -> None:
     played = Played(Fp32(), Aggregation(), liar=1)
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    manifest, inputs = kept.answer(task.request)
+    task, manifest, inputs = played.answered()
     changed = [[bytearray(each) for each in buffers] for buffers in inputs]
     forged = bytearray(manifest)
     if what == "manifest":
@@ -273,21 +249,19 @@ def test_a_reducer_cannot_show_contributions_that_it_has_invented() -> None:
     values = played.values[1]
     assert values.proofs is not None
     values.proofs._came[IDS[0]] = [bytes(32)] * len(values.proofs._came[IDS[0]])
-    task = played.tasks(0)[IDS[1]]
+    task, manifest, inputs = played.answered()
     with pytest.raises(RemoteProtocolError, match="other contributions than it signed"):
-        task.judge(*answer_of(played, task))
+        task.judge(manifest, inputs)
     values.proofs._shares.clear()
     forged = replace(task, signed=values.proofs.sign_output(task.signed.digests))
     with pytest.raises(RemoteProtocolError, match="has not signed"):
-        forged.judge(*answer_of(played, task))
+        forged.judge(manifest, inputs)
 
 
 def test_two_members_cannot_frame_an_honest_reducer() -> None:
     """One signs another contribution afterwards; the reducer has signed the first one with its averages."""
     played = Played(Fp32(), Aggregation())
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    manifest, inputs = kept.answer(task.request)
+    task, manifest, inputs = played.answered()
     read = read_manifest(task.share, task.indices, manifest)
     other = bytes(len(inputs[0][0]))
     digests = list(read.inputs[1][1])
@@ -367,27 +341,17 @@ def test_an_answer_does_not_need_the_attempt_any_more() -> None:
     assert task.judge(*kept.answer(task.request)) is None
 
 
-def test_after_the_end_only_the_drawn_inputs_are_kept() -> None:
-    played = Played(Fp32(), Aggregation())
-    kept, task = played.kept(1), played.tasks(0)[IDS[1]]
-    tickets = {IDS[0]: task.request.ticket}
-    assert kept.drawn(tickets) == set(task.indices)
-    kept.keep_only(kept.drawn(tickets))
-    for values in played.values:
-        values.let_go()
-    assert kept.admit(IDS[2], 0, played.request(0)) == "its signature does not verify"
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    assert task.judge(*kept.answer(task.request)) is None
-
-
 def test_an_audit_outlives_the_attempt() -> None:
     """The caller of a round may change the averaged tensors, and the next round reuses the memory."""
     played = Played(Fp32(), Aggregation())
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    kept.keep_only(task.indices)
+    drawn = kept.drawn({IDS[0]: task.request.ticket})
+    assert drawn == set(task.indices)
+    kept.keep_only(drawn)
     for values in played.values:
         values.averages.values.fill_(7.0)
         own = values._vector
         assert own is not None
         own.fill_(7.0)
+    assert kept.admit(IDS[0], 0, task.request) == ""
     assert task.judge(*kept.answer(task.request)) is None

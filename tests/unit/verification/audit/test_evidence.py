@@ -24,9 +24,7 @@ CODEC = Blockwise8(block_size=64)
 def evidence_of(liar: int | None, codec: Codec = CODEC) -> bytes:
     """Return well-formed evidence about the second member; it proves something only if that member lied."""
     played = Played(codec, Aggregation(), liar=liar)
-    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
-    assert kept.admit(IDS[0], 0, task.request) == ""
-    manifest, inputs = kept.answer(task.request)
+    task, manifest, inputs = played.answered()
     index = task.indices[0]
     found = module.FalseAverage(
         roster=played.group,
@@ -105,17 +103,13 @@ def test_evidence_that_is_cut_short_or_too_long_is_refused(length: int) -> None:
         ((0, (0, 1, 2), 1, "", 6), "evidence about part 6 of 1"),
         ((0, (0, 1, 2), 1, "", -1), "EvidenceSubject"),
         ((-1, (0, 1, 2), 1, "", 0), "EvidenceSubject"),
-        ((2**40, (0, 1, 2), 1, "", 0), "EvidenceSubject"),
         ((0, (0, 1), 1, "", 0), "a first attempt among some"),
         ((1, (1, 0), 1, "", 0), "EvidenceSubject"),
-        ((1, (0, 0, 1), 1, "", 0), "EvidenceSubject"),
         ((1, (0, 1, 3), 1, "", 0), "members that the roster has not"),
         ((1, (0, -1), 0, "", 0), "EvidenceSubject"),
-        ((1, (0, 2), 1, "", 0), "members that the roster has not"),
         ((0, (0, 1, 2), 1, "no rule", 0), "unknown codec or rule"),
         ((0, (0, 1, 2), 1, "median", 0), "has not signed"),
         ((0, (0, 1, 2), 2, "", 0), "has not signed"),
-        ((0, (0, "1", 2), 1, "", 0), "EvidenceSubject"),
         ((0, (0, 1, 2), 1, ""), "EvidenceSubject"),
     ],
 )

@@ -7,6 +7,11 @@ import trio
 from p2pavg.net.transport import Buffer, Stream
 
 
+def framed(message: bytes) -> bytes:
+    """Return a message with its length before it."""
+    return len(message).to_bytes(4, "big") + message
+
+
 class SaidBefore(Stream):
     """A stream whose other side has sent all bytes and closed its half. Sending takes no time."""
 

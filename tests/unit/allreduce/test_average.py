@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -78,18 +77,6 @@ def test_the_reducer_holds_the_same_bits_as_every_decoder(codec: Codec) -> None:
     assert torch.equal(codec.decode(bytes(payload), 300).view(torch.int32), out.view(torch.int32))
 
 
-def test_the_order_of_contributions_does_not_matter() -> None:
-    values, weights = vectors(4), [1.0, 2.0, 3.0, 1000.0]
-    contributions = [
-        encoded(Fp32(), str(index), weight, each)
-        for index, (weight, each) in enumerate(zip(weights, values, strict=True))
-    ]
-    for order in itertools.permutations(contributions):
-        out = torch.empty(300)
-        average_part(Fp32(), order, sum(weights), out)
-        torch.testing.assert_close(out.double(), mean(values, weights), rtol=0, atol=1e-6)
-
-
 def test_the_inputs_are_not_changed() -> None:
     values = vectors(2)
     copies = [each.clone() for each in values]
@@ -154,14 +141,6 @@ def test_values_at_the_limit_can_still_be_sent(codec: Codec, weights: list[float
         torch.testing.assert_close(out, limit, rtol=2 * TOLERANCES[codec.name], atol=0.0)
 
 
-def test_the_average_of_allowed_values_exceeds_the_limit() -> None:
-    """Shows the premise of the test above: a naive average of allowed values is one that the encoder refuses."""
-    total = torch.zeros(1)
-    for _ in range(10):
-        total.add_(torch.tensor([MAX_MAGNITUDE]), alpha=0.1)
-    assert total.item() > MAX_MAGNITUDE
-
-
 class TestSparse:
     """A sum that is rounded otherwise could choose other values, and an honest reducer would look like a liar."""
 
@@ -194,12 +173,6 @@ class TestSparse:
         check = NormCheck(roster(candidates)) if checked else None
         payload = average_part(self.CODEC, contributions, 15.0, out, check=check)
         assert bytes(payload) == bytes(self.CODEC.encode(total))
-
-    def test_the_average_has_the_size_of_a_contribution(self) -> None:
-        out = torch.empty(6400)
-        payload = average_part(self.CODEC, self.contributions(), 15.0, out)
-        assert len(payload) == self.CODEC.encoded_nbytes(6400)
-        assert out.count_nonzero() == 1600
 
     def test_a_norm_that_is_too_long_is_found(self) -> None:
         candidates = [candidate(index, norm=1.0, weight=1.0 + index) for index in range(5)]

@@ -51,19 +51,6 @@ def test_bytes_that_are_the_values_are_not_kept_twice() -> None:
             assert kept.nbytes == 4 * part.elements
 
 
-def test_the_bytes_of_an_average_are_released_if_they_are_the_values() -> None:
-    held = Held(Fp32())
-    part = held.parts(1)[0]
-    payload = held.buffer(part)
-    payload[:] = share(Fp32(), 1)[0]
-    memory = weakref.ref(np.asarray(payload.obj).base)
-    held.receive_average(IDS[1], part, payload)
-    del payload
-    assert idle_bytes(held.buffers) == 4 * PART
-    assert memory() is not None
-    assert bytes(held.averages.encoded(IDS[1], 0)) == share(Fp32(), 1)[0]
-
-
 def test_an_encoded_average_is_kept_as_it_came() -> None:
     """The member may have to pass on the same bytes."""
     codec = Blockwise8(block_size=64)

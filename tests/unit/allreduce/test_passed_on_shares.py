@@ -61,15 +61,6 @@ def test_a_passed_on_share_does_not_replace_a_whole_one() -> None:
     assert [bytes(held.averages.encoded(IDS[1], index)) for index in range(4)] == share(Fp32(), 1)
 
 
-def test_a_second_source_changes_nothing() -> None:
-    held = Held(Fp32())
-    held.receive_share(IDS[1], share(Fp32(), 1))
-    told = held.averages.digests()[1]
-    held.receive_share(IDS[1], other_share(1))
-    assert held.averages.digests()[1] == told
-    assert bits(held.averages.values[SHARE : 2 * SHARE]) == expected(Fp32())[SHARE : 2 * SHARE]
-
-
 def test_late_parts_of_the_reducer_that_is_gone_change_nothing() -> None:
     held = Held(Fp32())
     held.reduce_all()

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from p2pavg.allreduce import robust
-from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.reduction import PartContribution, average_part
-from p2pavg.allreduce.robust import combine, largest_kept, merge_exchange
+from p2pavg.allreduce.robust import combine, largest_kept
 from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.base.numbers import bounded_weights, lower_median, units_of
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
@@ -149,7 +148,9 @@ def test_a_result_does_not_depend_on_the_chunks(
     monkeypatch: pytest.MonkeyPatch, rule: RobustRule, weights: list[float], elements: int
 ) -> None:
     rows = drawn(7, elements)
+    copies = [row.clone() for row in rows]
     found = combined(rule, rows, weights)
+    assert all(map(torch.equal, rows, copies)), "the inputs were changed"
     assert found.shape == (elements,)
     assert bool(found.isfinite().all())
     if not isinstance(rule, CenteredClip):
@@ -172,15 +173,6 @@ def test_values_at_the_limit_do_not_overflow(rule: RobustRule, weights: list[flo
     rows = [torch.full((3,), sign * MAX_MAGNITUDE * (1 if index < 4 else -1)) for index in range(7)]
     found = combined(rule, rows, weights)
     assert bool((found.abs() <= MAX_MAGNITUDE * (1 + 1e-6)).all())
-
-
-@rules
-@weighted
-def test_inputs_are_not_changed(rule: RobustRule, weights: list[float]) -> None:
-    rows = drawn(7)
-    copies = [row.clone() for row in rows]
-    combined(rule, rows, weights)
-    assert all(map(torch.equal, rows, copies))
 
 
 def test_units_are_even_and_proportional() -> None:
@@ -216,21 +208,6 @@ def test_lower_median() -> None:
     assert lower_median([5.0], [0.1]) == 5.0
 
 
-@pytest.mark.parametrize("size", range(1, 11))
-def test_the_network_sorts(size: int) -> None:
-    """It sorts all inputs if it sorts those of zeros and ones (Knuth 5.3.4, theorem Z)."""
-    network = list(merge_exchange(size))
-    for values in itertools.product((0, 1), repeat=size):
-        found = list(values)
-        for low, high in network:
-            found[low], found[high] = sorted((found[low], found[high]))
-        assert found == sorted(values)
-
-
-def test_the_network_is_as_short_as_batchers() -> None:
-    assert [len(list(merge_exchange(size))) for size in (2, 4, 8, 16, 64)] == [1, 5, 19, 63, 543]
-
-
 @pytest.mark.parametrize("codec", [Fp32(), Blockwise8(block_size=64)], ids=lambda codec: codec.name)
 @rules
 @weighted
@@ -252,13 +229,3 @@ def test_the_reducers_own_contribution_counts_as_the_others(
     if codec.is_identity:
         assert torch.equal(results[0], combined(rule, rows, bounded_weights(weights)))
         assert all(torch.equal(results[0], result) for result in results)
-
-
-def test_a_part_that_does_not_decode_names_its_sender() -> None:
-    contributions = [
-        PartContribution("honest", 1.0, torch.ones(4)),
-        PartContribution("liar", 1.0, torch.tensor([1.0, math.nan, 1.0, 1.0]).numpy().tobytes()),
-    ]
-    with pytest.raises(BadContributionError, match="liar") as caught:
-        average_part(Fp32(), contributions, 2.0, torch.empty(4), robust=Median())
-    assert caught.value.peer_id == "liar"

@@ -31,23 +31,6 @@ def test_contribution_carries_its_metrics() -> None:
     assert take(accumulation).metrics.means == {"loss": 7.0, "accuracy": 0.5}
 
 
-def test_metrics_during_a_round_belong_to_the_next() -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 1.0, {"loss": 4.0})
-    taken = take(accumulation)
-    accumulation.add(ONES, 1.0, {"accuracy": 0.5})
-    assert taken.metrics.means == {"loss": 4.0}
-    accumulation.release(taken)
-    assert waiting(accumulation) == {"accuracy": 0.5}
-
-
-def test_failed_round_gives_metrics_back() -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 1.0, {"loss": 4.0})
-    accumulation.give_back(take(accumulation))
-    assert waiting(accumulation) == {"loss": 4.0}
-
-
 def test_failed_rounds_metrics_are_merged_with_newer_ones() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 3.0, {"loss": 1.0, "accuracy": 0.5})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 import threading
 import time
 import weakref
@@ -109,22 +108,6 @@ def test_buffer_is_writable_and_has_its_shape() -> None:
         assert bytes(view) == b"written"
 
 
-def test_kept_result_is_never_overwritten() -> None:
-    """The caller may keep a result, or a part of it, for any time."""
-    buffers = Buffers(PLENTY)
-    kept: list[torch.Tensor] = []
-    for number in range(10):
-        result = buffers.floats(ELEMENTS)
-        result.fill_(float(number))
-        kept.append(result[number : number + 10])
-        del result
-        for _ in range(3):
-            work = buffers.floats(ELEMENTS)
-            work.fill_(-1.0)
-            buffers.bytes(NBYTES)[:] = b"\xff" * NBYTES
-    assert [each.tolist() for each in kept] == [[float(number)] * 10 for number in range(10)]
-
-
 @pytest.mark.parametrize("keep", [0, 1, 2])
 def test_idle_memory_is_limited(keep: int) -> None:
     buffers = Buffers(keep * NBYTES + NBYTES // 2)
@@ -138,16 +121,6 @@ def test_idle_memory_is_limited(keep: int) -> None:
     if keep:
         again = [buffers.floats(ELEMENTS) for _ in range(keep)]
         assert [address_of(each) for each in again] == addresses[: -keep - 1 : -1], "the last ones were kept"
-
-
-def test_excess_memory_is_freed_with_the_next_loan() -> None:
-    buffers = Buffers(NBYTES)
-    lent = [buffers.bytes(NBYTES) for _ in range(5)]
-    memories = [memory_of(each) for each in lent]
-    lent.clear()
-    another = buffers.bytes(3)
-    assert sum(memory() is not None for memory in memories) == 1
-    assert len(another) == 3
 
 
 def test_excess_memory_is_freed_on_return() -> None:
@@ -214,34 +187,6 @@ def test_no_two_live_buffers_share_memory(steps: list[tuple[str, int, bool]], bo
         assert all((view == written).all() for view, written in alive)
     ranges = sorted((view.ctypes.data, view.ctypes.data + view.nbytes) for view, _ in alive if view.nbytes)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
-
-
-def test_no_two_threads_share_memory() -> None:
-    """Each thread repeatedly fills its buffers with its own number, and finds no other number in them."""
-    threads, rounds = 8, 300
-    buffers = Buffers(6 * NBYTES)
-    begin = threading.Barrier(threads)
-
-    def work(number: int) -> int:
-        draw = random.Random(number)
-        held: list[torch.Tensor] = []
-        begin.wait(30.0)
-        wrong = 0
-        for _ in range(rounds):
-            if held and draw.random() < 0.5:
-                mine = held.pop(draw.randrange(len(held)))
-                wrong += int((mine != float(number)).sum())
-                del mine
-            else:
-                held.append(buffers.floats(ELEMENTS).fill_(float(number))[draw.randrange(ELEMENTS) :])
-            if idle_bytes(buffers) > 6 * NBYTES:
-                wrong += 1
-        return wrong + sum(int((mine != float(number)).sum()) for mine in held)
-
-    with ThreadPoolExecutor(threads) as pool:
-        assert list(pool.map(work, range(threads))) == [0] * threads
-    gc.collect()
-    assert 0 < idle_bytes(buffers) <= 6 * NBYTES
 
 
 def test_one_of_concurrent_threads_gets_the_idle_buffer() -> None:

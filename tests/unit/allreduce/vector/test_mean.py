@@ -95,12 +95,6 @@ def test_mean_of_one_call_is_exact() -> None:
         assert torch.equal(found.view(torch.int32), tensor.view(torch.int32))
 
 
-def test_shapes_are_kept() -> None:
-    accumulation = Accumulation()
-    accumulation.add([torch.ones(shape) for shape in SHAPES], 1.0)
-    assert [tuple(tensor.shape) for tensor in in_order(accumulation.mean())] == SHAPES
-
-
 def test_tensors_without_elements_alone_are_averaged_too() -> None:
     accumulation = Accumulation()
     accumulation.add([torch.ones(0), torch.ones(3, 0)], 2.0)
@@ -174,13 +168,6 @@ def test_tuple_becomes_a_list() -> None:
     accumulation = Accumulation()
     accumulation.add((torch.ones(1),), 1.0)
     assert isinstance(accumulation.mean(), list)
-
-
-def test_no_mean_without_tensors() -> None:
-    accumulation = Accumulation()
-    assert accumulation.mean() is None
-    assert accumulation.take() is None
-    assert accumulation.weight == 0
 
 
 def test_threads_may_accumulate_at_once() -> None:

@@ -40,16 +40,6 @@ def exact(calls: list[tuple[dict[str, float], float]], name: str) -> Fraction | 
 
 
 class TestMeans:
-    def test_means_are_weighted(self) -> None:
-        assert means(({"loss": 4.0}, 1.0), ({"loss": 8.0}, 3.0)).means == {"loss": 7.0}
-
-    def test_each_metric_is_averaged_over_its_own_calls(self) -> None:
-        found = means(({"loss": 4.0}, 1.0), ({"accuracy": 0.5}, 9.0), ({"loss": 8.0}, 1.0))
-        assert found.means == {"loss": 6.0, "accuracy": 0.5}
-
-    def test_no_means_without_calls(self) -> None:
-        assert MetricMeans().means == {}
-
     @given(calls)
     def test_means_of_any_calls(self, calls: list[tuple[dict[str, float], float]]) -> None:
         found = means(*calls).means

@@ -7,10 +7,12 @@ import psutil
 import trio
 
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.net.lanes.certificates import OwnCertificate
+from p2pavg.net.lanes.halfway import PROTOCOL, LaneOffer, LaneRequest
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.libp2p.transport import Libp2pTransport
-from p2pavg.net.transport import DirectLane, Transport
+from p2pavg.net.transport import DirectLane, Stream, Transport, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, open_host
 
 
@@ -58,6 +60,13 @@ async def lane_to(here: Transport, there: Transport) -> TlsLane:
     lane = await here.open_lane(there.peer_id, addresses=there.addresses, timeout=TIMEOUT)
     assert isinstance(lane, TlsLane)
     return lane
+
+
+async def offered(here: Transport, there: Transport, own: OwnCertificate) -> tuple[Stream, LaneOffer]:
+    """Ask for a lane as a sender that goes its own ways."""
+    stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
+    await send_message(stream, LaneRequest(own.der).encode())
+    return stream, LaneOffer.decode(await receive_message(stream) or b"")
 
 
 def keeper(host: Libp2pTransport) -> LaneKeeper:

@@ -7,7 +7,7 @@ import trio.testing
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
-from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, watched
+from tests.integration.hosts import eventually, watched
 from tests.integration.lanes.company import in_thread, keeper, lane_to, pair, post, read_message
 
 
@@ -40,32 +40,6 @@ async def cancelled_before_the_answer(lane: TlsLane) -> None:
         await eventually(lambda: lane.owed)
         await trio.testing.wait_all_tasks_blocked(0.01)
         nursery.cancel_scope.cancel()
-
-
-@watched
-async def test_each_use_of_a_lane_is_acknowledged() -> None:
-    async with pair() as (here, there):
-        inbox = Receives()
-        there.serve_lanes(inbox)
-        lane = await lane_to(here, there)
-        for number in range(20):
-            await post(lane, bytes(number * 200_000))
-            await lane.acknowledged()
-            assert not lane.owed
-            here.keep_lane(lane)
-            assert await lane_to(here, there) is lane
-        assert set(inbox.lanes) == {inbox.lanes[0]}
-
-
-@watched
-async def test_a_lane_that_was_dialled_back_is_acknowledged_too() -> None:
-    async with open_host(LOOPBACK) as here, open_host() as there:
-        there.serve_lanes(Receives())
-        await there.dial(here.addresses[0], timeout=TIMEOUT)
-        lane = await lane_to(here, there)
-        for _ in range(3):
-            await post(lane, b"hello")
-            await lane.acknowledged()
 
 
 @watched
@@ -231,19 +205,3 @@ async def test_a_lane_with_a_surplus_acknowledgement_is_not_reused() -> None:
         await eventually(lane.is_readable)
         assert await lane_to(here, there) is not lane
         assert lane.aborted
-
-
-@watched
-async def test_a_lane_dropped_by_its_receiver_is_not_reused() -> None:
-    async with pair() as (here, there):
-        inbox = Receives(at_once=False)
-        there.serve_lanes(inbox)
-        lane = await lane_to(here, there)
-        await post(lane, b"hello")
-        await inbox.read.acquire()
-        await cancelled_before_the_answer(lane)
-        here.keep_lane(lane)
-        inbox.lanes[0].abort()
-        await eventually(lambda: lane.aborted)
-        await eventually(lambda: lane not in keeper(here).lanes)
-        assert await lane_to(here, there) is not lane

@@ -94,15 +94,6 @@ async def test_closing_ends_idle_and_busy_lanes() -> None:
 
 
 @watched
-async def test_closing_aborts_lanes_before_it_waits() -> None:
-    async with pair() as (here, there):
-        lanes = [await lane_to(here, there) for _ in range(2)]
-        here.keep_lane(lanes[0])
-        keeper(here).close()
-        assert [lane.aborted for lane in lanes] == [True, True]
-
-
-@watched
 async def test_closing_ends_a_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "LANE_DIAL_SECONDS", 1e6)
 

@@ -12,7 +12,7 @@ import trio
 from p2pavg.base.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.lanes import acceptor, limits, pool
 from p2pavg.net.lanes.certificates import OwnCertificate
-from p2pavg.net.lanes.halfway import PROTOCOL, Back, Halfway, LaneOffer, LaneRequest, LaneVerdict, Meet
+from p2pavg.net.lanes.halfway import Back, Halfway, LaneVerdict, Meet
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch import plan
@@ -22,7 +22,7 @@ from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
-from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, post
+from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, offered, post
 from tests.integration.punch.peers import BEHIND_A_ROUTER, BEHIND_A_SYMMETRIC_ROUTER, kept
 
 
@@ -171,15 +171,6 @@ class TestNoPunch:
                 nursery.cancel_scope.cancel()
             while descriptors() != before or keeper(there)._inbound.slots._taken:
                 await trio.sleep(0.01)  # the watchdog bounds it
-
-
-async def offered(
-    here: Libp2pTransport, there: Libp2pTransport, own: OwnCertificate
-) -> tuple[Stream, LaneOffer]:
-    """Ask for a lane as a sender that goes its own ways."""
-    stream = await here.open_stream(there.peer_id, PROTOCOL, timeout=TIMEOUT)
-    await send_message(stream, LaneRequest(own.der).encode())
-    return stream, LaneOffer.decode(await receive_message(stream) or b"")
 
 
 async def punched(stream: Stream, port: FreshPort) -> socket.socket:

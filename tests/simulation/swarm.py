@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import trio
 
 import p2pavg
+from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
-from p2pavg.testing import Fault, FaultPlan, MemoryNetwork, run_peers
+from p2pavg.testing import Fault, FaultPlan, MemoryNetwork, run_peers, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 
 LAN = (0.0005, 0.002)
@@ -136,6 +138,34 @@ def successes(found: Mapping[Any, p2pavg.RoundResult]) -> list[p2pavg.Success]:
 def ids(*indices: int) -> set[str]:
     """Return the ids of peers."""
     return {simulated_signer(index).peer_id for index in indices}
+
+
+async def step_all(
+    count: int,
+    how: p2pavg.AveragingConfig,
+    tensor: Callable[[int], torch.Tensor] = values,
+    *,
+    network: MemoryNetwork | None = None,
+    helpers: int = 0,
+) -> Swarm:
+    """Run one step of some peers, which announce themselves in the order of their indices.
+
+    Args:
+        tensor: returns a peer's contribution.
+        helpers: auxiliaries beside them.
+    """
+    swarm, network = Swarm(), network or MemoryNetwork(latency=LAN)
+    async with simulated_peers(network, count + helpers) as peers, trio.open_nursery() as beside:
+        for helper in peers[count:]:
+            beside.start_soon(assist, helper, how.run_id)
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers[:count]):
+                # With a helper, the first come early: it can read their entries when the last is ready.
+                after = 0.1 * index + (8.0 if helpers and index == count - 1 else 0.0)
+                step = partial(swarm.step_once, peer, index, how, after=after, tensors=[tensor(index)])
+                nursery.start_soon(step)
+        beside.cancel_scope.cancel()
+    return swarm
 
 
 def tensors_of(result: p2pavg.RoundResult) -> list[torch.Tensor]:

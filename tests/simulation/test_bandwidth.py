@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -25,8 +24,8 @@ from p2pavg.runs.records.bandwidth import (
     measure,
 )
 from p2pavg.testing import MemoryNetwork
-from p2pavg.testing.simulation import simulated_peers, simulated_signer
-from tests.simulation.swarm import Swarm, config
+from p2pavg.testing.simulation import simulated_signer
+from tests.simulation.swarm import config, step_all
 
 MBPS = 1e6 / 8  # bytes per second
 
@@ -63,13 +62,10 @@ async def test_a_round_over_streams_measures_the_link(
     autojump_clock: MockClock, up: float, down: float
 ) -> None:
     """Parts to ten members end together. Counted as a whole, they would look like a link three times as fast."""
-    swarm, count = Swarm(), 10
-    how = config(group_size=count, compression=None, exchange_timeout=60.0)
+    count = 10
+    how = config(group_size=count, exchange_timeout=60.0)
     network = MemoryNetwork(latency=(0.01, 0.02), bandwidth=up * MBPS, download=down * MBPS)
-    async with simulated_peers(network, count) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            tensors = [torch.full((200_000,), float(index))]
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+    swarm = await step_all(count, how, lambda index: torch.full((200_000,), float(index)), network=network)
     assert len(swarm.successes()) == count
     slower = min(up, down)
     for averager in swarm.averagers.values():

@@ -234,8 +234,14 @@ ON_LANES: dict[str, tuple[Deliver, str]] = {
 }
 
 
-@ON_EITHER_LANE
-@pytest.mark.parametrize("lie", ON_LANES)
+@pytest.mark.parametrize(
+    ("lie", "lane", "liar"),
+    [
+        *[(lie, Lane.CONTRIBUTIONS, 2) for lie in ON_LANES],
+        *[(lie, Lane.CONTRIBUTIONS, 0) for lie in ("NaN", "too few parts")],
+        *[(lie, Lane.AVERAGES, 2) for lie in ("NaN", "a byte too few", "a part twice", "too few parts")],
+    ],
+)
 async def test_member_with_damaged_parts_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: str, lane: Lane, liar: int
 ) -> None:
@@ -259,8 +265,10 @@ def only_to(victim: int, how: Deliver) -> Deliver:
     return send
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("lane", [Lane.CONTRIBUTIONS, Lane.AVERAGES], ids=["contributions", "averages"])
+@pytest.mark.parametrize(
+    ("lane", "victim"),
+    [(Lane.CONTRIBUTIONS, 0), (Lane.CONTRIBUTIONS, 3), (Lane.AVERAGES, 0), (Lane.AVERAGES, 1)],
+)
 async def test_all_members_learn_which_member_one_saw_lie(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
 ) -> None:
@@ -344,8 +352,10 @@ def header(lane: Lane, attempt: int = 0, reducer: int = 0) -> LaneHeader:
     return LaneHeader(bytes(32), lane, attempt, reducer)
 
 
-@ON_EITHER_LANE
-@pytest.mark.parametrize("often", [1, 140])
+@pytest.mark.parametrize(
+    ("often", "lane", "liar"),
+    [(1, Lane.CONTRIBUTIONS, 0), (140, Lane.CONTRIBUTIONS, 2), (1, Lane.AVERAGES, 2)],
+)
 async def test_member_that_opens_a_second_lane_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
 ) -> None:
@@ -353,19 +363,18 @@ async def test_member_that_opens_a_second_lane_is_excluded_by_name(
     check_costs_itself(await play(), liar, "it opened a lane that is not due")
 
 
-HARMLESS = {
-    "of attempts that are far ahead": [header(Lane.CONTRIBUTIONS, 1000 + index) for index in range(40)],
-    "of a share that it was not asked for": [header(Lane.PASSED_ON, reducer=index) for index in range(SIZE)],
-    "that ask how the round ended": [header(Lane.ASK)] * 20,
-}
+HARMLESS = [
+    *[header(Lane.CONTRIBUTIONS, 1000 + index) for index in range(40)],  # of attempts that are far ahead
+    *[header(Lane.PASSED_ON, reducer=index) for index in range(SIZE)],  # of shares that it was not asked for
+    *[header(Lane.ASK)] * 20,
+]
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("lanes", HARMLESS)
 async def test_unread_lanes_change_nothing(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lanes: str, liar: int
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
-    instead(monkeypatch, "Attempt", liar, opening(*HARMLESS[lanes]))
+    instead(monkeypatch, "Attempt", liar, opening(*HARMLESS))
     for result in check_exact(await play(), range(SIZE)):
         assert result.lost == {}
 
@@ -379,22 +388,15 @@ async def test_votes_on_an_unexpected_stream_are_ignored(
         assert result.lost == {}
 
 
-@pytest.mark.parametrize("lane", list(Lane))
 @pytest.mark.parametrize("attempt", [0, 7])
-async def test_stranger_that_knows_the_group_changes_nothing(
-    autojump_clock: MockClock, attempt: int, lane: Lane
-) -> None:
+async def test_stranger_that_knows_the_group_changes_nothing(autojump_clock: MockClock, attempt: int) -> None:
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
         transport = stranger.context.transport
         async with trio.open_nursery() as nursery:
             for peer in peers:
-                for _ in range(20):
-                    nursery.start_soon(
-                        open_lane,
-                        transport,
-                        peer.id,
-                        structs.replace(header(lane, attempt), group_id=group_id),
-                    )
+                for lane in [*Lane] * 20:
+                    named = structs.replace(header(lane, attempt), group_id=group_id)
+                    nursery.start_soon(open_lane, transport, peer.id, named)
 
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     for result in check_exact(await play(network, stranger=intrude), range(SIZE)):
@@ -445,8 +447,7 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
 }
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("vote", BROKEN_VOTES)
+@pytest.mark.parametrize(("vote", "liar"), [*[(vote, 2) for vote in BROKEN_VOTES], ("garbage", 0)])
 async def test_member_with_malformed_votes_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str, liar: int
 ) -> None:
@@ -455,20 +456,20 @@ async def test_member_with_malformed_votes_is_excluded_by_name(
     check_costs_itself(await play(), liar, reason)
 
 
-OTHERS_VOTES: dict[str, Vote] = {
-    "begins a ballot": Begin(SIZE, SIZE, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
-    "begins its own ballot": Begin(2, 2, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
-    "asks for its own ballot": Gather(2 + SIZE),
-    "holds the result of a ballot that is none": ResultHeld(9, (bytes(32),) * SIZE, bytes(64)),
-    "is outpaced": StaleBallot(77),
-}
+OTHERS_VOTES: list[Vote] = [
+    Begin(SIZE, SIZE, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
+    Begin(2, 2, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),  # its own ballot
+    Gather(2 + SIZE),
+    ResultHeld(9, (bytes(32),) * SIZE, bytes(64)),  # of a ballot that is none
+    StaleBallot(77),
+]
 
 
-@pytest.mark.parametrize("vote", OTHERS_VOTES)
 async def test_votes_beyond_a_members_role_change_nothing(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instead(monkeypatch, "VoteStreams", 2, saying(message(OTHERS_VOTES[vote].encode())))
+    votes = b"".join(message(vote.encode()) for vote in OTHERS_VOTES)
+    instead(monkeypatch, "VoteStreams", 2, saying(votes))
     for result in check_exact(await play(), range(SIZE)):
         assert result.lost == {}
 
@@ -630,7 +631,7 @@ async def test_an_exception_that_no_message_caused_leaves_the_averager(
 # ---------------------------------------------------------------------- different messages to different members
 
 
-@pytest.mark.parametrize(("size", "liar"), [(3, 0), (3, 1), (3, 2), (4, 0), (4, 3), (5, 2)])
+@pytest.mark.parametrize(("size", "liar"), [(3, 0), (3, 2), (5, 2)])
 async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, size: int, liar: int
 ) -> None:
@@ -906,7 +907,7 @@ async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
 # ---------------------------------------------------------------------- a leader with two groups
 
 
-@pytest.mark.parametrize("astray", [{1}, {4}, {1, 2}, {3, 4}, {1, 2, 3, 4}], ids=str)
+@pytest.mark.parametrize("astray", [{1}, {3, 4}, {1, 2, 3, 4}], ids=str)
 @pytest.mark.parametrize("fewer", [False, True], ids=["the same members", "other members"])
 async def test_leader_with_different_rosters_causes_no_wrong_result(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from p2pavg.matchmaking.matchmaker import RoundOffer
 from p2pavg.round.roles import Contributor
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import check_costs_itself, name, play
-from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
+from tests.simulation.swarm import LAN, Swarm, config, same_bits, step_all, tensors_of, values
 
 ELEMENTS = 2_000
 
@@ -28,16 +27,11 @@ def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def average(scales: Mapping[int, float], size: int, **changes: object) -> Swarm:
     """Run one step of peers, some of which contribute scaled values."""
-    swarm, how = Swarm(), config(group_size=size, **changes)
-    async with simulated_peers(MemoryNetwork(latency=LAN), size) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            tensors = [values(index, ELEMENTS) * scales.get(index, 1.0)]
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors))
-    return swarm
+    how = config(group_size=size, **changes)
+    return await step_all(size, how, lambda index: values(index, ELEMENTS) * scales.get(index, 1.0))
 
 
-@pytest.mark.parametrize("robust", [None, "median"])
-@pytest.mark.parametrize("compression", [None, "blockwise8"])
+@pytest.mark.parametrize(("robust", "compression"), [(None, None), (None, "blockwise8"), ("median", None)])
 async def test_long_contributions_are_shortened_by_all_reducers(
     autojump_clock: MockClock, robust: str | None, compression: str | None
 ) -> None:

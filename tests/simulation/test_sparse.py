@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.peer.auxiliary import assist
-from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg_compression import Ternary, TopK
 from tests.simulation.false_averages import Rounds, lie
 from tests.simulation.liars import name
-from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
+from tests.simulation.swarm import config, same_bits, step_all, tensors_of, values
 
 ELEMENTS = 3_000
 CODEC = TopK(chunk=64, k=8)
@@ -36,17 +31,11 @@ def expected(success: p2pavg.Success) -> torch.Tensor:
     return AVERAGES.decode(AVERAGES.encode(total), ELEMENTS)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"max_norm": 3.0}, {"audit": "before:1.0"}, {"audit": "off"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"max_norm": 3.0, "audit": "before:1.0"}, {"audit": "off"}], ids=str)
 async def test_members_have_the_largest_values_of_the_sum(
     autojump_clock: MockClock, changes: dict[str, object]
 ) -> None:
-    swarm, how = Swarm(), config(group_size=4, compression=CODEC, **changes)
-    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            tensors = [values(index, ELEMENTS)]
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors))
+    swarm = await step_all(4, config(group_size=4, compression=CODEC, **changes))
     found = swarm.successes()
     assert len(found) == 4
     assert same_bits(found)
@@ -58,10 +47,7 @@ async def test_members_have_the_largest_values_of_the_sum(
 
 
 async def test_an_average_of_two_keeps_all_that_they_sent(autojump_clock: MockClock) -> None:
-    swarm, how = Swarm(), config(group_size=2, compression=CODEC)
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=[values(index, ELEMENTS)]))
+    swarm = await step_all(2, config(group_size=2, compression=CODEC))
     sent = [CODEC.decode(CODEC.encode(values(index, ELEMENTS)), ELEMENTS) for index in range(2)]
     for result in swarm.successes():
         # Of weights that are alike, two values of one place with opposite signs may be 0 together.
@@ -75,13 +61,7 @@ async def test_a_reducer_knows_what_the_averages_of_its_share_lack(
     """Not so with a fine codec, which needs no feedback."""
     codec = Ternary(block_size=64)
     for compression in (codec, "int8"):
-        swarm, how = Swarm(), config(group_size=3, compression=compression, robust=robust)
-        async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
-            for index, peer in enumerate(peers):
-                tensors = [values(index, ELEMENTS)]
-                nursery.start_soon(
-                    partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors)
-                )
+        swarm = await step_all(3, config(group_size=3, compression=compression, robust=robust))
         for index, result in enumerate(swarm.successes()):
             if compression != codec:
                 assert result.left_out is None
@@ -104,27 +84,9 @@ async def test_a_reducer_knows_what_the_averages_of_its_share_lack(
 
 
 async def test_an_auxiliary_reduces_sparse_values(autojump_clock: MockClock) -> None:
-    how, results = config(group_size=4, compression=CODEC), []
-
-    async def average(peer: p2pavg.Peer, index: int) -> None:
-        async with peer.averager(how) as averager:
-            for _ in range(3):
-                averager.accumulate([values(index, ELEMENTS)], weight=2.0)
-                results.append(await averager.step(wait=None))
-                await trio.sleep(10.0)
-
-    async with (
-        simulated_peers(MemoryNetwork(latency=LAN), 5) as (*workers, helper),
-        trio.open_nursery() as outer,
-    ):
-        outer.start_soon(assist, helper, how.run_id)
-        async with trio.open_nursery() as nursery:
-            for index, peer in enumerate(workers):
-                nursery.start_soon(average, peer, index)
-        outer.cancel_scope.cancel()
-    helped = [result for result in results if isinstance(result, p2pavg.Success) and result.auxiliaries]
-    assert helped
-    for result in helped:
+    found = (await step_all(4, config(group_size=4, compression=CODEC), helpers=1)).successes()
+    assert [len(result.auxiliaries) for result in found] == [1] * 4
+    for result in found:
         assert torch.equal(tensors_of(result)[0], expected(result))
 
 

@@ -1,4 +1,4 @@
-"""Metrics follow the tensors that they belong to: into the round, back, or nowhere."""
+"""Metrics that are refused or too many beside the tensors, and a schema that is declared before them."""
 
 from __future__ import annotations
 
@@ -21,53 +21,6 @@ def waiting(accumulation: Accumulation) -> dict[str, float]:
     """Return the metrics of the next contribution."""
     taken = accumulation.take()
     return {} if taken is None else taken.metrics.means
-
-
-def test_contribution_carries_its_metrics() -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 1.0, {"loss": 4.0})
-    accumulation.add(ONES, 5.0)
-    accumulation.add(ONES, 3.0, {"loss": 8.0, "accuracy": 0.5})
-    assert take(accumulation).metrics.means == {"loss": 7.0, "accuracy": 0.5}
-
-
-def test_failed_rounds_metrics_are_merged_with_newer_ones() -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 3.0, {"loss": 1.0, "accuracy": 0.5})
-    taken = take(accumulation)
-    accumulation.add(ONES, 1.0, {"loss": 5.0})
-    accumulation.give_back(taken)
-    assert waiting(accumulation) == {"loss": 2.0, "accuracy": 0.5}
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_withheld_metrics_come_back_if_unused(used: bool) -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 1.0, {"loss": 4.0})
-    taken = take(accumulation)
-    accumulation.withhold(taken)
-    assert waiting(accumulation) == {}
-    accumulation.found_out(taken, used=used)
-    assert waiting(accumulation) == ({} if used else {"loss": 4.0})
-
-
-def test_clear_drops_metrics() -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 1.0, {"loss": 4.0})
-    accumulation.clear()
-    accumulation.add(ONES, 1.0)
-    assert waiting(accumulation) == {}
-
-
-def test_clear_during_a_round_drops_its_metrics() -> None:
-    accumulation = Accumulation()
-    accumulation.add(ONES, 1.0, {"loss": 4.0})
-    taken = take(accumulation)
-    accumulation.clear()
-    accumulation.add(ONES, 1.0, {"loss": 8.0})
-    accumulation.give_back(taken)
-    assert taken.metrics.means == {"loss": 4.0}
-    assert waiting(accumulation) == {"loss": 8.0}
 
 
 def test_refused_metric_changes_nothing() -> None:

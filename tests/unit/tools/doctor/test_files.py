@@ -121,7 +121,7 @@ class TestCertificate:
             ),
             ({"sign": OTHER.sign}, Level.FAULT, "it is forged"),
         ],
-        ids=str,
+        ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
     )
     def test_what_members_think_of_it(self, changes: dict[str, Any], level: Level, what: str) -> None:
         found = judged(signed(**changes))

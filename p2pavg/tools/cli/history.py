@@ -62,8 +62,7 @@ def verify(
 ) -> None:
     """Check every byte of a history, and replay it to the last bit. The exit code is 1 if something is wrong.
 
-    An interrupted call goes on where it was: what was verified on this machine is not verified again, while its files
-    do not change.
+    What was verified on this machine is not verified again, while its files do not change.
 
     Args:
         model (FILE): Compare the last parameters with a file of safetensors, also a checkpoint.

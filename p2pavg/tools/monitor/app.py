@@ -112,8 +112,6 @@ def make_app(
 
     async def events(_: Request) -> Response:
         await trio.lowlevel.checkpoint()
-        if streams.available_tokens < 1:
-            return PlainTextResponse("Too many pages look on.\n", 503)
         return EventStream(watcher, streams)
 
     routes = [
@@ -168,13 +166,22 @@ class EventStream(Response):
         self._watcher = watcher
         self._streams = streams
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        async with self._streams, trio.open_nursery() as nursery:
-            nursery.start_soon(self._send, send)
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            nursery.cancel_scope.cancel()
+        try:
+            # In one step: of two requests that saw the same free place, one would wait for it without an answer.
+            self._streams.acquire_on_behalf_of_nowait(self)
+        except trio.WouldBlock:
+            await PlainTextResponse("Too many pages look on.\n", 503)(scope, receive, send)
+            return
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._send, send)
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                nursery.cancel_scope.cancel()
+        finally:
+            self._streams.release_on_behalf_of(self)
 
     async def _send(self, send: Send) -> None:
         async def write(text: str) -> None:

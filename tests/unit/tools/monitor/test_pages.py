@@ -7,10 +7,12 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.base.errors import ConfigError, ListenError
 from p2pavg.telemetry.status import PeerStatus
@@ -257,3 +259,33 @@ async def test_place_of_a_connection_that_has_ended_is_free(monkeypatch: pytest.
                     async with await trio.open_tcp_stream("127.0.0.1", client.port) as stream:
                         if await is_served(stream):
                             break
+
+
+async def test_of_pages_that_look_on_at_once_each_has_a_place_or_an_answer() -> None:
+    from p2pavg.tools.monitor.app import EventStream  # not above: it needs starlette
+
+    async def changed() -> None:
+        await trio.sleep_forever()
+
+    watcher = SimpleNamespace(overview=SimpleNamespace(version=0), text=lambda: "{}", changed=changed)
+    streams, answers = trio.CapacityLimiter(2), list[int]()
+
+    async def receive() -> dict[str, str]:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        if message["type"] == "http.response.start":
+            answers.append(message["status"])
+
+    async with trio.open_nursery() as nursery:
+        pages = [
+            EventStream(cast(Any, watcher), streams) for _ in range(3)
+        ]  # all of them see two free places
+        for page in pages:
+            nursery.start_soon(page, {"type": "http"}, receive, send)
+        await wait_all_tasks_blocked()
+        assert sorted(answers) == [200, 200, 503]
+        nursery.cancel_scope.cancel()
+    assert streams.borrowed_tokens == 0

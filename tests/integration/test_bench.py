@@ -101,6 +101,7 @@ def test_group(bench: Bench) -> None:
     }
 
 
+@pytest.mark.long
 def test_cold(bench: Bench) -> None:
     found = medians(bench("cold", "--hivemind-python", "none"))
     assert set(found) == {
@@ -114,6 +115,7 @@ def test_a_limit_is_a_part_of_a_systems_name() -> None:
     assert p2pavg("fp32", 2, max_upload_mbps=100.0).name == "p2pavg fp32 100.0"
 
 
+@pytest.mark.long
 def test_overlap(bench: Bench) -> None:
     lines = bench("overlap", "--mbps", "none")
     assert {line["figure"] for line in lines} == {
@@ -233,6 +235,7 @@ def test_an_error_has_its_own_line(tmp_path: Path) -> None:
     assert report.errors == 1
 
 
+@pytest.mark.long
 def test_telemetry_measures_rounds_of_both_kinds(bench: Bench) -> None:
     found = medians(bench("telemetry"))
     figures = {figure for _, figure in found}

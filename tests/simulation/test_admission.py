@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.limits import SPREAD_LOOK_SECONDS
@@ -65,7 +64,7 @@ def result_of(swarm: Swarm, index: int) -> p2pavg.RoundResult:
     return swarm.results[simulated_signer(index).peer_id]
 
 
-async def test_members_of_a_run_with_an_authority_average(autojump_clock: MockClock) -> None:
+async def test_members_of_a_run_with_an_authority_average() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         swarm = await step_all(peers, [of_run(index, group_size=3) for index in range(3)])
     successes = swarm.successes()
@@ -94,7 +93,7 @@ async def test_members_of_a_run_with_an_authority_average(autojump_clock: MockCl
     ids=["expired, comes first", "not yet valid, comes last", "observer", "auxiliary"],
 )
 async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
-    autojump_clock: MockClock, access: Any, reason: str, outsider: int
+    access: Any, reason: str, outsider: int
 ) -> None:
     """The others form a group without it, and it hears why."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
@@ -115,7 +114,7 @@ async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
         assert swarm.ended[result.peers[0]] - max(swarm.began.values()) < 2.0
 
 
-async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member(autojump_clock: MockClock) -> None:
+async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member() -> None:
     """It signs a certificate itself, which its own program accepts."""
     stranger = Authority(b"s" * 32)
     signer = simulated_signer(2)
@@ -130,9 +129,7 @@ async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member(autoju
         assert isinstance(result_of(swarm, index), p2pavg.Success)
 
 
-async def test_peers_of_an_open_run_of_the_same_name_do_not_meet_the_members(
-    autojump_clock: MockClock,
-) -> None:
+async def test_peers_of_an_open_run_of_the_same_name_do_not_meet_the_members() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
         how = [of_run(0), of_run(1), config(), config()]
         swarm = await step_all(peers, [replace(each, group_size=2) for each in how])
@@ -141,7 +138,7 @@ async def test_peers_of_an_open_run_of_the_same_name_do_not_meet_the_members(
     assert groups == {frozenset(ids[:2]), frozenset(ids[2:])}
 
 
-async def test_an_auxiliary_helps_if_its_certificate_says_so(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_helps_if_its_certificate_says_so() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
         for index, role in ((2, Role.AUXILIARY), (3, Role.CONTRIBUTOR)):
             access = certified(index, roles=[role])
@@ -173,7 +170,7 @@ async def test_an_auxiliary_helps_if_its_certificate_says_so(autojump_clock: Moc
     assert helpers == {simulated_signer(2).peer_id}
 
 
-async def test_a_contribution_weighs_no_more_than_the_certificate_grants(autojump_clock: MockClock) -> None:
+async def test_a_contribution_weighs_no_more_than_the_certificate_grants() -> None:
     access = [certified(0, max_weight=2.0), certified(1)]
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
         swarm, done = Swarm(), trio.Event()
@@ -191,7 +188,7 @@ async def test_a_contribution_weighs_no_more_than_the_certificate_grants(autojum
 
 
 async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The authority tells one member, and the others hear of it. The revoked peer is in no later group."""
     caplog.set_level(logging.INFO)
@@ -241,7 +238,7 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
     assert any("its certificate was revoked" in reason for reason in heard)
 
 
-async def test_a_follower_that_is_revoked_while_it_waits_is_dropped(autojump_clock: MockClock) -> None:
+async def test_a_follower_that_is_revoked_while_it_waits_is_dropped() -> None:
     """The group of three waits for its last member, so no new attempt would check the follower again."""
     revoked = certified(1)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
@@ -286,7 +283,7 @@ def list_of(number: int) -> RevocationList:
     return revoke(RUN.sign, authority=RUN.public, number=number, identifiers=[bytes([number]) * 16])
 
 
-async def test_a_revocation_reaches_every_run_of_the_authority(autojump_clock: MockClock) -> None:
+async def test_a_revocation_reaches_every_run_of_the_authority() -> None:
     """Such as the run of each shard, whose id is made from the run's."""
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 3) as peers,
@@ -302,9 +299,7 @@ async def test_a_revocation_reaches_every_run_of_the_authority(autojump_clock: M
 
 
 @pytest.mark.parametrize("ends", [0, 1], ids=["the first", "the second"])
-async def test_a_list_stays_published_while_the_peer_has_a_user_of_it(
-    autojump_clock: MockClock, ends: int
-) -> None:
+async def test_a_list_stays_published_while_the_peer_has_a_user_of_it(ends: int) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         ended = trio.Event(), trio.Event()
 
@@ -329,9 +324,7 @@ async def test_a_list_stays_published_while_the_peer_has_a_user_of_it(
 class TestKeepers:
     """Limits of strangers that keep a run's records."""
 
-    async def test_those_who_store_records_learn_neither_run_nor_shapes(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_those_who_store_records_learn_neither_run_nor_shapes(self) -> None:
         async with (
             simulated_peers(MemoryNetwork(latency=LAN), 3) as peers,
             peers[1].averager(of_run(1)) as averager,
@@ -348,9 +341,7 @@ class TestKeepers:
             open_keys = {averager._rounds.matchmaker.key, run_key("sim"), revocations_of(RUN.public).key}
             assert not open_keys & {record.key for record in kept}
 
-    async def test_a_member_stores_no_strangers_records_under_the_runs_keys(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_a_member_stores_no_strangers_records_under_the_runs_keys(self) -> None:
         stranger = Ed25519Signer(b"x" * 32)
         async with (
             simulated_peers(MemoryNetwork(latency=LAN), 2) as peers,

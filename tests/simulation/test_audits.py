@@ -8,7 +8,6 @@ import statistics
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.messages import Lane
@@ -17,7 +16,7 @@ from p2pavg.group.aggregation import Audits
 from p2pavg.round.audits import RoundAudits
 from p2pavg.round.rounds import MAX_TELLING
 from p2pavg.round.signing import Signing
-from p2pavg.verification.audit import keeping, task
+from p2pavg.verification.audit import layout
 from p2pavg.verification.audit.keeping import KeptShare
 from p2pavg.verification.audit.task import AuditTask
 from tests.simulation.false_averages import Rounds, lie, nudge
@@ -42,7 +41,7 @@ def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_honest_peers_are_never_accused(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, compression: str | None, robust: str | None
+    caplog: pytest.LogCaptureFixture, compression: str | None, robust: str | None
 ) -> None:
     caplog.set_level(logging.INFO, "p2pavg.round")
     rounds = Rounds(4, 4, audit="after:1.0", compression=compression, robust=robust, max_norm=2.0)
@@ -53,7 +52,7 @@ async def test_honest_peers_are_never_accused(
 
 @codecs
 async def test_a_reducer_that_lies_is_met_no_more(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, compression: str | None
+    monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
     lie(monkeypatch, 2)
     rounds = Rounds(4, 4, audit="after:1.0", compression=compression)
@@ -63,9 +62,7 @@ async def test_a_reducer_that_lies_is_met_no_more(
         assert [len(peers) for peers in rounds.partners(index)] == [4, 3, 3, 3]
 
 
-async def test_one_finding_excludes_the_liar_everywhere(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_finding_excludes_the_liar_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """One member audits; the others verify its evidence."""
     lie(monkeypatch, 2)
     found = RoundAudits._audit
@@ -85,7 +82,7 @@ async def test_one_finding_excludes_the_liar_everywhere(
 
 @codecs
 async def test_an_audit_before_the_end_keeps_a_false_average_out(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, compression: str | None
+    monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
     lie(monkeypatch, 2)
     rounds = Rounds(4, 2, audit="before:1.0", compression=compression)
@@ -98,9 +95,7 @@ async def test_an_audit_before_the_end_keeps_a_false_average_out(
 
 
 @pytest.mark.parametrize("auditor", [0, 3], ids=["leads", "follows"])
-async def test_one_audit_before_the_end_is_enough(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, auditor: int
-) -> None:
+async def test_one_audit_before_the_end_is_enough(monkeypatch: pytest.MonkeyPatch, auditor: int) -> None:
     """The one member that was drawn does not say that it holds the false result, so no member takes it."""
     lied: list[bool] = []
 
@@ -129,8 +124,7 @@ async def test_one_audit_before_the_end_is_enough(
         return sign(self, attempt, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Signing, "sign", note)
-    for module in (task, keeping):
-        monkeypatch.setattr(module, "drawn_parts", every_part)
+    monkeypatch.setattr(layout, "drawn_parts", every_part)
     rounds = Rounds(4, 1, audit="before:1.0")
     await rounds.run()
     found = [results[0] for results in rounds.results.values() if isinstance(results[0], p2pavg.Success)]
@@ -143,16 +137,14 @@ async def test_one_audit_before_the_end_is_enough(
         torch.testing.assert_close(tensors_of(result)[0], mean(members, 700).float(), rtol=0, atol=1e-5)
 
 
-async def test_a_leader_that_lies_is_found_before_the_end(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_leader_that_lies_is_found_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, 0)
     rounds = Rounds(4, 2, audit="before:1.0")
     await rounds.run()
     assert [rounds.rounds_with(index, 0) for index in (1, 2, 3)] == [0, 0, 0]
 
 
-async def test_without_audits_a_lie_stays(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_audits_a_lie_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, 2)
     rounds = Rounds(4, 3, audit="off")
     await rounds.run()
@@ -160,9 +152,7 @@ async def test_without_audits_a_lie_stays(autojump_clock: MockClock, monkeypatch
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
-async def test_a_reducer_that_answers_no_audit_is_avoided(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+async def test_a_reducer_that_answers_no_audit_is_avoided(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """A peer that has just left does not answer either, so after a round the first time does not count."""
     lie(monkeypatch, 2)
     admit = KeptShare.admit
@@ -176,9 +166,7 @@ async def test_a_reducer_that_answers_no_audit_is_avoided(
     assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == ([2] * 3 if when == "after" else [0] * 3)
 
 
-async def test_a_silent_reducer_is_avoided_although_rounds_are_short(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_reducer_is_avoided_although_rounds_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rounds than are kept end within the time of one audit."""
     monkeypatch.setattr("tests.simulation.false_averages.PAUSE", 2.5)
     serve = RoundAudits._serve
@@ -195,7 +183,7 @@ async def test_a_silent_reducer_is_avoided_although_rounds_are_short(
 
 
 async def test_an_answer_over_which_an_auditor_raises_is_its_reducers_fault(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A fault of the auditor that a reducer has found: it must not end the auditor's program."""
     judge = AuditTask.judge
@@ -216,7 +204,7 @@ async def test_an_answer_over_which_an_auditor_raises_is_its_reducers_fault(
 
 @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
 async def test_a_member_that_does_not_sign_its_parts_is_left_out(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, kind: Lane
+    monkeypatch: pytest.MonkeyPatch, kind: Lane
 ) -> None:
     trailer = AttemptData.trailer
 
@@ -231,9 +219,7 @@ async def test_a_member_that_does_not_sign_its_parts_is_left_out(
     assert all(isinstance(result, p2pavg.Success) for result in rounds.results[0])
 
 
-async def test_a_liar_is_found_within_twenty_rounds_in_the_median(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_liar_is_found_within_twenty_rounds_in_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     """``scripts/faults audits`` does the same with 20 seeds. A hundredth of the liar's share is false."""
     lie(monkeypatch, 2, nudge)
     found = []

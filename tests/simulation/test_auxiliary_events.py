@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.auxiliary import assist
@@ -17,7 +16,7 @@ from tests.simulation.swarm import LAN, config
 
 
 async def test_a_round_that_was_helped_is_an_event_of_the_peer_and_one_line_of_its_log(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "p2pavg")
     heard: list[AnyEvent] = []
@@ -60,7 +59,7 @@ async def test_a_round_that_was_helped_is_an_event_of_the_peer_and_one_line_of_i
         assert event.duration < 60.0
 
 
-async def test_peers_that_change_their_rules_are_helped_again(autojump_clock: MockClock) -> None:
+async def test_peers_that_change_their_rules_are_helped_again() -> None:
     """The same tensors under another rule: the peers look for their groups at another place."""
     helped: list[bool] = []
 

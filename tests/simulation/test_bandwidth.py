@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
@@ -49,7 +48,7 @@ async def open_to(mine: Transport, its: Transport) -> Stream:
 
 
 @pytest.mark.parametrize(("up", "down"), [(20.0, 5.0), (2.0, 50.0), (1.0, 1.0)])
-async def test_both_directions_are_measured(autojump_clock: MockClock, up: float, down: float) -> None:
+async def test_both_directions_are_measured(up: float, down: float) -> None:
     async with stream_to(BandwidthService().serve, up=up, down=down) as stream:
         found = await measure(stream)
     assert found.up_mbps == pytest.approx(up, rel=0.25)
@@ -58,9 +57,7 @@ async def test_both_directions_are_measured(autojump_clock: MockClock, up: float
 
 
 @pytest.mark.parametrize(("up", "down"), [(5.0, 20.0), (20.0, 5.0)])
-async def test_a_round_over_streams_measures_the_link(
-    autojump_clock: MockClock, up: float, down: float
-) -> None:
+async def test_a_round_over_streams_measures_the_link(up: float, down: float) -> None:
     """Parts to ten members end together. Counted as a whole, they would look like a link three times as fast."""
     count = 10
     how = config(group_size=count, exchange_timeout=60.0)
@@ -72,7 +69,7 @@ async def test_a_round_over_streams_measures_the_link(
         assert 0.6 * slower < averager._meter.announced_mbps < 1.4 * slower
 
 
-async def test_a_slow_link_is_measured_with_few_blocks(autojump_clock: MockClock) -> None:
+async def test_a_slow_link_is_measured_with_few_blocks() -> None:
     """Half a MiB would take 42 s at 0.1 Mbit/s."""
     began = trio.current_time()
     async with stream_to(BandwidthService().serve, up=0.1, down=0.1) as stream:
@@ -82,7 +79,7 @@ async def test_a_slow_link_is_measured_with_few_blocks(autojump_clock: MockClock
     assert trio.current_time() - began < 4.0
 
 
-async def test_a_peer_that_measures_again_and_again_hears_busy(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_measures_again_and_again_hears_busy() -> None:
     network = MemoryNetwork()
     service = BandwidthService()
     async with network.transport(simulated_signer(0)) as mine, network.transport(simulated_signer(1)) as its:
@@ -95,7 +92,7 @@ async def test_a_peer_that_measures_again_and_again_hears_busy(autojump_clock: M
         await measure(await open_to(mine, its))
 
 
-async def test_a_silent_peer_holds_no_place_for_long(autojump_clock: MockClock) -> None:
+async def test_a_silent_peer_holds_no_place_for_long() -> None:
     network = MemoryNetwork()
     service = BandwidthService()
     async with (
@@ -165,16 +162,14 @@ async def _say_that_blocks_were_lost(stream: Stream) -> None:
         _say_that_blocks_were_lost,
     ],
 )
-async def test_a_hostile_server_is_refused(
-    autojump_clock: MockClock, serve: Callable[[Stream], Awaitable[None]]
-) -> None:
+async def test_a_hostile_server_is_refused(serve: Callable[[Stream], Awaitable[None]]) -> None:
     async with stream_to(serve) as stream:
         with pytest.raises(RemoteProtocolError):
             await measure(stream)
         await stream.reset()
 
 
-async def test_a_server_that_hangs_up(autojump_clock: MockClock) -> None:
+async def test_a_server_that_hangs_up() -> None:
     async def hang_up(stream: Stream) -> None:
         await receive_message(stream)
         await stream.aclose()
@@ -184,14 +179,14 @@ async def test_a_server_that_hangs_up(autojump_clock: MockClock) -> None:
             await measure(stream)
 
 
-async def test_an_asker_with_another_question_loses_its_stream(autojump_clock: MockClock) -> None:
+async def test_an_asker_with_another_question_loses_its_stream() -> None:
     async with stream_to(BandwidthService().serve) as stream:
         await send_message(stream, pack(2))
         with pytest.raises(StreamBrokenError):
             await stream.receive_some(1)
 
 
-async def test_an_asker_that_sends_without_end_loses_its_stream(autojump_clock: MockClock) -> None:
+async def test_an_asker_that_sends_without_end_loses_its_stream() -> None:
     async with stream_to(BandwidthService().serve) as stream:
         await send_message(stream, BandwidthQuestion().encode())
         assert await receive_message(stream) == BandwidthAnswer(granted=True).encode()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.consensus.certificate import verified_commit
@@ -66,9 +65,7 @@ async def average(peers: Sequence[Peer], how: p2pavg.AveragingConfig) -> list[p2
 
 
 @pytest.mark.parametrize("kinds", ["rr", "pr", "pp", "dr", "dprr"])
-async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(
-    kinds: str, autojump_clock: MockClock
-) -> None:
+async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(kinds: str) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=12.5e6)
     async with simulated_peers(network, 1 + len(kinds), kinds=kinds_of("d" + kinds)) as (relay, *peers):
         results = await average(peers, config(group_size=len(kinds)))
@@ -85,9 +82,7 @@ async def test_peers_of_all_kinds_average_beside_a_peer_that_relays(
         assert relayed > 2 * 4 * ELEMENTS, "one vector there and one back"
 
 
-async def test_a_mixed_swarm_averages_and_each_group_has_a_peer_that_can_be_dialled(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_mixed_swarm_averages_and_each_group_has_a_peer_that_can_be_dialled() -> None:
     """8 peers, of which 3 can be dialled, in groups of 4. Relayed peers among themselves would need relays."""
     network = MemoryNetwork(latency=LAN, bandwidth=12.5e6)
     letters = "ddd" + "pp" + "rrr"
@@ -101,9 +96,7 @@ async def test_a_mixed_swarm_averages_and_each_group_has_a_peer_that_can_be_dial
     assert all("d" in group for group in groups), groups
 
 
-async def test_a_group_with_enough_peers_that_can_be_dialled_sends_little_through_relays(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_group_with_enough_peers_that_can_be_dialled_sends_little_through_relays() -> None:
     """Votes go through relays, and of the tensors what relays carry in the time of the round."""
     network = MemoryNetwork(latency=LAN, bandwidth=12.5e6)
     letters = "ddd" + "pp" + "rrr"
@@ -117,9 +110,7 @@ async def test_a_group_with_enough_peers_that_can_be_dialled_sends_little_throug
     assert relayed[Milestone.COMMITTED] - relayed[Milestone.FORMED] < 4 * ELEMENTS
 
 
-async def test_a_relayed_member_does_not_slow_a_group_with_members_that_can_be_dialled(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_relayed_member_does_not_slow_a_group_with_members_that_can_be_dialled() -> None:
     took = {}
     for kinds in ("ddddpp", "ddddpr"):
         network = MemoryNetwork(latency=LAN, bandwidth=1.25e6)
@@ -137,9 +128,7 @@ async def test_a_relayed_member_does_not_slow_a_group_with_members_that_can_be_d
     ids=lambda milestone: milestone.name,
 )
 @pytest.mark.parametrize("kinds", ["rr", "dprr"])
-async def test_a_relay_that_dies_in_a_round_is_a_lost_connection(
-    kinds: str, milestone: Milestone, autojump_clock: MockClock
-) -> None:
+async def test_a_relay_that_dies_in_a_round_is_a_lost_connection(kinds: str, milestone: Milestone) -> None:
     """The relay is no member. Its connections break, and members end as after any lost connection."""
     network = MemoryNetwork(latency=(0.002, 0.006), bandwidth=2e6)
     how = config(group_size=len(kinds), min_group_size=len(kinds), exchange_timeout=10.0)
@@ -172,7 +161,7 @@ async def test_a_relay_that_dies_in_a_round_is_a_lost_connection(
             assert isinstance(result, p2pavg.Success | p2pavg.Failed), result
 
 
-async def test_peers_meet_again_through_another_relay(autojump_clock: MockClock) -> None:
+async def test_peers_meet_again_through_another_relay() -> None:
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 4, kinds=kinds_of("ddrr")) as peers:
         transport = transport_of(peers[2])
@@ -185,7 +174,7 @@ async def test_peers_meet_again_through_another_relay(autojump_clock: MockClock)
         assert isinstance(result, p2pavg.Success), result
 
 
-async def test_a_peer_that_learns_its_reach_begins_its_attempt_anew(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_learns_its_reach_begins_its_attempt_anew() -> None:
     """Its first candidate says that it can be dialled, which is wrong. It does not wait for the next attempt."""
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 3, kinds=kinds_of("drr")) as peers:
@@ -211,7 +200,7 @@ async def test_a_peer_that_learns_its_reach_begins_its_attempt_anew(autojump_clo
         assert {member.reach for member in roster.members} == {Reach.RELAYED}
 
 
-async def test_peers_without_a_way_to_each_other_hear_why_for_each_way(autojump_clock: MockClock) -> None:
+async def test_peers_without_a_way_to_each_other_hear_why_for_each_way() -> None:
     """Their relay refuses to relay. The reason is not that no other peer was ready."""
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 3, kinds=kinds_of("drr")) as peers:

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.limits import LOOK_SECONDS
@@ -63,7 +62,7 @@ class Company:
         return self.peers.pop()
 
 
-async def test_withdrawn_entry_is_gone_until_the_next_publish(autojump_clock: MockClock) -> None:
+async def test_withdrawn_entry_is_gone_until_the_next_publish() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         company.boards[0].withdraw()
@@ -77,7 +76,7 @@ async def test_withdrawn_entry_is_gone_until_the_next_publish(autojump_clock: Mo
 
 
 @pytest.mark.parametrize("count", [2, 10])
-async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClock, count: int) -> None:
+async def test_all_peers_read_all_entries_within_seconds(count: int) -> None:
     """With ten peers, not every peer stores every entry: some have to look."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         words = await company.say_hello()
@@ -87,7 +86,7 @@ async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClo
             assert heard(board) == all_but(peer, words)
 
 
-async def test_urgent_entry_is_read_at_once(autojump_clock: MockClock) -> None:
+async def test_urgent_entry_is_read_at_once() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         for word in (b"a", b"b", b"c"):
@@ -96,7 +95,7 @@ async def test_urgent_entry_is_read_at_once(autojump_clock: MockClock) -> None:
             assert all(heard(board)[peers[0].id] == word for board in company.boards[1:])
 
 
-async def test_entries_last_as_long_as_their_peers(autojump_clock: MockClock) -> None:
+async def test_entries_last_as_long_as_their_peers() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         words = await company.say_hello()
         for _ in range(11):
@@ -106,9 +105,7 @@ async def test_entries_last_as_long_as_their_peers(autojump_clock: MockClock) ->
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(3, AT_ONCE), (10, SAID_TTL_SECONDS + 1.0)])
-async def test_entry_of_a_closed_averager_is_gone(
-    autojump_clock: MockClock, count: int, seconds: float
-) -> None:
+async def test_entry_of_a_closed_averager_is_gone(count: int, seconds: float) -> None:
     """It is gone at once where it is stored. A peer that only looks gets no withdrawals, and sees it expire."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         await company.say_hello()
@@ -120,7 +117,7 @@ async def test_entry_of_a_closed_averager_is_gone(
             assert gone.id not in heard(board)
 
 
-async def test_entries_of_a_restarted_averager_are_read(autojump_clock: MockClock) -> None:
+async def test_entries_of_a_restarted_averager_are_read() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         again = await company.close_the_last()
@@ -132,7 +129,7 @@ async def test_entries_of_a_restarted_averager_are_read(autojump_clock: MockCloc
             assert set(heard(board)) == {peer.id for peer in company.peers}
 
 
-async def test_entry_of_a_killed_peer_expires(autojump_clock: MockClock) -> None:
+async def test_entry_of_a_killed_peer_expires() -> None:
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 3) as peers, Company(peers) as company:
         words = await company.say_hello()
@@ -145,7 +142,7 @@ async def test_entry_of_a_killed_peer_expires(autojump_clock: MockClock) -> None
             assert heard(board) == all_but(peer, left)
 
 
-async def test_topics_and_runs_are_separate(autojump_clock: MockClock) -> None:
+async def test_topics_and_runs_are_separate() -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 2) as (speaker, listener),
         speaker.averager(config()) as one,
@@ -165,7 +162,7 @@ async def test_topics_and_runs_are_separate(autojump_clock: MockClock) -> None:
         assert [heard(each) for each in boards] == [{speaker.id: b"a"}, {speaker.id: b"b"}, {}, {}]
 
 
-async def test_each_topic_of_an_averager_has_one_board(autojump_clock: MockClock) -> None:
+async def test_each_topic_of_an_averager_has_one_board() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         async with peer.averager(config()) as averager:
             board = await averager.board("topic")
@@ -178,9 +175,7 @@ async def test_each_topic_of_an_averager_has_one_board(autojump_clock: MockClock
 
 
 @pytest.mark.parametrize("pause", [0.0, 5.0])
-async def test_a_last_word_is_read_after_its_peer_has_closed_and_expires(
-    autojump_clock: MockClock, pause: float
-) -> None:
+async def test_a_last_word_is_read_after_its_peer_has_closed_and_expires(pause: float) -> None:
     """It is published also if the averager closes right after it; an entry of any other board is withdrawn."""
     lasts = 90.0
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, late):
@@ -201,7 +196,7 @@ async def test_a_last_word_is_read_after_its_peer_has_closed_and_expires(
             assert heard(board) == {}
 
 
-async def test_a_last_word_that_was_taken_back_is_gone(autojump_clock: MockClock) -> None:
+async def test_a_last_word_that_was_taken_back_is_gone() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, late):
         async with peer.averager(config()) as averager:
             board = await averager.board("ends", lasts=90.0)

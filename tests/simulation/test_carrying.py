@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.errors import StateError
 from p2pavg.base.limits import START_SECONDS
@@ -103,7 +102,7 @@ def keep(member: Member) -> None:
     file.write_bytes(JOB)
 
 
-async def test_a_member_gets_the_job_and_gives_it_on(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_member_gets_the_job_and_gives_it_on(tmp_path: Path) -> None:
     async with members(tmp_path, 3) as (first, second, third):
         # What was changed on the disk is not what was signed: it is fetched again.
         kept = second.home.job(RELEASE.root)
@@ -119,7 +118,7 @@ async def test_a_member_gets_the_job_and_gives_it_on(tmp_path: Path, autojump_cl
 
 
 async def test_a_member_that_sends_a_wrong_piece_is_asked_no_more(
-    tmp_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with members(tmp_path, 4) as found, AsyncExitStack() as stack:
         liars, honest, joiner = found[:2], found[2], found[3]
@@ -133,7 +132,7 @@ async def test_a_member_that_sends_a_wrong_piece_is_asked_no_more(
         assert honest.peer.id not in caplog.text
 
 
-async def test_a_fetch_goes_on_where_it_was_cut_off(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_fetch_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     async with (
         members(tmp_path, 2) as (first, second),
         carrying_job(first.peer, first.home, first.run, first.access),
@@ -151,7 +150,7 @@ async def test_a_fetch_goes_on_where_it_was_cut_off(tmp_path: Path, autojump_clo
         assert min(each for each in told if each) >= 2 * CHUNK_BYTES
 
 
-async def test_who_is_no_member_any_more_gets_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_who_is_no_member_any_more_gets_nothing(tmp_path: Path) -> None:
     async with members(tmp_path, 2) as (first, second):
         now = first.peer.context.wall_clock()
         second.access = AUTHORITY.access(simulated_signer(1), not_before=now - 1000.0, expires=now - 500.0)
@@ -163,7 +162,7 @@ async def test_who_is_no_member_any_more_gets_nothing(tmp_path: Path, autojump_c
         assert not second.home.job(RELEASE.root).exists()
 
 
-async def test_a_file_that_was_changed_is_not_carried(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_file_that_was_changed_is_not_carried(tmp_path: Path) -> None:
     async with members(tmp_path, 2) as (first, second):
         first.home.job(RELEASE.root).write_bytes(JOB[:-1] + b"x")
         async with carrying_job(first.peer, first.home, first.run, first.access):
@@ -171,7 +170,7 @@ async def test_a_file_that_was_changed_is_not_carried(tmp_path: Path, autojump_c
                 await second.fetch()
 
 
-async def test_a_version_that_comes_later_is_given_too(tmp_path: Path, autojump_clock: MockClock) -> None:
+async def test_a_version_that_comes_later_is_given_too(tmp_path: Path) -> None:
     async with (
         members(tmp_path, 2) as (first, second),
         carrying_job(first.peer, first.home, first.run, first.access),

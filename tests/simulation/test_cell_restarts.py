@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trio.testing import MockClock
 
 from p2pavg import AveragingConfig
 from p2pavg.optim import CellOptimizer, Cells, RunState, StepReport
@@ -158,9 +157,7 @@ async def run(
     return found
 
 
-async def test_a_run_of_cells_that_was_stopped_goes_on_from_its_checkpoints(
-    autojump_clock: MockClock, tmp_path: Path
-) -> None:
+async def test_a_run_of_cells_that_was_stopped_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     before = await run(4, seed=0, folder=tmp_path)
     # Peers with other ids would choose other cells, if they had no checkpoints.
     after = await run(7, seed=1, folder=tmp_path, shift=1)
@@ -172,9 +169,7 @@ async def test_a_run_of_cells_that_was_stopped_goes_on_from_its_checkpoints(
         assert max(after.seen[index]) >= 7
 
 
-async def test_states_that_programs_save_bring_their_cell_and_all_bits_back(
-    autojump_clock: MockClock,
-) -> None:
+async def test_states_that_programs_save_bring_their_cell_and_all_bits_back() -> None:
     """Each peer loads the state of another one, so some of them move to its cell."""
     before = await run(4, seed=0)
     after = await run(7, seed=1, load=before)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trio.testing import MockClock
 
 from p2pavg import AveragingConfig, Success
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, StepReport, diloco
@@ -107,7 +106,7 @@ both = pytest.mark.parametrize("make", [averaged, local])
 
 @both
 async def test_a_late_peer_and_one_that_missed_updates_end_with_the_same_bits(
-    autojump_clock: MockClock, make: Callable[..., Either]
+    make: Callable[..., Either],
 ) -> None:
     course = Course(make)
 
@@ -123,21 +122,17 @@ async def test_a_late_peer_and_one_that_missed_updates_end_with_the_same_bits(
     assert b"" not in found.values()
 
 
-async def test_averages_are_replayed_in_a_process_with_another_default_dtype(
-    autojump_clock: MockClock,
-) -> None:
+async def test_averages_are_replayed_in_a_process_with_another_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        await test_a_late_peer_and_one_that_missed_updates_end_with_the_same_bits(autojump_clock, averaged)
+        await test_a_late_peer_and_one_that_missed_updates_end_with_the_same_bits(averaged)
     finally:
         torch.set_default_dtype(before)
 
 
 @both
-async def test_a_peer_that_shares_no_states_says_that_it_is_behind(
-    autojump_clock: MockClock, make: Callable[..., Either]
-) -> None:
+async def test_a_peer_that_shares_no_states_says_that_it_is_behind(make: Callable[..., Either]) -> None:
     course = Course(make)
 
     def train(loop: SimulatedLoop) -> bytes:

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.tools.doctor import examination
@@ -33,7 +32,7 @@ async def _fail() -> list[Finding]:
     raise ZeroDivisionError("a bug")
 
 
-async def test_everything_ends_in_time(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_everything_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination._Examination, "_judge_network", lambda _: _hang())
     began = trio.current_time()
     found = await examine(ExaminedPeer(listen=["/ip4/127.0.0.1/tcp/0"]))
@@ -50,7 +49,7 @@ def test_the_parts_fit_into_the_total() -> None:
 
 
 async def test_checks_that_hang_or_fail(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def network(self: examination._Examination) -> None:
         async with trio.open_nursery() as nursery:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from trio.testing import MockClock
-
 from p2pavg.base.messages import pack
 from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.peer.peer import Peer
@@ -39,7 +37,7 @@ async def publish(
     await peer.records.publish(stored, sealed, ttl=600.0)
 
 
-async def test_only_members_count(autojump_clock: MockClock) -> None:
+async def test_only_members_count() -> None:
     good, expired, revoked, stolen, blind = (simulated_signer(index).peer_id for index in range(1, 6))
     certificates: dict[str, Certificate] = {
         good: AUTHORITY.certify(good),
@@ -73,7 +71,7 @@ async def test_only_members_count(autojump_clock: MockClock) -> None:
     assert (found.codec, found.aggregation is None, found.sealed) == ("fp32", False, True)
 
 
-async def test_a_run_without_revocations_and_records(autojump_clock: MockClock) -> None:
+async def test_a_run_without_revocations_and_records() -> None:
     async with simulated_peers(MemoryNetwork(), 2) as (_, doctor):
         reader = RunReader(doctor, "lab", FILE, simulated_clock)
         found = await reader.read()
@@ -97,7 +95,7 @@ def ready(peer: Peer, **changes: Any) -> tuple[bytes, bytes]:
     return key, sign_candidate(peer.context.signer, key=key, **(fields | changes)).record.value
 
 
-async def test_ready_peers_are_dialled(autojump_clock: MockClock) -> None:
+async def test_ready_peers_are_dialled() -> None:
     network = MemoryNetwork()
     async with simulated_peers(network, 4) as (doctor, *others):
         for peer in others:
@@ -113,7 +111,7 @@ async def test_ready_peers_are_dialled(autojump_clock: MockClock) -> None:
     assert not found.sealed
 
 
-async def test_records_of_one_key_are_limited(autojump_clock: MockClock, monkeypatch: Any) -> None:
+async def test_records_of_one_key_are_limited(monkeypatch: Any) -> None:
     monkeypatch.setattr(probes, "MAX_RECORDS", 2)
     async with simulated_peers(MemoryNetwork(), 5) as (doctor, *others):
         for peer in others:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.peer import Peer, peer_over
@@ -77,7 +76,7 @@ async def rounds(
 @pytest.mark.long
 @pytest.mark.parametrize("acquainted", [True, False], ids=["known to each other", "without direct calls"])
 async def test_keepers_that_store_nothing_do_not_delay_peers_that_know_each_other(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, acquainted: bool
+    monkeypatch: pytest.MonkeyPatch, acquainted: bool
 ) -> None:
     if not acquainted:  # as in version 0.1
         monkeypatch.setattr(RunRecords, "met", lambda *_: None)

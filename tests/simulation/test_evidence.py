@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
@@ -128,7 +127,6 @@ def lie_in_rounds(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
     ids=["run with an authority", "open run"],
 )
 async def test_all_members_and_newcomers_exclude_a_member_that_signed_two_results(
-    autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     how: Callable[..., p2pavg.AveragingConfig],
@@ -161,9 +159,7 @@ async def test_all_members_and_newcomers_exclude_a_member_that_signed_two_result
     assert sum(f"{name(liar)} is excluded from run 'sim': {LIE}" in line for line in said) == 6
 
 
-async def test_evidence_of_a_round_that_fails_counts_too(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_evidence_of_a_round_that_fails_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     lie_in_rounds(monkeypatch, 1)
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, AsyncExitStack() as stack:
         opened = [
@@ -175,7 +171,7 @@ async def test_evidence_of_a_round_that_fails_counts_too(
         assert opened[0].excluded.keys() == {name(1)}
 
 
-async def test_an_excluded_peer_hears_why_it_cannot_join(autojump_clock: MockClock) -> None:
+async def test_an_excluded_peer_hears_why_it_cannot_join() -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 3) as peers,
         averagers(peers, partial(of_run, group_size=3)) as opened,
@@ -192,7 +188,7 @@ async def test_an_excluded_peer_hears_why_it_cannot_join(autojump_clock: MockClo
             assert set(result.peers) == {name(0), name(1)}
 
 
-async def test_a_follower_that_is_excluded_while_it_waits_is_dropped(autojump_clock: MockClock) -> None:
+async def test_a_follower_that_is_excluded_while_it_waits_is_dropped() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, AsyncExitStack() as stack:
         how = config(group_size=3, min_group_size=3, match_timeout=120.0)
         opened = [await stack.enter_async_context(peer.averager(how)) for peer in peers]
@@ -211,7 +207,7 @@ async def test_a_follower_that_is_excluded_while_it_waits_is_dropped(autojump_cl
             nursery.cancel_scope.cancel()
 
 
-async def test_entries_on_boards_of_an_excluded_peer_are_left_out(autojump_clock: MockClock) -> None:
+async def test_entries_on_boards_of_an_excluded_peer_are_left_out() -> None:
     """An optimizer's progress and the source of ``sync_parameters`` are such entries."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, averagers(peers) as opened:
         boards = [await averager.board("progress") for averager in opened]
@@ -224,7 +220,7 @@ async def test_entries_on_boards_of_an_excluded_peer_are_left_out(autojump_clock
         assert boards[0].entries.keys() == {name(1)}
 
 
-async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 5) as peers, trio.open_nursery() as nursery:
         for index in (3, 4):
             nursery.start_soon(
@@ -244,7 +240,7 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one(autojump_cloc
         nursery.cancel_scope.cancel()
 
 
-async def test_an_auxiliary_refuses_candidates_that_are_excluded(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_refuses_candidates_that_are_excluded() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         nursery.start_soon(assist, peers[2], "sim")
         async with averagers(peers[:2], lambda _index: config(match_timeout=2.0)) as opened:
@@ -259,9 +255,7 @@ async def test_an_auxiliary_refuses_candidates_that_are_excluded(autojump_clock:
         nursery.cancel_scope.cancel()
 
 
-async def test_evidence_of_some_mebibytes_spreads(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_evidence_of_some_mebibytes_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network carries 80 Mbit/s."""
     admit_large(monkeypatch)
     network = MemoryNetwork(latency=LAN, bandwidth=1e7)
@@ -271,7 +265,7 @@ async def test_evidence_of_some_mebibytes_spreads(
         assert [averager.excluded for averager in opened] == [{LIAR.peer_id: "it lied at length"}] * 4
 
 
-async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute(autojump_clock: MockClock) -> None:
+async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute() -> None:
     """Most of them do not store the notice, and the first witness is busy with showing the evidence to others."""
     count = 20
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, AsyncExitStack() as stack:
@@ -282,9 +276,7 @@ async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute(autojump_cloc
         assert [set(averager.excluded) for averager in opened] == [{name(count)}] * count
 
 
-async def test_two_processes_with_one_identity_are_told_so_once(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_two_processes_with_one_identity_are_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, averagers(peers) as opened:
         for index in (0, 1):
             opened[index]._run.accuse(evidence_against(simulated_signer(2), bytes([index])))
@@ -297,9 +289,7 @@ async def test_two_processes_with_one_identity_are_told_so_once(
 
 
 @pytest.mark.parametrize("leaves", [0, 1], ids=["the first one", "the second one"])
-async def test_averagers_of_one_peer_share_what_they_know_and_one_goes_on_telling_it(
-    autojump_clock: MockClock, leaves: int
-) -> None:
+async def test_averagers_of_one_peer_share_what_they_know_and_one_goes_on_telling_it(leaves: int) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
         opened: dict[int, p2pavg.DecentralizedAverager] = {}
         closing = [trio.Event(), trio.Event()]
@@ -381,7 +371,7 @@ KIND = "p2pavg-evidence/1"
 
 
 async def test_an_accuser_whose_evidence_proves_nothing_is_ignored_from_then_on(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It names the victim in ever new records, and then proves a true lie, which another member has to show."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, averagers(peers[:3]) as opened:
@@ -409,7 +399,7 @@ async def test_an_accuser_whose_evidence_proves_nothing_is_ignored_from_then_on(
 
 @pytest.mark.parametrize("answer", [never, slowly, nonsense])
 async def test_an_accuser_that_gives_no_answer_is_asked_ever_more_rarely(
-    autojump_clock: MockClock, answer: Callable[[Stream, bytes], Awaitable[None]]
+    answer: Callable[[Stream, bytes], Awaitable[None]],
 ) -> None:
     """Meanwhile evidence of other members is fetched as soon as ever."""
     true = evidence_against(INVENTED)
@@ -427,9 +417,7 @@ async def test_an_accuser_that_gives_no_answer_is_asked_ever_more_rarely(
         assert all(3 <= accuser.asked[name(index)] <= 6 for index in range(3)), accuser.asked
 
 
-async def test_accusations_of_invented_peers_are_bounded_and_delay_no_other(
-    autojump_clock: MockClock,
-) -> None:
+async def test_accusations_of_invented_peers_are_bounded_and_delay_no_other() -> None:
     """A member invents identities that sign two results each, and names 16 new ones every second."""
     invented: dict[bytes, bytes] = {}
 
@@ -475,9 +463,7 @@ async def ask(peer: Peer, of: Peer, key: bytes, digest: bytes, certificate: byte
     return refusal or "it was shown"
 
 
-async def test_evidence_is_shown_to_members_that_are_not_excluded_and_not_again_and_again(
-    autojump_clock: MockClock,
-) -> None:
+async def test_evidence_is_shown_to_members_that_are_not_excluded_and_not_again_and_again() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, averagers(peers[:3]) as opened:
         for index in (2, 4):
             opened[0]._run.accuse(evidence_against(simulated_signer(index)))
@@ -501,7 +487,7 @@ async def test_evidence_is_shown_to_members_that_are_not_excluded_and_not_again_
         assert all("several times" in each for each in times[service.TIMES :])
 
 
-async def test_streams_that_ask_nothing_are_few_and_end(autojump_clock: MockClock) -> None:
+async def test_streams_that_ask_nothing_are_few_and_end() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 11) as peers, averagers(peers[:1]):
         streams = []
         for peer in [*peers[1:], peers[1]]:
@@ -518,7 +504,7 @@ async def test_streams_that_ask_nothing_are_few_and_end(autojump_clock: MockCloc
                 await stream.receive_some(1)
 
 
-async def test_a_malformed_request_costs_its_stream_only(autojump_clock: MockClock) -> None:
+async def test_a_malformed_request_costs_its_stream_only() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, averagers(peers[:1]):
         for data in (b"nonsense", pack(1, b"", b"", b""), pack(2, bytes(32), bytes(32), b"")):
             stream = await peers[1].context.transport.open_stream(

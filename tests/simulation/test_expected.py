@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.peer import Peer
@@ -19,9 +18,7 @@ BEGIN = (0.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize("process", ["", "/p0"], ids=["a peer", "a process of a peer"])
-async def test_an_expected_peer_is_not_displaced_by_a_newcomer(
-    autojump_clock: MockClock, process: str
-) -> None:
+async def test_an_expected_peer_is_not_displaced_by_a_newcomer(process: str) -> None:
     """The leader expects the third peer alone, so its group has two places."""
 
     async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -41,7 +38,7 @@ async def test_an_expected_peer_is_not_displaced_by_a_newcomer(
         torch.testing.assert_close(averaged, sum(values(index) for index in range(3)) / 3)
 
 
-async def test_a_peer_that_expects_nobody_takes_the_first_that_comes(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_expects_nobody_takes_the_first_that_comes() -> None:
     async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
         async with peer.averager(config(group_size=2)) as averager:
             averager.accumulate([values(index)])

@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
@@ -109,7 +108,7 @@ class Rounds:
     ("liars", "audit"), [((0,), "off"), ((3,), "after"), ((3, 4), "off"), ((0, 1), "after")], ids=str
 )
 async def test_honest_members_succeed_and_hold_off_no_honest_one(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liars: tuple[int, ...], audit: str
+    monkeypatch: pytest.MonkeyPatch, liars: tuple[int, ...], audit: str
 ) -> None:
     rounds = Rounds(monkeypatch, liars)
     await rounds.play(config(group_size=SIZE, audit=audit))

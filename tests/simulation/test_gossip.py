@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.result import RoundResult
@@ -133,7 +132,7 @@ async def run(
     return swarm
 
 
-async def test_pairs_halve_the_distance_between_all_peers(autojump_clock: MockClock) -> None:
+async def test_pairs_halve_the_distance_between_all_peers() -> None:
     """Boyd et al. 2006: a round of random pairs divides the mean squared distance from the mean by two."""
     swarm = await run(PEERS, ROUNDS)
     everyone = range(PEERS)
@@ -148,7 +147,7 @@ async def test_pairs_halve_the_distance_between_all_peers(autojump_clock: MockCl
     assert factor < 0.7, "0.5 by the formula; 0.87 if all kept their partners"
 
 
-async def test_larger_groups_come_together_faster(autojump_clock: MockClock) -> None:
+async def test_larger_groups_come_together_faster() -> None:
     swarm = await run(9, 3, topology=p2pavg.Gossip(degree=2))
     everyone = range(9)
     sizes = [len(group) for index in everyone for group in swarm.groups(index)]
@@ -172,9 +171,7 @@ VICTIM = 1
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.15, 0.3])
-async def test_a_peer_that_crashes_costs_its_partner_one_search(
-    autojump_clock: MockClock, seconds: float
-) -> None:
+async def test_a_peer_that_crashes_costs_its_partner_one_search(seconds: float) -> None:
     """Its partner keeps its values, and averages with another peer."""
     crash = Fault(Crash(VICTIM), After(Milestone.FORMED, of=VICTIM, seconds=seconds))
     swarm = await run(SIZE, 3, plan=FaultPlan([crash]), network=slow_network(), slow=[VICTIM])
@@ -187,7 +184,7 @@ async def test_a_peer_that_crashes_costs_its_partner_one_search(
     assert swarm.distance(3, others) < swarm.distance(0, others) / 3
 
 
-async def test_a_peer_that_stops_is_left_and_comes_back(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_stops_is_left_and_comes_back() -> None:
     stop = Fault(Stop(VICTIM, seconds=30.0), After(Milestone.FORMED, of=VICTIM, seconds=0.1))
     swarm = await run(SIZE, 4, plan=FaultPlan([stop]), network=slow_network())
     swarm.check_averages(range(SIZE))
@@ -199,7 +196,7 @@ async def test_a_peer_that_stops_is_left_and_comes_back(autojump_clock: MockCloc
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_peer_that_sends_false_averages_is_excluded_by_all(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, when: str
+    monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """One of a pair proves it to the peers that have never met the liar."""
     lie(monkeypatch, VICTIM)
@@ -216,9 +213,7 @@ async def test_a_peer_that_sends_false_averages_is_excluded_by_all(
         swarm.check_averages(honest)
 
 
-async def test_a_false_number_of_rounds_moves_nobody_far(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_false_number_of_rounds_moves_nobody_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its partner computes the number from the mean, in which the liar's weight is the larger one."""
     metrics = vars(Rotation)["metrics"].fget
 
@@ -239,7 +234,7 @@ async def test_a_false_number_of_rounds_moves_nobody_far(
 # ------------------------------------------------------------------ one averager
 
 
-async def test_a_peer_that_is_alone_hears_so_when_its_time_is_over(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_is_alone_hears_so_when_its_time_is_over() -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,),
         peer.averager(config(topology="gossip", match_timeout=20.0)) as averager,
@@ -253,7 +248,7 @@ async def test_a_peer_that_is_alone_hears_so_when_its_time_is_over(autojump_cloc
         assert isinstance(await averager.step(wait=0.0), p2pavg.InProgress)
 
 
-async def test_groups_have_the_size_of_the_topology(autojump_clock: MockClock) -> None:
+async def test_groups_have_the_size_of_the_topology() -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,),
         peer.averager(config(topology=p2pavg.Gossip(degree=2))) as averager,
@@ -274,9 +269,7 @@ async def test_groups_have_the_size_of_the_topology(autojump_clock: MockClock) -
             averager.accumulate([values(0)], metrics={f"metric {index}": 1.0 for index in range(16)})
 
 
-async def test_a_member_that_refuses_a_stages_group_costs_the_others_no_later_stage(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_member_that_refuses_a_stages_group_costs_the_others_no_later_stage() -> None:
     """The stage waits as long as its group may, so the second proposal comes after its end."""
     how = config(group_size=4, min_group_size=2, match_timeout=10.0)
     place = SearchPlace(place=b"p", patience=3.0)

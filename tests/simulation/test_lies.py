@@ -15,7 +15,6 @@ import pytest
 import torch
 import trio
 from msgspec import structs
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
@@ -243,7 +242,7 @@ ON_LANES: dict[str, tuple[Deliver, str]] = {
     ],
 )
 async def test_member_with_damaged_parts_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: str, lane: Lane, liar: int
+    monkeypatch: pytest.MonkeyPatch, lie: str, lane: Lane, liar: int
 ) -> None:
     how, reason = ON_LANES[lie]
     instead(monkeypatch, "Attempt", liar, lying(lane, how))
@@ -252,7 +251,7 @@ async def test_member_with_damaged_parts_is_excluded_by_name(
 
 @ON_EITHER_LANE
 async def test_member_with_unordered_parts_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, liar: int
+    monkeypatch: pytest.MonkeyPatch, lane: Lane, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lying(lane, backwards=True))
     check_costs_itself(await play(), liar, MISPLACED)
@@ -270,7 +269,7 @@ def only_to(victim: int, how: Deliver) -> Deliver:
     [(Lane.CONTRIBUTIONS, 0), (Lane.CONTRIBUTIONS, 3), (Lane.AVERAGES, 0), (Lane.AVERAGES, 1)],
 )
 async def test_all_members_learn_which_member_one_saw_lie(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
+    monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
 ) -> None:
     nan = changed(first_number(float("nan")))
     instead(monkeypatch, "Attempt", 2, lying(lane, only_to(victim, nan)))
@@ -279,7 +278,7 @@ async def test_all_members_learn_which_member_one_saw_lie(
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
 async def test_leader_that_lies_later_to_others_splits_no_group(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
+    monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """The leader drops the member that saw it lie; when the others see a lie too, they keep that member."""
     first: dict[str, Stream] = {}
@@ -315,7 +314,7 @@ class AnotherAttempts(LyingAttempt):
 @EVERYWHERE
 @pytest.mark.parametrize("lie", [AnotherGroups, AnotherAttempts])
 async def test_member_with_parts_of_another_group_or_attempt_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: type[LyingAttempt], liar: int
+    monkeypatch: pytest.MonkeyPatch, lie: type[LyingAttempt], liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lie)
     swarm = await play()
@@ -357,7 +356,7 @@ def header(lane: Lane, attempt: int = 0, reducer: int = 0) -> LaneHeader:
     [(1, Lane.CONTRIBUTIONS, 0), (140, Lane.CONTRIBUTIONS, 2), (1, Lane.AVERAGES, 2)],
 )
 async def test_member_that_opens_a_second_lane_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
+    monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, opening(*[header(lane)] * often, parts=0))
     check_costs_itself(await play(), liar, "it opened a lane that is not due")
@@ -371,17 +370,13 @@ HARMLESS = [
 
 
 @EVERYWHERE
-async def test_unread_lanes_change_nothing(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
-) -> None:
+async def test_unread_lanes_change_nothing(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
     instead(monkeypatch, "Attempt", liar, opening(*HARMLESS))
     for result in check_exact(await play(), range(SIZE)):
         assert result.lost == {}
 
 
-async def test_votes_on_an_unexpected_stream_are_ignored(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_votes_on_an_unexpected_stream_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members later in the roster open the stream."""
     instead(monkeypatch, "Attempt", 0, opening(*[header(Lane.CONTROL)] * 20))
     for result in check_exact(await play(), range(SIZE)):
@@ -389,7 +384,7 @@ async def test_votes_on_an_unexpected_stream_are_ignored(
 
 
 @pytest.mark.parametrize("attempt", [0, 7])
-async def test_stranger_that_knows_the_group_changes_nothing(autojump_clock: MockClock, attempt: int) -> None:
+async def test_stranger_that_knows_the_group_changes_nothing(attempt: int) -> None:
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
         transport = stranger.context.transport
         async with trio.open_nursery() as nursery:
@@ -449,7 +444,7 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("vote", "liar"), [*[(vote, 2) for vote in BROKEN_VOTES], ("garbage", 0)])
 async def test_member_with_malformed_votes_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str, liar: int
+    monkeypatch: pytest.MonkeyPatch, vote: str, liar: int
 ) -> None:
     said, reason = BROKEN_VOTES[vote]
     instead(monkeypatch, "VoteStreams", liar, saying(said))
@@ -465,9 +460,7 @@ OTHERS_VOTES: list[Vote] = [
 ]
 
 
-async def test_votes_beyond_a_members_role_change_nothing(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_votes_beyond_a_members_role_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     votes = b"".join(message(vote.encode()) for vote in OTHERS_VOTES)
     instead(monkeypatch, "VoteStreams", 2, saying(votes))
     for result in check_exact(await play(), range(SIZE)):
@@ -484,7 +477,7 @@ ATTEMPT_WITH_STRANGERS: list[Vote] = [
 
 
 async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_excluded(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The leader asks a member to pass on the share of another one that was never in that attempt."""
     votes = b"".join(message(vote.encode()) for vote in ATTEMPT_WITH_STRANGERS)
@@ -509,7 +502,7 @@ async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_
 
 @pytest.mark.parametrize("misled", [1, 2])
 async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban_each_other(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, misled: int
+    monkeypatch: pytest.MonkeyPatch, misled: int
 ) -> None:
     """Their shares of the vector differ, so that one member's parts are wrong for the other."""
     # As with vectors of millions of elements, a part's size depends on the number of members.
@@ -544,7 +537,7 @@ async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban
 
 @EVERYWHERE
 async def test_a_member_that_votes_without_end_is_excluded(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+    monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
     said = message(StaleBallot(1).encode()) * (max_votes(SIZE) + 1)
     instead(monkeypatch, "VoteStreams", liar, saying(said))
@@ -553,7 +546,7 @@ async def test_a_member_that_votes_without_end_is_excluded(
 
 @pytest.mark.parametrize("liar", [1, 3])
 async def test_a_member_that_accuses_all_others_is_left_out_itself(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+    monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
     """It repeats the accusation, but answers the leader that it has trouble with no member."""
     accused = [index for index in range(1, SIZE) if index != liar]
@@ -564,7 +557,7 @@ async def test_a_member_that_accuses_all_others_is_left_out_itself(
 
 @EVERYWHERE
 async def test_an_exception_over_a_members_vote_excludes_that_member(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: int
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: int
 ) -> None:
     advance = agreement.advance
 
@@ -582,7 +575,7 @@ async def test_an_exception_over_a_members_vote_excludes_that_member(
 
 
 async def test_members_that_can_form_no_group_end_the_round_without_an_exception(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A leader may have placed an auxiliary first in the roster, and left."""
 
@@ -603,7 +596,7 @@ async def test_members_that_can_form_no_group_end_the_round_without_an_exception
 
 @pytest.mark.parametrize("what", ["_moves_of", "_is_due"])
 async def test_an_exception_over_a_members_lane_excludes_that_member(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, what: str
+    monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     real = getattr(Receiver, what)
 
@@ -617,7 +610,7 @@ async def test_an_exception_over_a_members_lane_excludes_that_member(
 
 
 async def test_an_exception_that_no_message_caused_leaves_the_averager(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def fault(self: exchange.Traffic, current: object) -> None:
         raise KeyError("a rule that is wrong")
@@ -633,7 +626,7 @@ async def test_an_exception_that_no_message_caused_leaves_the_averager(
 
 @pytest.mark.parametrize(("size", "liar"), [(3, 0), (3, 2), (5, 2)])
 async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, size: int, liar: int
+    monkeypatch: pytest.MonkeyPatch, size: int, liar: int
 ) -> None:
     others = honest(liar, size)
 
@@ -650,7 +643,7 @@ async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
 
 @pytest.mark.parametrize("audit", ["after", "off"])
 async def test_a_member_that_names_another_digest_is_left_out_and_the_reducer_is_not(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, audit: str
+    monkeypatch: pytest.MonkeyPatch, audit: str
 ) -> None:
     """The reducer's signature decides which of the two lies. The first time may be damage: there is no ban."""
     liar, bans = 3, []
@@ -694,7 +687,7 @@ FALSE_SIGNERS = {
 
 @pytest.mark.parametrize("signers", FALSE_SIGNERS)
 async def test_a_false_commit_makes_no_member_succeed_alone_or_lose_its_contribution(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, signers: str
+    monkeypatch: pytest.MonkeyPatch, signers: str
 ) -> None:
     """The liar sends its averages to one member only, and says to all members that the round was committed."""
     liar, victim = 3, 1
@@ -724,7 +717,7 @@ async def test_a_false_commit_makes_no_member_succeed_alone_or_lose_its_contribu
 
 
 async def test_a_member_whose_signature_does_not_verify_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sign = Signing.sign
 
@@ -737,7 +730,7 @@ async def test_a_member_whose_signature_does_not_verify_is_excluded_by_name(
 
 
 async def test_a_member_that_signs_two_results_is_excluded_and_banned_by_its_own_signatures(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     liar, bans = 2, []
 
@@ -753,7 +746,7 @@ async def test_a_member_that_signs_two_results_is_excluded_and_banned_by_its_own
 
 
 async def test_a_leader_that_does_not_show_all_signatures_makes_no_member_commit_alone(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It shows two of four signatures, and leaves. The others end the round with the result that all of them hold."""
     signed_commit = agreement._signed_commit
@@ -777,7 +770,7 @@ async def test_a_leader_that_does_not_show_all_signatures_makes_no_member_commit
 
 
 async def test_each_member_signs_once_and_verifies_each_other_member_once(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Signing] = []
     signed: list[str] = []
@@ -802,7 +795,7 @@ async def test_each_member_signs_once_and_verifies_each_other_member_once(
 
 
 @EVERYWHERE
-async def test_voter_that_never_contributes_is_excluded_by_name(autojump_clock: MockClock, liar: int) -> None:
+async def test_voter_that_never_contributes_is_excluded_by_name(liar: int) -> None:
     """Its workers never run: it is present, answers and sends nothing false."""
 
     async def never(function: Callable[..., Any], *args: object) -> Any:
@@ -819,7 +812,7 @@ async def test_voter_that_never_contributes_is_excluded_by_name(autojump_clock: 
 
 @pytest.mark.parametrize("liar", [1, 3])
 async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+    monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
     """It does everything else. The leader leaves enough time for another attempt, even after a short first one."""
     tell = VoteStreams.tell
@@ -833,7 +826,7 @@ async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
 
 
 async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is present and answers, but never announces the commit."""
     strikes: list[tuple[str | None, bool, bool]] = []
@@ -868,9 +861,7 @@ async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
     assert {strike for strike in strikes if strike[1] or strike[2]} == {(name(0), False, True)}
 
 
-async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
-    autojump_clock: MockClock,
-) -> None:
+async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not() -> None:
     """Its record has another member's address, and it dials no other member once the group stands."""
     network, liar, victim = MemoryNetwork(latency=LAN), 2, 1
     location = network.location_of(name(victim))
@@ -910,7 +901,7 @@ async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
 @pytest.mark.parametrize("astray", [{1}, {3, 4}, {1, 2, 3, 4}], ids=str)
 @pytest.mark.parametrize("fewer", [False, True], ids=["the same members", "other members"])
 async def test_leader_with_different_rosters_causes_no_wrong_result(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]
+    monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]
 ) -> None:
     """The leader commits both groups. Members of one group that succeed hold the same result."""
     ids = {name(index) for index in astray}

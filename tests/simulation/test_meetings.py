@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.group.places.gossip import MAX_PLACE_BYTES, SearchPlace
@@ -47,27 +46,27 @@ def groups_of(results: list[list[p2pavg.RoundResult]], step: int = 0) -> list[se
     return found
 
 
-async def test_peers_meet_in_their_place_only(autojump_clock: MockClock) -> None:
+async def test_peers_meet_in_their_place_only() -> None:
     ids, results = await run([[HERE], [THERE], [HERE], [THERE]])
     groups = groups_of(results)
     assert groups[0] == groups[2] == {ids[0], ids[2]}
     assert groups[1] == groups[3] == {ids[1], ids[3]}
 
 
-async def test_a_peer_goes_to_another_place_for_its_next_round(autojump_clock: MockClock) -> None:
+async def test_a_peer_goes_to_another_place_for_its_next_round() -> None:
     ids, results = await run([[HERE, THERE], [THERE, THERE], [HERE, None], [THERE, None]])
     second = groups_of(results, 1)
     assert second[0] == second[1] == {ids[0], ids[1]}
     assert second[2] == second[3] == {ids[2], ids[3]}
 
 
-async def test_a_peer_that_is_alone_in_its_place_meets_no_peer_of_another(autojump_clock: MockClock) -> None:
+async def test_a_peer_that_is_alone_in_its_place_meets_no_peer_of_another() -> None:
     _, results = await run([[HERE], [None], [None]])
     assert isinstance(results[0][0], p2pavg.NoPeers)
     assert isinstance(results[1][0], p2pavg.Success)
 
 
-async def test_peers_that_avoid_each_other_form_other_pairs(autojump_clock: MockClock) -> None:
+async def test_peers_that_avoid_each_other_form_other_pairs() -> None:
     """Without it, the pair that has just finished a round would be the first to meet again."""
     results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
@@ -78,7 +77,7 @@ async def test_peers_that_avoid_each_other_form_other_pairs(autojump_clock: Mock
     assert all(group not in ({ids[0], ids[1]}, {ids[2], ids[3]}) for group in groups_of(results))
 
 
-async def test_patience_replaces_the_match_timeout(autojump_clock: MockClock) -> None:
+async def test_patience_replaces_the_match_timeout() -> None:
     began = trio.current_time()
     _, results = await run([[SearchPlace(patience=2.0)]])
     assert isinstance(results[0][0], p2pavg.NoPeers)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.matchmaking.matchmaker import RoundOffer
@@ -33,7 +32,7 @@ async def average(scales: Mapping[int, float], size: int, **changes: object) -> 
 
 @pytest.mark.parametrize(("robust", "compression"), [(None, None), (None, "blockwise8"), ("median", None)])
 async def test_long_contributions_are_shortened_by_all_reducers(
-    autojump_clock: MockClock, robust: str | None, compression: str | None
+    robust: str | None, compression: str | None
 ) -> None:
     found = (
         await average({1: 1e6, 4: -1e3}, 7, max_norm=2.0, robust=robust, compression=compression)
@@ -53,13 +52,13 @@ async def test_long_contributions_are_shortened_by_all_reducers(
     torch.testing.assert_close(tensors_of(found[0])[0], wanted, rtol=0, atol=slack)
 
 
-async def test_without_a_bound_they_count_in_full(autojump_clock: MockClock) -> None:
+async def test_without_a_bound_they_count_in_full() -> None:
     found = (await average({1: 1e6}, 4)).successes()
     assert {result.clipped for result in found} == {()}
     assert tensors_of(found[0])[0].abs().max() > 1e5
 
 
-async def test_honest_contributions_are_not_changed(autojump_clock: MockClock) -> None:
+async def test_honest_contributions_are_not_changed() -> None:
     found = (await average({}, 4, max_norm=2.0)).successes()
     assert {result.clipped for result in found} == {()}
     wanted = torch.stack([values(index, ELEMENTS) for index in range(4)]).mean(0)
@@ -68,7 +67,7 @@ async def test_honest_contributions_are_not_changed(autojump_clock: MockClock) -
 
 @pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
 async def test_a_member_with_a_false_norm_is_excluded_by_name(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+    monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
     """It signs a hundredth of its norm, so that its values would not be shortened."""
     offer = Contributor.offer
@@ -82,7 +81,7 @@ async def test_a_member_with_a_false_norm_is_excluded_by_name(
     check_costs_itself(swarm, liar, "after it signed a norm of")
 
 
-async def test_peers_with_another_bound_never_meet(autojump_clock: MockClock) -> None:
+async def test_peers_with_another_bound_never_meet() -> None:
     swarm = Swarm()
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):

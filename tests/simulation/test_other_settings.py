@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trio.testing import MockClock
 
 from p2pavg import AveragingConfig
 from p2pavg.base.errors import StateError
@@ -82,7 +81,7 @@ class Odd:
     ids=["architecture", "architecture late", "target", "clipping late"],
 )
 async def test_what_no_state_can_mend_is_an_error_with_the_true_reason(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, odd: dict[str, Any], reason: str, late: float
+    caplog: pytest.LogCaptureFixture, odd: dict[str, Any], reason: str, late: float
 ) -> None:
     company = Odd(**odd)
 
@@ -100,7 +99,7 @@ async def test_what_no_state_can_mend_is_an_error_with_the_true_reason(
 
 
 async def test_a_peer_with_another_rate_hears_of_it_and_takes_the_state_with_the_rate_of_the_run(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     company = Odd(lr=0.02)
     found = await run_loops(MemoryNetwork(latency=LAN), 3, company.train, config=CONFIG)
@@ -116,7 +115,7 @@ async def test_a_peer_with_another_rate_hears_of_it_and_takes_the_state_with_the
 
 
 async def test_a_peer_that_shares_no_states_reports_the_true_reason_as_long_as_it_lasts(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     company = Odd(width=6, state=False)
     await run_loops(MemoryNetwork(latency=LAN), 3, company.train, config=CONFIG)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 from p2pavg import AveragingConfig
 from p2pavg.net.transport import Stream
@@ -138,9 +137,7 @@ def check_all_decisions(found: dict[int, Outcome], settings: PopulationSettings 
     return copies
 
 
-async def test_members_copy_the_better_ones_and_any_observer_repeats_each_decision(
-    autojump_clock: MockClock,
-) -> None:
+async def test_members_copy_the_better_ones_and_any_observer_repeats_each_decision() -> None:
     found = await run(6)
     copies = [report for outcome in found.values() for report in outcome.reports if report.copied_from]
     assert copies
@@ -163,7 +160,7 @@ async def test_members_copy_the_better_ones_and_any_observer_repeats_each_decisi
     assert max(ends) < max(worst)
 
 
-async def test_a_member_comes_late_and_copies_the_training_of_the_others(autojump_clock: MockClock) -> None:
+async def test_a_member_comes_late_and_copies_the_training_of_the_others() -> None:
     found = await run(4, generations=8, late=8.0, wait=1.0)
     late = found[0]
     copied = [report for report in late.reports if report.copied_from]
@@ -172,7 +169,7 @@ async def test_a_member_comes_late_and_copies_the_training_of_the_others(autojum
 
 
 async def test_a_member_that_dies_while_it_is_copied_costs_no_weights(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each copier copies another donor, or keeps its own weights."""
     network = MemoryNetwork(latency=LAN)
@@ -205,9 +202,7 @@ async def test_a_member_that_dies_while_it_is_copied_costs_no_weights(
     check_all_decisions(found)
 
 
-async def test_a_member_that_lies_about_its_score_is_copied_once_by_each_and_by_none_for_good(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_member_that_lies_about_its_score_is_copied_once_by_each_and_by_none_for_good() -> None:
     """Its weights score worse than the copier's own, which takes them back."""
 
     def train_or_lie(loop: SimulatedLoop) -> Outcome:
@@ -238,9 +233,7 @@ async def test_a_member_that_lies_about_its_score_is_copied_once_by_each_and_by_
     check_all_decisions(found)
 
 
-async def test_words_of_other_settings_and_of_strangers_to_the_format_count_nothing(
-    autojump_clock: MockClock,
-) -> None:
+async def test_words_of_other_settings_and_of_strangers_to_the_format_count_nothing() -> None:
     other = replace(SETTINGS, quantile=0.5)
 
     def play(loop: SimulatedLoop) -> Outcome | None:
@@ -261,9 +254,7 @@ async def test_words_of_other_settings_and_of_strangers_to_the_format_count_noth
     assert "no Word" in sorted(report.refused.values())[1]
 
 
-async def test_a_score_that_is_not_finite_counts_nothing_and_its_member_copies_another(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_score_that_is_not_finite_counts_nothing_and_its_member_copies_another() -> None:
     def play(loop: SimulatedLoop) -> Outcome:
         if loop.index:
             return train(loop, generations=3, members=3)
@@ -284,7 +275,7 @@ async def test_a_score_that_is_not_finite_counts_nothing_and_its_member_copies_a
         assert outcome.reports[0].refused[diverged.peer_id] == "its training has diverged"
 
 
-async def test_all_members_can_end_with_the_best_weights(autojump_clock: MockClock) -> None:
+async def test_all_members_can_end_with_the_best_weights() -> None:
     def play(loop: SimulatedLoop) -> tuple[str, str | None, torch.Tensor, torch.Tensor]:
         model, population, score = member_of(loop, 10.0 * (loop.index + 1), settings, members=3)
         with pytest.raises(ValueError, match="has not finished a generation"):
@@ -305,7 +296,7 @@ async def test_all_members_can_end_with_the_best_weights(autojump_clock: MockClo
         assert torch.equal(after, found[0][2])
 
 
-async def test_a_copy_of_the_best_that_fails_leaves_what_was_copied_before(autojump_clock: MockClock) -> None:
+async def test_a_copy_of_the_best_that_fails_leaves_what_was_copied_before() -> None:
     """A member that has copied another one, and then cannot take the best, has the weights and the life of that one."""
 
     def play(loop: SimulatedLoop) -> tuple[torch.Tensor, int, torch.Tensor, int, str | None] | None:
@@ -343,7 +334,7 @@ def trained_well(loop: SimulatedLoop) -> Outcome:
 
 @pytest.mark.parametrize("where", ["copy", "evaluation"])
 async def test_a_copy_that_is_interrupted_gives_the_own_weights_back(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, where: str
+    monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Ctrl-C in the midst of the weights of another member, or an evaluation of them that fails."""
     prepare = Weights.prepare

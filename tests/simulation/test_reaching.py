@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer.peer import Peer
@@ -49,9 +48,7 @@ async def average(
     return [results[index] for index in range(len(peers))]
 
 
-async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_dialled(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_dialled() -> None:
     """It announces first. In version 0.1 it led, and the other peer without an address could not reach it."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         for peer in peers[1:]:
@@ -63,7 +60,7 @@ async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_diall
         assert took < 3.0
 
 
-async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clock: MockClock) -> None:
+async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled() -> None:
     """The later peer cannot dial it. It dials the later peer, which then asks at once over that connection."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2, first=1) as peers:
         for peer in peers:  # the bootstrap connection must not count
@@ -76,9 +73,7 @@ async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clo
         assert took < 6.5
 
 
-async def test_peers_that_cannot_reach_each_other_get_that_reason(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_peers_that_cannot_reach_each_other_get_that_reason(caplog: pytest.LogCaptureFixture) -> None:
     """Two peers behind home routers, and a bootstrap peer that both can dial. Version 0.1 reported no ready peer."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         for peer in peers[1:]:

@@ -4,7 +4,6 @@ from contextlib import AsyncExitStack
 
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.errors import StreamBrokenError
@@ -54,7 +53,7 @@ async def flood(attacker: MemoryTransport, question: bytes) -> int:
     return received
 
 
-async def test_flood_is_limited_and_an_honest_peer_is_answered(autojump_clock: MockClock) -> None:
+async def test_flood_is_limited_and_an_honest_peer_is_answered() -> None:
     network = MemoryNetwork(seed=1)
     async with simulated_peer(network, SERVER) as server, network.transport(ATTACKER) as attacker:
         for publisher in PUBLISHERS:
@@ -85,7 +84,7 @@ async def test_flood_is_limited_and_an_honest_peer_is_answered(autojump_clock: M
     )
 
 
-async def test_record_streams_of_a_peer_are_limited(autojump_clock: MockClock) -> None:
+async def test_record_streams_of_a_peer_are_limited() -> None:
     network = MemoryNetwork(seed=1)
     async with simulated_peer(network, SERVER) as server, network.transport(ATTACKER) as attacker:
         await attacker.dial(server.addresses[0], timeout=10.0)
@@ -104,9 +103,7 @@ async def test_record_streams_of_a_peer_are_limited(autojump_clock: MockClock) -
         assert answered == MAX_STREAMS_PER_PEER
 
 
-async def test_peers_with_an_averager_for_each_of_many_buckets_find_each_other_for_all(
-    autojump_clock: MockClock,
-) -> None:
+async def test_peers_with_an_averager_for_each_of_many_buckets_find_each_other_for_all() -> None:
     """Each averager has records of its own, and a peer's records are limited. With 64, the last ones found no peer."""
     network = MemoryNetwork(seed=1)
     async with AsyncExitStack() as stack:

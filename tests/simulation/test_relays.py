@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.nat.reach.reachability import Kind
@@ -98,7 +97,7 @@ async def meeting(network: MemoryNetwork) -> AsyncIterator[tuple[Inside, Public,
 @pytest.mark.parametrize("end", [MemoryNetwork.crash, MemoryNetwork.stop], ids=["killed", "silent"])
 @pytest.mark.parametrize("after", [1.0, 55.0, 300.0])
 async def test_a_peer_whose_only_relay_is_gone_has_another_one_within_30_s(
-    end: Callable[[MemoryNetwork, str], None], after: float, autojump_clock: MockClock
+    end: Callable[[MemoryNetwork, str], None], after: float
 ) -> None:
     """The other public peer was asked before, when it did not know yet that it can be dialled."""
     network = MemoryNetwork(latency=LAN)
@@ -115,9 +114,7 @@ async def test_a_peer_whose_only_relay_is_gone_has_another_one_within_30_s(
             await inside.has(other)
 
 
-async def test_a_relay_that_drops_a_peer_again_and_again_does_not_make_it_ask_the_others_each_time(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_relay_that_drops_a_peer_again_and_again_does_not_make_it_ask_the_others_each_time() -> None:
     network = MemoryNetwork(latency=LAN)
     async with meeting(network) as (inside, relay, other):
         other.refusal = "this peer cannot be dialled itself"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.movers import lobby
@@ -95,9 +94,7 @@ class Rounds:
             assert same_bits(successes)
 
 
-async def test_the_next_round_opens_no_streams(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_round_opens_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pairs of the second round may be the other way round: who opens depends on the roster."""
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([1.0] * 5)
@@ -107,9 +104,7 @@ async def test_the_next_round_opens_no_streams(
     assert sum(rounds.opened[1:]) <= PAIRS
 
 
-async def test_streams_that_rest_for_too_long_are_opened_anew(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_that_rest_for_too_long_are_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = Rounds(Opened(monkeypatch))
     await rounds.run([IDLE_STREAM_SECONDS])
     rounds.check()
@@ -117,7 +112,7 @@ async def test_streams_that_rest_for_too_long_are_opened_anew(
 
 
 async def test_a_stream_that_the_other_side_has_closed_costs_no_member(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other side waits for a shorter time than this one believes. The votes are sent again on new streams."""
     monkeypatch.setattr(lobby, "IDLE_STREAM_SECONDS", 0.5)
@@ -127,9 +122,7 @@ async def test_a_stream_that_the_other_side_has_closed_costs_no_member(
     assert rounds.opened == [PAIRS] * 3
 
 
-async def test_a_member_that_says_no_last_word_costs_nothing(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_that_says_no_last_word_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one that was killed at the end of the round. Its streams are closed after a bounded time."""
     monkeypatch.setattr(Rest, "encode", lambda _: MemberPing().encode())
     rounds = Rounds(Opened(monkeypatch))
@@ -138,9 +131,7 @@ async def test_a_member_that_says_no_last_word_costs_nothing(
     assert rounds.opened == [PAIRS] * 3
 
 
-async def test_the_last_word_goes_out_together_with_the_commit(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_last_word_goes_out_together_with_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message less for each pair of members, of the three that a round takes."""
     written: list[list[type[Vote]]] = []
 

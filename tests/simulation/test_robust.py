@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.robust import combine
@@ -63,7 +62,7 @@ def check_bound(found: torch.Tensor, rule: RobustRule | None) -> None:
 
 
 @RULES
-async def test_two_of_seven_liars_cannot_move_the_result_far(autojump_clock: MockClock, rule: str) -> None:
+async def test_two_of_seven_liars_cannot_move_the_result_far(rule: str) -> None:
     """Each share has the rule's result of all contributions to its parts, whichever member reduced it."""
     swarm = await average(robust=rule)
     found, chosen = result_of(swarm), resolve_rule(rule)
@@ -80,12 +79,12 @@ async def test_two_of_seven_liars_cannot_move_the_result_far(autojump_clock: Moc
             assert torch.equal(found[part], out)
 
 
-async def test_nor_can_they_with_a_codec(autojump_clock: MockClock) -> None:
+async def test_nor_can_they_with_a_codec() -> None:
     found = result_of(await average(robust="trimmed_mean:0.3", compression="blockwise8"))
     assert (found - honest_rows().mean(0)).abs().max() < 6.0
 
 
-async def test_the_same_liars_move_the_plain_mean(autojump_clock: MockClock) -> None:
+async def test_the_same_liars_move_the_plain_mean() -> None:
     found = result_of(await average())
     assert (found - honest_rows().mean(0)).abs().max() > 1e5
     with pytest.raises(AssertionError):
@@ -93,9 +92,7 @@ async def test_the_same_liars_move_the_plain_mean(autojump_clock: MockClock) -> 
 
 
 @RULES
-async def test_a_weight_that_is_a_lie_moves_no_result_of_an_open_run(
-    autojump_clock: MockClock, rule: str
-) -> None:
+async def test_a_weight_that_is_a_lie_moves_no_result_of_an_open_run(rule: str) -> None:
     """No ``max_weight`` is set: one peer of four claims the largest weight that a message can have."""
 
     async def step(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -111,14 +108,14 @@ async def test_a_weight_that_is_a_lie_moves_no_result_of_an_open_run(
         torch.testing.assert_close(tensors_of(result)[0], torch.ones(100))
 
 
-async def test_an_auxiliary_reduces_by_the_runs_rule(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_reduces_by_the_runs_rule() -> None:
     swarm = await average(helpers=1, robust="median")
     found = result_of(swarm)
     assert [len(result.auxiliaries) for result in swarm.successes()] == [1] * SIZE
     torch.testing.assert_close(found, torch.stack([sent(index) for index in range(SIZE)]).median(0).values)
 
 
-async def test_peers_with_different_rules_never_meet_and_are_reported(autojump_clock: MockClock) -> None:
+async def test_peers_with_different_rules_never_meet_and_are_reported() -> None:
     async def step(peer: Peer, index: int) -> p2pavg.RoundResult:
         how = config(group_size=3, robust="median" if index else "trimmed_mean:0.1")
         async with peer.averager(how) as averager:
@@ -138,7 +135,7 @@ async def test_peers_with_different_rules_never_meet_and_are_reported(autojump_c
 
 
 async def test_an_auxiliary_leaves_out_rules_that_it_does_not_know(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer of another version has a rule of which this one knows nothing."""
     monkeypatch.setattr(Median, "text", property(lambda _self: "another_rule:1"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg_compression import Ternary, TopK
@@ -32,9 +31,7 @@ def expected(success: p2pavg.Success) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_norm": 3.0, "audit": "before:1.0"}, {"audit": "off"}], ids=str)
-async def test_members_have_the_largest_values_of_the_sum(
-    autojump_clock: MockClock, changes: dict[str, object]
-) -> None:
+async def test_members_have_the_largest_values_of_the_sum(changes: dict[str, object]) -> None:
     swarm = await step_all(4, config(group_size=4, compression=CODEC, **changes))
     found = swarm.successes()
     assert len(found) == 4
@@ -46,7 +43,7 @@ async def test_members_have_the_largest_values_of_the_sum(
     assert min(result.compression_ratio for result in found) > 8
 
 
-async def test_an_average_of_two_keeps_all_that_they_sent(autojump_clock: MockClock) -> None:
+async def test_an_average_of_two_keeps_all_that_they_sent() -> None:
     swarm = await step_all(2, config(group_size=2, compression=CODEC))
     sent = [CODEC.decode(CODEC.encode(values(index, ELEMENTS)), ELEMENTS) for index in range(2)]
     for result in swarm.successes():
@@ -55,9 +52,7 @@ async def test_an_average_of_two_keeps_all_that_they_sent(autojump_clock: MockCl
 
 
 @pytest.mark.parametrize("robust", [None, p2pavg.Median()], ids=str)
-async def test_a_reducer_knows_what_the_averages_of_its_share_lack(
-    autojump_clock: MockClock, robust: p2pavg.Median | None
-) -> None:
+async def test_a_reducer_knows_what_the_averages_of_its_share_lack(robust: p2pavg.Median | None) -> None:
     """Not so with a fine codec, which needs no feedback."""
     codec = Ternary(block_size=64)
     for compression in (codec, "int8"):
@@ -83,16 +78,14 @@ async def test_a_reducer_knows_what_the_averages_of_its_share_lack(
             assert float(result.left_out.norm()) > 0.1 * float(exact.norm())
 
 
-async def test_an_auxiliary_reduces_sparse_values(autojump_clock: MockClock) -> None:
+async def test_an_auxiliary_reduces_sparse_values() -> None:
     found = (await step_all(4, config(group_size=4, compression=CODEC), helpers=1)).successes()
     assert [len(result.auxiliaries) for result in found] == [1] * 4
     for result in found:
         assert torch.equal(tensors_of(result)[0], expected(result))
 
 
-async def test_a_reducer_that_sends_other_values_is_met_no_more(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reducer_that_sends_other_values_is_met_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, 2, turn_around)
     rounds = Rounds(4, 3, audit="after:1.0", compression=CODEC)
     await rounds.run()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import trio
-from trio.testing import MockClock
 
 from p2pavg.base.errors import StateError
 from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
@@ -87,7 +86,7 @@ def sent(held: Sequence[Held]) -> int:
 # ---------------------------------------------------------------------- honest donors
 
 
-async def test_a_donor_counts_what_it_sends_to_each_joiner(autojump_clock: MockClock) -> None:
+async def test_a_donor_counts_what_it_sends_to_each_joiner() -> None:
     blob, sent = Blob(0, 5, 100_000), Counter[str]()
     async with company(1, blob) as (_, peers, [held], sessions):
         donor = peers[1].state
@@ -99,7 +98,7 @@ async def test_a_donor_counts_what_it_sends_to_each_joiner(autojump_clock: MockC
     assert not sent
 
 
-async def test_a_blob_that_was_taken_stays_in_no_memory(autojump_clock: MockClock) -> None:
+async def test_a_blob_that_was_taken_stays_in_no_memory() -> None:
     """The sessions with its donors go on: more is asked of them."""
     blob = Blob(0, 20, 100_000, 17)
     async with company(2, blob) as (_network, peers, _held, sessions):
@@ -111,9 +110,7 @@ async def test_a_blob_that_was_taken_stays_in_no_memory(autojump_clock: MockCloc
         assert gone() is None
 
 
-async def test_three_donors_are_at_least_two_and_a_half_times_as_fast_as_one(
-    autojump_clock: MockClock,
-) -> None:
+async def test_three_donors_are_at_least_two_and_a_half_times_as_fast_as_one() -> None:
     blob = Blob(0, 60, 1 << 20)
     seconds = {}
     for count in (1, 3):
@@ -125,7 +122,7 @@ async def test_three_donors_are_at_least_two_and_a_half_times_as_fast_as_one(
     assert seconds[1] >= 2.5 * seconds[3], seconds
 
 
-async def test_sessions_are_used_again_for_the_next_blob(autojump_clock: MockClock) -> None:
+async def test_sessions_are_used_again_for_the_next_blob() -> None:
     blobs = [Blob(seed, 3, 10_000) for seed in range(5)]
     async with company(2, *blobs) as (_network, peers, _held, sessions):
         await check_fetch(fetch_of(sessions, blobs[0], peers[1:]), blobs[0])
@@ -136,9 +133,7 @@ async def test_sessions_are_used_again_for_the_next_blob(autojump_clock: MockClo
         assert dict(sessions._open) == first
 
 
-async def test_several_blobs_are_fetched_at_once(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_several_blobs_are_fetched_at_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     blobs = [Blob(seed, 10, 100_000) for seed in range(5 * MAX_FETCHES)]
     async with company(2, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
@@ -148,7 +143,7 @@ async def test_several_blobs_are_fetched_at_once(
         assert "is not asked for a state for now" not in caplog.text, "no session was lost"
 
 
-async def test_an_idle_session_is_ended_and_opened_again(autojump_clock: MockClock) -> None:
+async def test_an_idle_session_is_ended_and_opened_again() -> None:
     blob = Blob(0, 5, 10_000)
     async with company(1, blob) as (_network, peers, _held, sessions):
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
@@ -158,7 +153,7 @@ async def test_an_idle_session_is_ended_and_opened_again(autojump_clock: MockClo
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
 
 
-async def test_progress_says_how_far_it_is(autojump_clock: MockClock) -> None:
+async def test_progress_says_how_far_it_is() -> None:
     blob = Blob(0, 40, 1 << 20)
     seen: list[DownloadProgress] = []
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
@@ -173,7 +168,7 @@ async def test_progress_says_how_far_it_is(autojump_clock: MockClock) -> None:
     assert all(rate == pytest.approx(FAST_ETHERNET, rel=0.2) for rate in middle.rates.values())
 
 
-async def test_a_donor_that_is_named_later_helps(autojump_clock: MockClock) -> None:
+async def test_a_donor_that_is_named_later_helps() -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         fetch = fetch_of(sessions, blob, peers[1:2])
@@ -186,7 +181,7 @@ async def test_a_donor_that_is_named_later_helps(autojump_clock: MockClock) -> N
         assert len(held[1].sent) > 15
 
 
-async def test_a_donor_that_is_not_named_any_more_is_asked_nothing_more(autojump_clock: MockClock) -> None:
+async def test_a_donor_that_is_not_named_any_more_is_asked_nothing_more() -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         fetch = fetch_of(sessions, blob, peers[1:])
@@ -195,9 +190,7 @@ async def test_a_donor_that_is_not_named_any_more_is_asked_nothing_more(autojump
         assert len(held[0].sent) <= 10 + 1
 
 
-async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve() -> None:
     blob = Blob(0, 8, 1 << 20)
     seconds = {}
     for busy in (False, True):
@@ -209,7 +202,7 @@ async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve(
     assert seconds[False] < 1.0
 
 
-async def test_small_pieces_wait_as_long_as_large_ones_of_as_many_bytes(autojump_clock: MockClock) -> None:
+async def test_small_pieces_wait_as_long_as_large_ones_of_as_many_bytes() -> None:
     blob = Blob(0, 64, 1 << 16)
     async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
         peers[1].state.join(RUN, None, Offered(Held(blob), is_busy=lambda: True))
@@ -217,7 +210,7 @@ async def test_small_pieces_wait_as_long_as_large_ones_of_as_many_bytes(autojump
     assert seconds == pytest.approx(len(blob.data) / SEND_BYTES * YIELD_SECONDS, rel=0.3)
 
 
-async def test_a_round_has_nearly_all_of_a_slow_link(autojump_clock: MockClock) -> None:
+async def test_a_round_has_nearly_all_of_a_slow_link() -> None:
     """256 KiB a second would be half of it."""
     blob, mbps = Blob(0, 4, 1 << 20), 5.0
     async with company(1, bandwidth=mbps * 1e6 / 8) as (_network, peers, _held, sessions):
@@ -237,7 +230,7 @@ def test_what_a_round_leaves_to_states_depends_on_the_link(mbps: float, spared: 
 
 
 @pytest.mark.parametrize("at", [1, 7])
-async def test_a_donor_that_is_killed_is_replaced(autojump_clock: MockClock, at: int) -> None:
+async def test_a_donor_that_is_killed_is_replaced(at: int) -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(3, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         when_sent(held[0], at, lambda: network.crash(name(1)))
@@ -246,7 +239,7 @@ async def test_a_donor_that_is_killed_is_replaced(autojump_clock: MockClock, at:
         assert not sessions.excluded
 
 
-async def test_the_loss_of_all_donors_is_reported_in_time(autojump_clock: MockClock) -> None:
+async def test_the_loss_of_all_donors_is_reported_in_time() -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         for index, holdings in enumerate(held, 1):
@@ -259,13 +252,13 @@ async def test_the_loss_of_all_donors_is_reported_in_time(autojump_clock: MockCl
         assert not peers[0].lobby.tickets
 
 
-async def test_no_donors_at_all_are_reported(autojump_clock: MockClock) -> None:
+async def test_no_donors_at_all_are_reported() -> None:
     async with company(0) as (_network, _peers, _held, sessions):
         with pytest.raises(StateError, match="no donor is left: none was named"):
             await fetch_of(sessions, Blob(0, 1, 10), []).run()
 
 
-async def test_a_donor_that_comes_back_goes_on(autojump_clock: MockClock) -> None:
+async def test_a_donor_that_comes_back_goes_on() -> None:
     blob = Blob(0, 30, 1 << 20)
     async with company(1, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         when_sent(held[0], 10, lambda: network.disconnect(name(0), name(1)))
@@ -273,7 +266,7 @@ async def test_a_donor_that_comes_back_goes_on(autojump_clock: MockClock) -> Non
         assert len(held[0].sent) < 30 + 2 * MAX_RANGE
 
 
-async def test_a_slow_donor_is_taken_over(autojump_clock: MockClock) -> None:
+async def test_a_slow_donor_is_taken_over() -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         network.limit(name(1), 50_000)
@@ -283,7 +276,7 @@ async def test_a_slow_donor_is_taken_over(autojump_clock: MockClock) -> None:
         assert sent(held) <= len(blob.pieces) + 2 * MAX_RANGES
 
 
-async def test_a_silent_donor_costs_seconds(autojump_clock: MockClock) -> None:
+async def test_a_silent_donor_costs_seconds() -> None:
     """Nothing tells the joiner that the donor has stopped."""
     blob = Blob(0, 60, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
@@ -292,7 +285,7 @@ async def test_a_silent_donor_costs_seconds(autojump_clock: MockClock) -> None:
         assert seconds < len(blob.data) / FAST_ETHERNET + STALLED_SECONDS + 1.0
 
 
-async def test_silence_of_the_only_donor_is_reported(autojump_clock: MockClock) -> None:
+async def test_silence_of_the_only_donor_is_reported() -> None:
     blob = Blob(0, 60, 1 << 20)
     async with company(1, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         when_sent(held[0], 5, lambda: network.stop(name(1)))
@@ -302,7 +295,7 @@ async def test_silence_of_the_only_donor_is_reported(autojump_clock: MockClock) 
         assert trio.current_time() - began < REPLY_SECONDS + 4 * STALL_SECONDS
 
 
-async def test_a_donor_without_the_blob_refuses_and_the_others_send_it(autojump_clock: MockClock) -> None:
+async def test_a_donor_without_the_blob_refuses_and_the_others_send_it() -> None:
     blob = Blob(0, 20, 100_000)
     async with company(2, blob) as (_network, peers, held, sessions):
         held[0].blobs.clear()
@@ -311,7 +304,7 @@ async def test_a_donor_without_the_blob_refuses_and_the_others_send_it(autojump_
         assert not sessions.excluded
 
 
-async def test_refusals_of_all_donors_are_reported(autojump_clock: MockClock) -> None:
+async def test_refusals_of_all_donors_are_reported() -> None:
     blob = Blob(0, 20, 100_000)
     async with company(2) as (_network, peers, _held, sessions):
         with pytest.raises(StateError, match="it refuses: it does not hold this state"):
@@ -321,7 +314,7 @@ async def test_refusals_of_all_donors_are_reported(autojump_clock: MockClock) ->
             await fetch_of(sessions, blob, peers[1:2]).run()
 
 
-async def test_a_blob_that_a_donor_lets_go_is_fetched_from_the_others(autojump_clock: MockClock) -> None:
+async def test_a_blob_that_a_donor_lets_go_is_fetched_from_the_others() -> None:
     blob = Blob(0, 30, 100_000)
     async with company(2, blob) as (_network, peers, held, sessions):
         held[0].change = lambda _index, piece: piece if len(held[0].sent) < 4 else None
@@ -332,9 +325,7 @@ async def test_a_blob_that_a_donor_lets_go_is_fetched_from_the_others(autojump_c
 # ---------------------------------------------------------------------- hostile donors
 
 
-async def test_a_donor_that_sends_a_wrong_piece_is_excluded_by_name(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_donor_that_sends_a_wrong_piece_is_excluded_by_name(caplog: pytest.LogCaptureFixture) -> None:
     blobs = Blob(0, 30, 1 << 20), Blob(1, 10, 1 << 20)
     async with company(3, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         wrong: list[int] = []
@@ -359,7 +350,7 @@ async def test_a_donor_that_sends_a_wrong_piece_is_excluded_by_name(
         assert len(held[0].sent) == before, "it is asked for other blobs neither"
 
 
-async def test_a_donor_that_sends_another_manifest_is_excluded(autojump_clock: MockClock) -> None:
+async def test_a_donor_that_sends_another_manifest_is_excluded() -> None:
     blob, other = Blob(0, 20, 100_000), Blob(1, 20, 100_000)
     async with company(2) as (_network, peers, held, sessions):
         held[0].blobs[blob.id] = other
@@ -372,9 +363,7 @@ async def test_a_donor_that_sends_another_manifest_is_excluded(autojump_clock: M
         assert "sent a manifest that is not the one of" in fetch.excluded[name(1)]
 
 
-async def test_an_exception_over_a_manifest_costs_its_donor_only(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_exception_over_a_manifest_costs_its_donor_only(caplog: pytest.LogCaptureFixture) -> None:
     blob = Blob(0, 20, 100_000)
     async with company(2, blob) as (_network, peers, _held, sessions):
         tries: list[int] = []
@@ -417,7 +406,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("attack", HOSTILE)
 async def test_a_donor_that_sends_damage_costs_itself_only(
-    autojump_clock: MockClock, attack: str, caplog: pytest.LogCaptureFixture
+    attack: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     blob = Blob(0, 20, 100_000)
     async with company(2, blob) as (_network, peers, _held, sessions):
@@ -429,7 +418,7 @@ async def test_a_donor_that_sends_damage_costs_itself_only(
     assert "bug of p2pavg" not in caplog.text
 
 
-async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> None:
+async def test_a_donor_that_trickles_is_given_up() -> None:
     """A byte every five seconds is a sign of life, but the manifest does not come."""
     blob = Blob(0, 40, 100_000)
 
@@ -453,9 +442,7 @@ async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> N
 
 
 @pytest.mark.parametrize("after", [0.0005, 0.01, 0.5])
-async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(
-    autojump_clock: MockClock, after: float
-) -> None:
+async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(after: float) -> None:
     blob = Blob(0, 60, 1 << 20)
     network = MemoryNetwork(latency=LAN, bandwidth=FAST_ETHERNET)
     async with simulated_peers(network, 3) as peers:
@@ -473,7 +460,7 @@ async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(
             await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
 
 
-async def test_a_fetch_that_is_cancelled_leaves_its_sessions_to_the_next(autojump_clock: MockClock) -> None:
+async def test_a_fetch_that_is_cancelled_leaves_its_sessions_to_the_next() -> None:
     blobs = Blob(0, 60, 1 << 20), Blob(1, 10, 1 << 20)
     async with company(2, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         with trio.move_on_after(1.0):
@@ -486,9 +473,7 @@ async def test_a_fetch_that_is_cancelled_leaves_its_sessions_to_the_next(autojum
         assert seconds < 0.7 * len(blobs[1].data) / FAST_ETHERNET + 0.5
 
 
-async def test_a_full_disk_ends_the_download_and_blames_no_donor(
-    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_disk_ends_the_download_and_blames_no_donor(caplog: pytest.LogCaptureFixture) -> None:
     blob = Blob(0, 30, 1 << 20)
 
     class Full(MemorySink):
@@ -519,9 +504,7 @@ async def test_a_full_disk_ends_the_download_and_blames_no_donor(
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
 
 
-async def test_a_download_goes_on_where_an_earlier_one_ended(
-    autojump_clock: MockClock, tmp_path: Path
-) -> None:
+async def test_a_download_goes_on_where_an_earlier_one_ended(tmp_path: Path) -> None:
     blob = Blob(0, 40, 1 << 20)
     async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
         for seconds in (1.0, 60.0):
@@ -539,9 +522,7 @@ async def test_a_download_goes_on_where_an_earlier_one_ended(
         assert sent(held) <= len(blob.pieces) + 2 * 2 * MAX_RANGES
 
 
-async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place(
-    autojump_clock: MockClock,
-) -> None:
+async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place() -> None:
     """A signer's certificate was revoked since. The donors have done no wrong, and give a snapshot next."""
     roster, average, snapshot = roster_of(3), Blob(1, 1, 1), Blob(0, 5, 1000)
     average.id, average.manifest = roster.group_id, logged(roster, signers=(0, 2)).manifest()
@@ -561,7 +542,7 @@ async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place
 
 
 async def test_a_donor_that_leaves_signatures_out_keeps_no_one_from_another_donors_average(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blob = Blob(0, 5, 1000)
 

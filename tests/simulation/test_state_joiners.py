@@ -9,7 +9,6 @@ from contextlib import suppress
 import pytest
 import trio
 from msgspec import structs
-from trio.testing import MockClock
 
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS, STALL_SECONDS
@@ -45,7 +44,7 @@ async def is_served(peer: Peer, to: Peer, blob: Blob) -> bool:
     return False
 
 
-async def test_one_joiner_has_few_sessions(autojump_clock: MockClock) -> None:
+async def test_one_joiner_has_few_sessions() -> None:
     blob = Blob(0, 5, 10_000)
     async with company(1, blob) as (_network, peers, _held, _sessions):
         streams = [await hello(peers[0], peers[1]) for _ in range(MAX_SESSIONS_PER_PEER)]
@@ -57,7 +56,7 @@ async def test_one_joiner_has_few_sessions(autojump_clock: MockClock) -> None:
         assert await is_served(peers[0], peers[1], blob)
 
 
-async def test_all_joiners_together_have_a_bounded_number_of_sessions(autojump_clock: MockClock) -> None:
+async def test_all_joiners_together_have_a_bounded_number_of_sessions() -> None:
     count = MAX_SESSIONS // MAX_SESSIONS_PER_PEER
     async with simulated_peers(MemoryNetwork(latency=LAN), count + 2) as peers:
         peers[0].state.join(RUN, None, Offered(Held(Blob(0, 5, 10_000))))
@@ -69,7 +68,7 @@ async def test_all_joiners_together_have_a_bounded_number_of_sessions(autojump_c
         assert (await hello(peers[1], peers[0]))[1] == "", "idle sessions have ended"
 
 
-async def test_streams_without_a_hello_keep_no_joiner_out(autojump_clock: MockClock) -> None:
+async def test_streams_without_a_hello_keep_no_joiner_out() -> None:
     blob = Blob(0, 5, 10_000)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         peers[0].state.join(RUN, None, Offered(Held(blob)))
@@ -116,7 +115,7 @@ ATTACKS = [beyond_its_requests, cancelling_without_end, the_same_number_twice, r
 
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_a_joiner_beyond_its_limits_loses_its_session(
-    autojump_clock: MockClock, attack: Callable[[Stream], Awaitable[None]], caplog: pytest.LogCaptureFixture
+    attack: Callable[[Stream], Awaitable[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     blob = Blob(0, 5, 1 << 20)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
@@ -134,7 +133,7 @@ async def test_a_joiner_beyond_its_limits_loses_its_session(
 # ---------------------------------------------------------------------- membership
 
 
-async def test_states_are_shown_to_members_only(autojump_clock: MockClock) -> None:
+async def test_states_are_shown_to_members_only() -> None:
     blob = Blob(0, 5, 10_000)
     authority = Authority()
     members = [
@@ -162,7 +161,7 @@ async def test_states_are_shown_to_members_only(autojump_clock: MockClock) -> No
             await check_fetch(fetch_of(sessions, blob, peers[:1]), blob)
 
 
-async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session(autojump_clock: MockClock) -> None:
+async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session() -> None:
     blob = Blob(0, 5, 10_000)
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         peers[0].state.join(RUN, None, Offered(Held(blob)))
@@ -177,7 +176,7 @@ async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session(autojump_
         assert await is_served(peers[2], peers[0], blob)
 
 
-async def test_all_users_of_a_run_are_asked(autojump_clock: MockClock) -> None:
+async def test_all_users_of_a_run_are_asked() -> None:
     blobs = Blob(0, 5, 10_000), Blob(1, 5, 10_000)
     async with company(1, blobs[0]) as (_network, peers, held, sessions):
         second = Held(blobs[1])

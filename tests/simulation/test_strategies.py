@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 from p2pavg import AveragingConfig, NoPeers
 from p2pavg.base.result import NoPeersCode, RoundResult
@@ -99,7 +98,7 @@ def _is_over(optimizer: Any, steps: int) -> bool:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of)
-async def test_a_strategy_from_json_and_toml_trains(autojump_clock: MockClock, strategy: Strategy) -> None:
+async def test_a_strategy_from_json_and_toml_trains(strategy: Strategy) -> None:
     assert read_toml(strategy.toml) == strategy
     found = strategy if isinstance(strategy, Custom) else read_json(strategy.json)
     config = found.config(AveragingConfig(run_id="lab", compression=None))
@@ -116,9 +115,7 @@ async def test_a_strategy_from_json_and_toml_trains(autojump_clock: MockClock, s
 
 
 @pytest.mark.parametrize("other", [Federated(rule="fedavg", sync_every=4), None], ids=["another", "none"])
-async def test_peers_with_different_strategies_never_meet_and_hear_why(
-    autojump_clock: MockClock, other: Strategy | None
-) -> None:
+async def test_peers_with_different_strategies_never_meet_and_hear_why(other: Strategy | None) -> None:
     mine = DataParallel(target_batch_size=16)
 
     base = AveragingConfig(run_id="lab", match_timeout=5.0)

@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 import torch
 import trio
-from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.base.logs import make_handler
@@ -107,9 +106,7 @@ def test_a_subscriber_that_keeps_events_is_found() -> None:
     assert growth(lambda number: kept.extend(events(number))) > MOST_BYTES_A_ROUND * MANY
 
 
-async def test_two_hundred_rounds_of_a_peer_leave_no_more_events_than_a_few(
-    autojump_clock: MockClock,
-) -> None:
+async def test_two_hundred_rounds_of_a_peer_leave_no_more_events_than_a_few() -> None:
     """Averagers with metrics, on a simulated network."""
     counts: list[int] = []
 

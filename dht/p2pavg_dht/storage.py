@@ -78,6 +78,10 @@ class Limits:
     total_records: int = 16384
     total_bytes: int = 32 * 1024 * 1024
 
+    def __post_init__(self) -> None:
+        if self.bytes_per_key > MAX_RECORD_BYTES_PER_ANSWER:
+            raise ValueError(f"bytes_per_key must fit into an answer: {MAX_RECORD_BYTES_PER_ANSWER} bytes")
+
 
 T = TypeVar("T", bound=bytes | str)
 Guard: TypeAlias = Callable[[Record], str | None]

@@ -27,7 +27,8 @@ ONES = [torch.ones(1_000)]
 
 
 def config(**changes: object) -> p2pavg.AveragingConfig:
-    return usual(**{"group_size": 2, "match_timeout": 5.0, "exchange_timeout": 8.0, **changes})
+    fields = {"group_size": 2, "match_timeout": 5.0, "exchange_timeout": 8.0, "compression": "blockwise8"}
+    return usual(**(fields | changes))
 
 
 @asynccontextmanager

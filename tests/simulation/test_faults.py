@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -43,9 +43,12 @@ LAN = (0.001, 0.002)
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process have the parts of ``scripts/faults simulate``."""
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process have the parts of ``scripts/faults simulate``, which also sets the number of threads."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PART_ELEMENTS)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def raises_for_the_hostile(method: Callable[..., Any], sender_of: Callable[..., 
 
 async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p2pavg.RoundResult]:
     results: dict[str, p2pavg.RoundResult] = {}
-    how = config(group_size=3, match_timeout=5.0, exchange_timeout=8.0)
+    how = config(group_size=3, match_timeout=5.0, exchange_timeout=8.0, compression="blockwise8")
 
     async def live(peer: Peer, delay: float) -> None:
         await trio.sleep(delay)

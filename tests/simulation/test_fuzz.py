@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
 
 import pytest
+import torch
 
 from p2pavg.allreduce import reduction
 from p2pavg.group.shares import part_size
@@ -12,8 +14,17 @@ from scripts.fault_search import fuzz
 from tests.programs import run_python
 
 
-def test_valid_looking_messages_in_random_order_harm_no_honest_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction, "part_size", part_size)  # the runs set it: put it back
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back what the runs set in this process."""
+    monkeypatch.setattr(reduction, "part_size", part_size)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     messages, seeds = 0, count()
     while messages < 700:
         seed, sent, _, wrong = fuzz.one(next(seeds))

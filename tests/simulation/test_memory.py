@@ -51,7 +51,7 @@ async def step(averager: p2pavg.DecentralizedAverager) -> p2pavg.Success:
 
 async def test_no_vector_outlives_its_round(before: list[AttemptData]) -> None:
     async def live(peer: Peer, _index: int) -> None:
-        async with peer.averager(config(group_size=2)) as averager:
+        async with peer.averager(config(group_size=2, compression="blockwise8")) as averager:
             for _ in range(3):
                 await step(averager)
             await trio.sleep(30.0)  # until the exchange has finished its work after the result
@@ -65,7 +65,7 @@ async def test_a_result_is_freed_while_its_round_is_audited() -> None:
     freed = []
 
     async def live(peer: Peer, _index: int) -> None:
-        async with peer.averager(config(group_size=2, audit="after:1")) as averager:
+        async with peer.averager(config(group_size=2, compression="blockwise8", audit="after:1")) as averager:
             result = await step(averager)
             assert isinstance(result.averaged, list)
             memory = weakref.ref(result.averaged[0].untyped_storage())
@@ -81,7 +81,7 @@ async def test_a_result_is_freed_while_its_round_is_audited() -> None:
 
 async def test_failed_round_keeps_its_vector_once(before: list[AttemptData]) -> None:
     network = MemoryNetwork(bandwidth=20_000.0)
-    how = config(group_size=2, exchange_timeout=3.0)
+    how = config(group_size=2, compression="blockwise8", exchange_timeout=3.0)
     async with simulated_peers(network, 2) as (peer, other):
 
         async def stop_in_the_exchange() -> None:

@@ -212,10 +212,10 @@ class LocalOptions:
     ) -> None:
         self.sync_every = sync_every
         self.fragments = checked_count("fragments", fragments)
-        self.interval = checked_interval(sync_every).part(fragments)
+        self.interval = checked_interval(sync_every).part(self.fragments)
         """Between two outer steps: that of a fragment, divided by the number of fragments."""
         self.delay = checked_period("delay", delay)
-        if not self.interval.is_time and delay > self.interval.steps:
+        if not self.interval.is_time and self.delay > self.interval.steps:
             raise ValueError(
                 f"delay must be at most sync_every / fragments, {self.interval.steps} inner steps, got {delay}"
             )

@@ -245,7 +245,9 @@ def _toml(value: object) -> str:
         return f'"{"".join(map(_escaped, value))}"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return repr(value)
+    assert isinstance(value, int | float)
+    # A plain number: subclasses, such as numpy's, have texts of their own, which no reader of TOML takes.
+    return repr(float(value) if isinstance(value, float) else int(value))
 
 
 def _escaped(character: str) -> str:
@@ -299,7 +301,7 @@ def _check_bootstrap(value: object) -> None:
 def _shown(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    shown = ascii(value) if isinstance(value, str | int | float) and not _is_long(value) else ""
+    shown = ascii(value) if isinstance(value, str | int | float | None) and not _is_long(value) else ""
     return shown[:80] if shown else type(value).__name__
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 from p2pavg.base.errors import AddressError, ConfigError, IdentityError
 from p2pavg.base.files import read_text
@@ -53,8 +53,8 @@ def configurable(*others: str) -> Callable[[CommandT], CommandT]:
         hints = get_type_hints(command, include_extras=True)
         COMMANDS[command.__name__] = {
             name: _kind(hints[name])
-            for name in inspect.signature(command).parameters
-            if name not in ("config", *others) and _is_option(hints[name])
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in ("config", *others) and _is_option(hints[name], parameter)
         }
         return command
 
@@ -149,13 +149,16 @@ def _is_about(text: str, values: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_option(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and any(isinstance(note, OptionInfo) for note in get_args(hint))
+def _is_option(hint: Any, parameter: inspect.Parameter) -> bool:
+    """Return whether a parameter is an option, as typer decides it: help is not there with ``python -OO``."""
+    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    named = [note for note in notes if isinstance(note, OptionInfo | ArgumentInfo)]
+    return isinstance(named[0], OptionInfo) if named else parameter.default is not inspect.Parameter.empty
 
 
 def _kind(hint: Any) -> Any:
     """Return the type of an option, without ``None``."""
-    kind = get_args(hint)[0]
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(kind) in (Union, UnionType):
         [kind] = [each for each in get_args(kind) if each is not type(None)]
     return kind

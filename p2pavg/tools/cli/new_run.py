@@ -28,8 +28,6 @@ from p2pavg.runs.membership.certificate import SERIAL_BYTES, MemberCertificateEr
 from p2pavg.runs.membership.tokens import InvitationLink, Token, certify, make_token, token_key
 from p2pavg.runs.records.identity import make_seed
 from p2pavg.runs.records.invitations import Delegate
-from p2pavg.strategies import DataParallel, Federated, read_json, read_toml
-from p2pavg.strategies.reading import MAX_TOML_CHARS
 from p2pavg.tools.cli.authority import (
     create,
     invite,
@@ -211,6 +209,10 @@ def settings_with(settings: dict[str, Any], file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read or is no strategy, or the settings have others.
     """
+    # Here, since the optimizers that it imports take half a second, and few runs have a strategy.
+    from p2pavg.strategies import DataParallel, Federated, read_json, read_toml
+    from p2pavg.strategies.reading import MAX_TOML_CHARS
+
     text = read_text(file, "strategy", max_bytes=MAX_TOML_CHARS)
     try:
         strategy = read_json(text) if file.suffix == ".json" else read_toml(text)

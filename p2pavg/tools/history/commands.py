@@ -414,7 +414,7 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         if (held := read_segment(path)) is not None:
             known |= _updates_in(held)
     runs: set[tuple[str, bytes]] = set()
-    waiting: list[tuple[Path, bool, set[tuple[bytes, bytes]]]] = []
+    waiting: list[tuple[Path, bool]] = []
     for folder in [*([output] if there else []), *folders]:
         # Updates count only if their members have signed them: made-up ones would keep the genuine ones out.
         report = check_history(folder, CheckOptions(averages=False))
@@ -424,7 +424,7 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         if folder is not output:
             for path in segment_files(folder):
                 if (found := read_segment(path)) is not None:  # else it has not even a snapshot
-                    waiting.append((path, bool(found.beginning.names), _updates_in(found)))
+                    waiting.append((path, bool(found.beginning.names)))
     if len(runs) > 1:
         raise StateError(
             f"these histories are of {len(runs)} different runs: {', '.join(sorted(run for run, _ in runs))}"
@@ -432,7 +432,10 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
     copied = 0
     # Those that know the model's names come first, and of the same segment the longest.
     waiting.sort(key=lambda each: (not each[1], each[0].name, -each[0].stat().st_size))
-    for path, _, more in waiting:
+    for path, _ in waiting:
+        # Read again: the updates of all folders together may need more memory than there is.
+        found = read_segment(path)
+        more = set() if found is None else _updates_in(found)
         if path.name in there:
             # The same segment may be there from an earlier time, when it was shorter. Nothing else is replaced.
             if not _goes_on(there[path.name], path):

@@ -40,9 +40,9 @@ def naming_errors(what: str, place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file = f" ({error.filename})" if error.filename not in (None, os.fspath(place)) else ""
-        raise ConfigError(
-            f"{place} {what}: {error.strerror}{file}", remedy=what_to_do(error, place)
-        ) from None
+        # The remedy is for the file: the place may be a folder, as it should be.
+        remedy = what_to_do(error, error.filename or place)
+        raise ConfigError(f"{place} {what}: {error.strerror}{file}", remedy=remedy) from None
 
 
 def read_job(file: Path) -> tuple[bytes, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import psutil
@@ -22,13 +23,14 @@ from p2pavg.net.nat.relay.messages import (
 )
 from p2pavg.net.nat.relay.service import MAX_PINGS
 from p2pavg.net.transport import Stream, receive_message, send_message
-from tests.integration.hosts import TIMEOUT, assert_serves, eventually, watched
+from tests.integration.hosts import TIMEOUT, assert_serves, eventually, open_host, watched
 from tests.integration.relay.meeting import (
     ask,
     behind,
     echoed,
     give_up_relays,
     open_echo,
+    open_relay,
     refusal,
     relay_and_two,
     service_of,
@@ -220,3 +222,18 @@ async def test_a_peer_that_floods_its_reservation_with_pings_loses_it() -> None:
         with pytest.raises(StreamBrokenError):
             await echoed(stream, RelayPing().encode())
         assert here.peer_id not in service_of(relay).budget.reserved
+
+
+@watched
+async def test_a_full_relay_refuses_further_reservations(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="p2pavg")
+    async with (
+        open_relay(reservations_per_host=2) as relay,
+        behind(relay) as one,
+        behind(relay) as two,
+        open_host() as three,
+    ):
+        await three.dial(relay.addresses[0], timeout=TIMEOUT)
+        await eventually(lambda: "2 peers at this address" in caplog.text)
+        assert not three.addresses
+        assert service_of(relay).budget.reserved == {one.peer_id, two.peer_id}

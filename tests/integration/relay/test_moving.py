@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -15,8 +16,8 @@ from p2pavg.base.messages import pack
 from p2pavg.net.libp2p import reaching
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
-from p2pavg.net.nat.relay import service
-from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved
+from p2pavg.net.nat.relay import reservations, service
+from p2pavg.net.nat.relay.messages import PROTOCOL, RelayPing, Reserve, Reserved, decode
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, seeds, watched
 from tests.integration.relay.meeting import (
@@ -52,6 +53,29 @@ class TestRelaysThatEnd:
                 await eventually(lambda: len(there.addresses) == 1)
                 assert lasting.peer_id in there.addresses[0]
                 await assert_serves(here, there)
+
+    @watched
+    async def test_a_relay_that_falls_silent_is_given_up(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It is killed, or a router has forgotten the connection: no byte comes any more, and no reset."""
+        monkeypatch.setattr(reservations, "RELAY_PING_SECONDS", 0.1)
+        monkeypatch.setattr(reservations, "PING_ANSWER_SECONDS", 0.1)
+        caplog.set_level(logging.INFO, logger="p2pavg")
+        async with open_host(LOOPBACK) as relay, open_host() as here:
+
+            async def fall_silent(stream: Stream) -> None:
+                assert decode(await receive_message(stream) or b"") == Reserve()
+                await send_message(stream, Reserved(relay.addresses).encode())
+                await trio.sleep_forever()
+
+            relay.serve(PROTOCOL, fall_silent)
+            await here.dial(relay.addresses[0], timeout=TIMEOUT)
+            await eventually(lambda: bool(here.addresses))
+            await eventually(lambda: not here.addresses)
+            await eventually(lambda: not here.is_connected(relay.peer_id))
+            assert "the reservation is lost at" in caplog.text
+            assert "no answer to a ping" in caplog.text
 
     @watched
     async def test_a_peer_that_falls_silent_loses_its_reservation(

@@ -510,11 +510,16 @@ class TestTheEnd:
         assert after.code is FailedCode.RESULT_MISSED
         assert after.outcome == Complete(0, ALL_MEMBERS)
 
-    def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
+    @pytest.mark.parametrize(
+        "event",
+        [VoteHeard(2, Gather(2)), VoteHeard(2, Trouble(0, False, "silent")), held(2)],
+        ids=["asks", "has trouble", "holds the result"],
+    )
+    def test_a_member_that_has_ended_answers_with_the_outcome(self, event: VoteHeard) -> None:
         done, _ = advance(member(1), complete(1))
         done, _ = advance(done, VoteHeard(0, commit(0, 1, 2)))
         assert done.phase is RoundPhase.COMMITTED
-        _, actions = advance(done, VoteHeard(2, Gather(2)))
+        _, actions = advance(done, event)
         assert actions == [Tell(2, commit(0, 1, 2))]
 
     def test_a_final_state_never_changes(self) -> None:

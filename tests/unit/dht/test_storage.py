@@ -42,9 +42,9 @@ def test_a_record_is_kept_until_it_expires() -> None:
     assert (len(store), store.total_bytes) == (0, 0)
 
 
-def test_a_lower_sequence_is_a_replay() -> None:
+def test_a_lower_sequence_is_a_replay_and_the_same_record_again_is_none() -> None:
     store = RecordStore(Limits())
-    put(store, record(sequence=2))
+    assert [put(store, record(sequence=2)) for _ in range(2)] == [None, None]
     assert put(store, record(sequence=1)) is Refusal.REPLAYED
 
 

@@ -232,3 +232,15 @@ def test_digests_of_another_lineage_are_not_compared() -> None:
     talk.version += 1
     optimizer._training.poll()
     assert optimizer._training.watch.drifted is not None
+
+
+def test_a_waiting_peer_hears_of_the_difference_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Two peers with different targets both wait at the first update, and `step` does not return for minutes."""
+    theirs, talk = with_talk()
+    large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._training.begin()
+    averager, mine = with_talk()
+    optimizer = large_batch(averager, SGD([parameter(1.0)], lr=0.1))
+    optimizer._training.begin()
+    mine.others = {"a": talk.mine}
+    optimizer._together.on_look()
+    assert "target_batch_size 4096, this one with 4" in caplog.text

@@ -268,14 +268,14 @@ class Puncher:
         Raises:
             RefusedPunchError: this peer, or all peers together, have asked for too many.
         """
-        now, mine = trio.current_time(), self._tries.of(peer_id)
+        now = trio.current_time()
         if self._under_way[peer_id] >= PEER_AT_ONCE or self._under_way.total() >= ALL_AT_ONCE:
             raise RefusedPunchError("too many tries are under way")
-        if mine.level(now) < 1.0:
+        if self._tries.level(now, peer_id) < 1.0:
             raise RefusedPunchError("the peer has asked for too many tries")
         if self._all_tries.level(now) < 1.0:
             raise RefusedPunchError("other peers have asked for too many tries")
-        mine.take(now, 1.0)
+        self._tries.of(peer_id).take(now, 1.0)
         self._all_tries.take(now, 1.0)
         self._under_way[peer_id] += 1
         try:

@@ -28,8 +28,6 @@ from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.nat.reach.gateway import Granted, default_gateway
 from p2pavg.net.nat.reach.upnp_messages import (
     CONFLICT,
-    MAX_BODY_BYTES,
-    MAX_HEAD_BYTES,
     MAX_PACKET_BYTES,
     NO_SUCH_ENTRY,
     PERMANENT_ONLY,
@@ -214,9 +212,10 @@ async def _fetch(location: Location, request: bytes) -> tuple[int, bytes]:
         await opened.connect((location.host, location.port))
         await trio.SocketStream(opened).send_all(request)
         while True:
-            data = await opened.recv(min(_PIECE_BYTES, MAX_HEAD_BYTES + MAX_BODY_BYTES - len(received)))
+            # A router that sends without end is cut off: too much is an error, at the latest one piece later. So no
+            # bound here, which would make a read of nothing look like the end of the answer.
+            data = await opened.recv(_PIECE_BYTES)
             received += data
-            # A router that sends without end is cut off: too much is an error.
             if (answer := read_http(received, ended=not data)) is not None:
                 return answer
 

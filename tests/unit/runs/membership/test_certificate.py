@@ -247,3 +247,11 @@ class TestSerialsThatAnIssuerChose:
         again = delegated(after, serial=serial, expires=NOW + 5000.0)
         assert again.data != revoked.data
         assert refused(again, revoked={revoked.identifier}) == "its certificate was revoked"
+
+
+def test_a_certificate_of_a_certificate_is_not_followed_deeper() -> None:
+    by = delegation()
+    middle = beyond_rights(by, roles=[Role.CONTRIBUTOR, Role.DELEGATE])
+    fields = {"sign": ALICE.sign, "issuer": middle, "roles": [Role.CONTRIBUTOR], "max_weight": 1.0}
+    with pytest.raises(MemberCertificateError):
+        RUN.certify(BOB.peer_id, **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -66,6 +67,7 @@ seconds = st.floats(min_value=0.0, max_value=1800.0, exclude_min=True) | st.inte
 )
 @example(run_file(run_id='"\\ \U0001f600', bootstrap=(ADDRESS,)))
 @example(run_file(topology="gossip"))
+@example(run_file(max_weight=np.float64(3.0)))
 @example(run_file(topology="gossip:63:grid", group_size=64, min_group_size=60))
 @example(
     run_file(

@@ -160,7 +160,7 @@ class BlobDownload:
         self._wanted = wanted
         self._make_sink = make_sink
         self._on_progress = on_progress
-        self._plan = Pieces(patience=patience)
+        self._plan = Pieces(patience=patience, slow=sessions.slow)
         self._donors: dict[PeerId, tuple[str, ...]] = {}
         self._used: dict[PeerId, _Use] = {}
         self._nursery: trio.Nursery | None = None

@@ -186,9 +186,11 @@ class Pieces:
 
     Args:
         patience: seconds for which no donor may be usable before :meth:`hopeless` says so.
+        slow: donors that have let this plan, or an earlier one, wait for a manifest. Plans change it.
     """
 
-    def __init__(self, *, patience: float = STALL_SECONDS) -> None:
+    def __init__(self, *, patience: float = STALL_SECONDS, slow: set[str] | None = None) -> None:
+        self._slow = set() if slow is None else slow
         self.donors: dict[str, Donor] = {}
         self.sizes: Sequence[int] | None = None
         """Bytes of each piece; ``None`` until the manifest is here."""
@@ -318,6 +320,12 @@ class Pieces:
         # A manifest can be large, and one is enough.
         if now < (until := self._manifest_asked_at + STALLED_SECONDS):
             return WaitUntil(until)
+        # An update of the log is a download of its own: a donor that never answers would hold up each of them. While
+        # another one is there, which is asked at once, that donor waits in its place.
+        others = any(other.active and other.peer_id not in self._slow for other in self.donors.values())
+        if others and donor.peer_id in self._slow:
+            return WaitUntil(now + STALLED_SECONDS)
+        self._slow.update(other.peer_id for other in self.donors.values() if other.asked_manifest)
         donor.ask(now)
         donor.asked_manifest = True
         self._manifest_asked_at = now
@@ -397,6 +405,7 @@ class Pieces:
     def manifest_came(self, peer_id: str, now: float) -> None:
         """Note that a donor sent the manifest, and that it is the blob's. :meth:`begin` follows."""
         self._has_manifest = True
+        self._slow.discard(peer_id)
         self.donors[peer_id].was_useful(now)
         for donor in self.donors.values():
             donor.asked_manifest = False

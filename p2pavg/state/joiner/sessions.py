@@ -327,6 +327,8 @@ class Sessions:
         # The moment of the last failure, and that until which streams are used.
         self._lanes_failed: dict[PeerId, tuple[float, float]] = {}
         self._excluded: dict[PeerId, str] = {}
+        self.slow: set[PeerId] = set()
+        """Donors that have let a download wait for a manifest, and have sent none since: others are asked first."""
 
     @property
     def excluded(self) -> Mapping[PeerId, str]:

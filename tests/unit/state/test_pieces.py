@@ -84,6 +84,27 @@ class TestManifest:
         plan.failed("a", 0.5, "it is gone")
         assert isinstance(plan.next("b", 0.5), FetchManifest)
 
+    def test_one_that_let_a_download_wait_is_asked_after_the_others_in_later_ones(self) -> None:
+        slow: set[str] = set()
+
+        def plan() -> Pieces:
+            found = Pieces(slow=slow)
+            for donor in ("silent", "good"):
+                found.add(donor)
+                found.opened(donor, 0, 0.0)
+            return found
+
+        first, second, third = plan(), plan(), plan()
+        assert isinstance(first.next("silent", 0.0), FetchManifest)
+        assert isinstance(first.next("good", STALLED_SECONDS), FetchManifest)
+        assert isinstance(second.next("silent", 0.0), WaitUntil)
+        assert isinstance(second.next("good", 0.0), FetchManifest)
+        # It is asked all the same when the other one is gone, and counts as any other one when it has answered.
+        second.failed("good", 0.5, "it is gone")
+        assert isinstance(second.next("silent", 0.5), FetchManifest)
+        second.manifest_came("silent", 1.0)
+        assert isinstance(third.next("silent", 0.0), FetchManifest)
+
 
 class TestRanges:
     def test_the_first_ranges_have_one_piece_each(self) -> None:

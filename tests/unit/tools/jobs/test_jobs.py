@@ -69,6 +69,13 @@ def test_a_folder_is_read_and_written(tmp_path: Path) -> None:
         write_folder(tmp_path / "job", FILES)
 
 
+def test_the_remedy_is_for_the_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"job\.toml") as error:
+        read_folder(tmp_path)
+    assert error.value.remedy == f"name a file: {tmp_path / 'job.toml'} is a folder"
+
+
 def test_members_do_not_carry_a_larger_file(tmp_path: Path) -> None:
     files = FILES | {"job.toml": with_file("model/base")}
     write_folder(tmp_path / "job", files | {"model/base": b"0123456789"})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trio
 from safetensors.torch import save_file
 
 import p2pavg
@@ -64,7 +65,11 @@ def train(run: str, home: str | None, options: dict[str, Any]) -> None:
 
 
 async def accuse(averager: p2pavg.blocking.Averager, evidence: bytes) -> None:
-    averager._averager._run.accuse(evidence)
+    """Accuse a peer, and wait until it is excluded: on a busy machine the run might be over before."""
+    run = averager._averager._run
+    run.accuse(evidence)
+    while not run.excluded:
+        await trio.sleep(0.05)
 
 
 if __name__ == "__main__":

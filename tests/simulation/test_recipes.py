@@ -157,4 +157,4 @@ def test_recipe_matches_one_process(
     found = together(inner, recipe, options)
     assert all(torch.equal(one, found[0]) for one in found), "peers with different parameters"
     assert (found[0].double() - expected).abs().max() < 1e-5
-    assert (expected - vector_of(small_model()).double()).abs().max() > 1e-2, "nothing was learned"
+    assert (expected - vector_of(small_model()).double()).abs().max() > 5e-3, "nothing was learned"

@@ -199,7 +199,7 @@ def figures(house: House) -> list[Figure]:
     return [
         Figure("code lines of p2pavg, dht, compression", code, 55_275, 56_850, 43_000),
         Figure("files", len(files), 560, 466, 380),
-        Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 75_450, 52_000),
+        Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 75_469, 52_000),
         Figure("rooms", len(house.arrows), 46, 25, 24),
         Figure("floors", house.floors, 16, 13, 13),
         Figure("arrows between rooms", sum(map(len, house.arrows.values())), 318, 140, 140),

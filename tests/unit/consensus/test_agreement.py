@@ -522,6 +522,29 @@ class TestTheEnd:
         _, actions = advance(done, event)
         assert actions == [Tell(2, commit(0, 1, 2))]
 
+    def test_a_member_that_has_forgotten_the_round_is_as_good_as_dead(self) -> None:
+        after, _ = advance(member(1), VoteHeard(2, Unknown()))
+        assert (after.lost, after.dead) == ({2}, {2})
+
+    def test_a_leader_that_asks_with_an_older_ballot_hears_of_the_newer_one(self) -> None:
+        after, _ = advance(member(2), Lost(0))
+        after, _ = advance(after, VoteHeard(1, Gather(4)))
+        _, actions = advance(after, VoteHeard(1, Gather(1)))
+        assert actions == [Tell(1, StaleBallot(4))]
+
+    def test_a_leader_that_gathers_drops_a_member_that_says_to_have_lost_it(self) -> None:
+        after, _ = advance(member(0, 4), Lost(3))
+        lie = Promise(after.promised, 0, None, None, frozenset({0}), frozenset())
+        after, actions = advance(after, VoteHeard(1, lie))
+        assert 1 in after.lost
+        assert any(isinstance(action, Drop) and action.peer == 1 for action in actions)
+
+    def test_trouble_after_a_promise_belongs_to_that_promise(self) -> None:
+        after, _ = advance(member(0, 4), Lost(3))
+        after, _ = advance(after, promised(1, after.promised))
+        after, _ = advance(after, VoteHeard(1, Trouble(2, False, "silent")))
+        assert dict(after.pending.promises)[1].apart == {2}
+
     def test_a_final_state_never_changes(self) -> None:
         done, _ = advance(member(1), GivenUp())
         for event in (Completed(0), Lost(0), Dead(0), GivenUp(), held(0)):

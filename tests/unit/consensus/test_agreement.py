@@ -524,7 +524,7 @@ class TestTheEnd:
 
     def test_a_member_that_has_forgotten_the_round_is_as_good_as_dead(self) -> None:
         after, _ = advance(member(1), VoteHeard(2, Unknown()))
-        assert (after.lost, after.dead) == ({2}, {2})
+        assert after.lost == after.dead == frozenset({2})
 
     def test_a_leader_that_asks_with_an_older_ballot_hears_of_the_newer_one(self) -> None:
         after, _ = advance(member(2), Lost(0))

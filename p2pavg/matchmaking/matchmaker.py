@@ -43,7 +43,7 @@ MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOffer:
-    """What this peer signs of itself for one round; see :class:`~p2pavg.group.candidate.Candidate`.
+    """The words about itself that this peer signs for one round; see :class:`~p2pavg.group.candidate.Candidate`.
 
     A peer whose contribution has the weight 0 observes, or is an auxiliary, which only reduces a share.
     """

@@ -54,7 +54,7 @@ class Trainer:
 
     @property
     def away(self) -> float:
-        """How far the parameters are from the anchor."""
+        """The distance of the parameters from the anchor."""
         return float((vector_of(self.model) - self.anchor).abs().max())
 
 

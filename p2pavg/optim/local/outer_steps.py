@@ -28,7 +28,7 @@ class Sent:
     """Seconds of the caller's clock."""
     samples: float
     metrics: MetricMeans
-    """What was measured on the samples."""
+    """The means of the metrics over these samples."""
     steps: int = 0
     """Inner steps since then."""
     parameters: list[torch.Tensor] | None = None
@@ -76,7 +76,7 @@ class OuterSteps:
         self.samples = [0.0] * options.fragments
         """The samples behind each fragment's next pseudo-gradient."""
         self.metrics = MetricMeans()
-        """What was measured on the inner steps of which no contribution has told yet."""
+        """The metrics of the inner steps that no contribution has told of yet."""
         self.sent: Sent | None = None
 
     @property

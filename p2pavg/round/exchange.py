@@ -69,95 +69,40 @@ class Traffic:
         """Bytes of ended attempts, by :class:`~p2pavg.telemetry.events.Way`."""
         self.received: Counter[str] = Counter()
         self._meter = meter
+        self._attempt: Attempt | None = None  # the one that runs
 
-    async def measure(self, current: Callable[[], Attempt | None]) -> None:
+    def follow(self, attempt: Attempt) -> None:
+        """Count an attempt that begins; the one before has ended."""
+        self.add_up()
+        self._attempt = attempt
+
+    async def measure(self) -> None:
         """Measure the link, and note which members have shown a sign of life, until cancelled."""
         self._meter.begin(trio.current_time())
         while True:
             await trio.sleep(GLANCE_SECONDS)
-            attempt = current()
-            if attempt is not None:
-                attempt.receiver.note_arrivals()
-            self.sample(attempt)
+            if self._attempt is not None:
+                self._attempt.receiver.note_arrivals()
+            self.sample()
 
-    def sample(self, attempt: Attempt | None) -> None:
+    def sample(self) -> None:
         """Tell the meter how much has been moved, the attempt that runs included."""
         sent, received = self.sent.total(), self.received.total()
-        if attempt is not None:
-            sent, received = sent + attempt.sender.bytes_left, received + attempt.receiver.bytes_arrived
+        if self._attempt is not None:
+            sent += self._attempt.sender.bytes_left
+            received += self._attempt.receiver.bytes_arrived
         self._meter.sample(trio.current_time(), sent, received)
 
     def end(self) -> None:
         """End the measurement."""
         self._meter.end(trio.current_time())
 
-    def add(self, attempt: Attempt) -> None:
-        """Count an attempt that has ended."""
-        self.sent.update(attempt.sender.bytes_by_way)
-        self.received.update(attempt.receiver.bytes_by_way)
-
-
-# News of an exchange's attempts: tells the agreement what happens on their lanes.
-
-
-class AttemptNews:
-    """Tells the agreement of the events of one exchange's attempts.
-
-    Args:
-        positions: of the members in the group's roster, by peer id.
-        is_current: returns whether an attempt is the one that runs.
-        completed: is told an attempt whose whole result is here, and one digest a share.
-    """
-
-    def __init__(
-        self,
-        voting: Voting,
-        positions: Mapping[str, int],
-        *,
-        is_current: Callable[[Attempt], bool],
-        completed: Callable[[Attempt, tuple[bytes, ...]], None],
-    ) -> None:
-        self._completed = completed
-        self._voting = voting
-        self._positions = positions
-        self._is_current = is_current
-
-    def happened(self, attempt: Attempt, event: AttemptEvent) -> None:
-        """Tell the agreement of an event."""
-        match event:
-            case ResultComplete(digests):
-                self._completed(attempt, digests)
-            case BytesArrived(peer_id, count):
-                self._voting.control.arrived(peer_id, count)
-            case ContributionOwed(peer_id, owed):
-                if self._is_current(attempt):
-                    self._voting.control.owes(peer_id, owed)
-            case DirectLaneBroke(peer_id):
-                # No other message tells of a member that died before its votes' stream was open: it is asked.
-                position = self._positions[peer_id]
-                if self._is_current(attempt) and position not in self._voting.member.lost:
-                    self._voting.missing(position)
-            case LaneFailed(peer_id, reason, hostile):
-                self._lane_failed(attempt, peer_id, reason, hostile)
-
-    def lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
-        """Lose a reducer whose averages this member could not verify."""
-        self._voting.lost(self._positions[peer_id], reason, hostile=hostile, silent=not hostile)
-
-    def _lane_failed(self, attempt: Attempt, peer_id: str, reason: str, hostile: bool) -> None:
-        """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
-        member = self._voting.member
-        current = self._is_current(attempt) and member.promised == member.begun.ballot
-        # It is no loss either if this member itself waits for a newer attempt.
-        current = current and not member.trouble
-        position = self._positions[peer_id]
-        if hostile and attempt.number and position not in member.lost:
-            # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
-            # minutes must not follow from what a leader told the two.
-            self._voting.losses.note(position, reason)
-        if hostile or (current and member.phase is RoundPhase.EXCHANGING):
-            # The leader of a later attempt may have told the two members different things.
-            self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
+    def add_up(self) -> None:
+        """Count the bytes of the attempt that has ended, and let go of it."""
+        if self._attempt is not None:
+            self.sent.update(self._attempt.sender.bytes_by_way)
+            self.received.update(self._attempt.receiver.bytes_by_way)
+            self._attempt = None
 
 
 logger = logging.getLogger(__name__)
@@ -280,14 +225,7 @@ class Exchange:
         self._held_at = 0.0
         self._ledger: PartTracker | None = None  # of the last attempt
         self._traffic = Traffic(context.meter)
-        self._news = AttemptNews(
-            self._voting,
-            self._positions,
-            # Lanes of an attempt that was left end with errors, which say nothing about their members any more.
-            is_current=lambda attempt: attempt is self._attempt,
-            completed=self._completed,
-        )
-        self._audits = RoundAudits(context, roster, on_finding, self._news.lose)
+        self._audits = RoundAudits(context, roster, on_finding, self._lose)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start with ``nursery.start``: it returns when :meth:`take_outcome` may be called.
@@ -368,10 +306,10 @@ class Exchange:
             assert self._voting.nursery is not None
             # A member that would keep the group from ending is dropped while there is time for an attempt without it.
             self._voting.nursery.start_soon(self._slow_members().leave_behind, began)
-            self._voting.nursery.start_soon(self._traffic.measure, lambda: self._attempt)
+            self._voting.nursery.start_soon(self._traffic.measure)
             await self._voting.ended.wait()
         # The last piece of the measurement; what follows is waiting, and would make the link look slow.
-        self._traffic.sample(self._attempt)
+        self._traffic.sample()
         self._traffic.end()
         if not self._voting.ended.is_set():
             self._voting.happen(GivenUp(self._overdue(), FailedCode.TIMED_OUT))
@@ -414,14 +352,50 @@ class Exchange:
             self._attempt.values.let_go()
             self._attempt = None
 
-    # ------------------------------------------------------------------ the result of an attempt
+    # ------------------------------------------------------------------ events of the attempts
 
-    def _completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        """Note that the whole result of an attempt is here."""
-        # With audits before the end, this member says that it holds the result only when they have found no lie.
-        self._audits.when_verified(
-            attempt, digests, self._voting.nursery, partial(self._hold, attempt, digests)
-        )
+    def _happened(self, attempt: Attempt, event: AttemptEvent) -> None:
+        """Tell the agreement of an event of an attempt."""
+        voting = self._voting
+        match event:
+            case ResultComplete(digests):
+                # With audits before the end, this member says that it holds the result only when they have found no
+                # lie.
+                self._audits.when_verified(
+                    attempt, digests, voting.nursery, partial(self._hold, attempt, digests)
+                )
+            case BytesArrived(peer_id, count):
+                voting.control.arrived(peer_id, count)
+            case ContributionOwed(peer_id, owed):
+                if attempt is self._attempt:
+                    voting.control.owes(peer_id, owed)
+            case DirectLaneBroke(peer_id):
+                # No other message tells of a member that died before its votes' stream was open: it is asked.
+                position = self._positions[peer_id]
+                if attempt is self._attempt and position not in voting.member.lost:
+                    voting.missing(position)
+            case LaneFailed(peer_id, reason, hostile):
+                self._lane_failed(attempt, self._positions[peer_id], reason, hostile)
+
+    def _lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
+        """Lose a reducer whose averages this member could not verify."""
+        self._voting.lost(self._positions[peer_id], reason, hostile=hostile, silent=not hostile)
+
+    def _lane_failed(self, attempt: Attempt, position: int, reason: str, hostile: bool) -> None:
+        """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
+        member = self._voting.member
+        # Lanes of an attempt that was left end with errors, which say nothing about their members any more. It is no
+        # loss either if this member itself waits for a newer attempt.
+        current = attempt is self._attempt and member.promised == member.begun.ballot and not member.trouble
+        if hostile and attempt.number and position not in member.lost:
+            # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
+            # minutes must not follow from what a leader told the two.
+            self._voting.losses.note(position, reason)
+        if hostile or (current and member.phase is RoundPhase.EXCHANGING):
+            # The leader of a later attempt may have told the two members different things.
+            self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
+
+    # ------------------------------------------------------------------ the result of an attempt
 
     def _hold(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         """Tell the agreement that this member holds the result of an attempt."""
@@ -464,7 +438,6 @@ class Exchange:
         leftover = None
         # An attempt is never repaired. The next one takes over the contributions that have come, and nothing else.
         if self._attempt is not None:
-            self._traffic.add(self._attempt)
             # Its lanes may still run: cancelling asks them to end. `_run_attempt` lets it go when they have.
             self._attempt.scope.cancel()
             leftover = self._attempt.values.carry.leave(self._told_by(self._attempt.number))
@@ -481,10 +454,11 @@ class Exchange:
             roster=roster,
             lanes=self._group.lanes(number),
             vector=self._vector,
-            on_event=self._news.happened,
+            on_event=self._happened,
             position=self._positions.__getitem__,
             leftover=leftover,
         )
+        self._traffic.follow(self._attempt)
         self._ledger = self._attempt.ledger
         # Elected again for each attempt: the reducer of a star may be one of the members that were lost.
         self._voting.reduces_all = _is_star(context) and bool(self._attempt.plan.own_parts)
@@ -552,7 +526,7 @@ class Exchange:
     def _outcome(self) -> ExchangeOutcome:
         assert self._attempt is not None
         # The attempt is let go right after this, so its bytes are counted now.
-        self._traffic.add(self._attempt)
+        self._traffic.add_up()
         member, losses = self._voting.member, self._voting.losses
         committed = member.committed if member.phase is RoundPhase.COMMITTED else None
         return ExchangeOutcome(

@@ -26,13 +26,19 @@ class BandwidthMeter:
     """Estimates this peer's upload and download rates from rounds, one at a time.
 
     Args:
+        given_mbps: what the user says that the link carries. It is announced instead of the estimate.
         max_upload_mbps: limit of what this peer sends, in Mbit/s, or ``None``. It never announces more.
         max_download_mbps: limit of what this peer receives, likewise.
     """
 
     def __init__(
-        self, *, max_upload_mbps: float | None = None, max_download_mbps: float | None = None
+        self,
+        *,
+        given_mbps: float | None = None,
+        max_upload_mbps: float | None = None,
+        max_download_mbps: float | None = None,
     ) -> None:
+        self._given = given_mbps
         self._limit = min(
             limit for limit in (max_upload_mbps, max_download_mbps, MAX_MEASURED_MBPS) if limit is not None
         )
@@ -48,10 +54,13 @@ class BandwidthMeter:
 
     @property
     def announced_mbps(self) -> float:
-        """Mbit/s for the signed candidate: :attr:`mbps`, or 0 as long as rounds have not shown what the link carries.
+        """Mbit/s for the signed candidate: the user's, or :attr:`mbps`.
 
-        A peer that joins a run whose links are slow would otherwise claim the most, and be given the largest share.
+        It is 0 as long as rounds have not shown what the link carries. A peer that joins a run whose links are slow
+        would otherwise claim the most, and be given the largest share.
         """
+        if self._given is not None:
+            return self._given
         known = self._upload.is_known and self._download.is_known
         return self._announced if known or self._limit < DEFAULT_MBPS else 0.0
 

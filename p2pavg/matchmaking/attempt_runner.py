@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import GLANCE_SECONDS, QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
+from p2pavg.base.limits import BAN_SECONDS, GLANCE_SECONDS, QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate, read_candidate
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, GaveUp, Open, Renew, Report, Send
 from p2pavg.matchmaking.link import JoinLink
-from p2pavg.matchmaking.messages import (
-    OF_FOLLOWERS,
-    OF_LEADERS,
-    PROTOCOL,
-    JoinRequest,
-    Message,
-    Nudge,
-    encode,
-)
+from p2pavg.matchmaking.messages import OF_FOLLOWERS, PROTOCOL, JoinRequest, Message, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch
 from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, PROPOSAL_ANSWER_SECONDS
+from p2pavg.net.addresses import is_circuit
 from p2pavg.net.blame import guarded
-from p2pavg.net.transport import Stream, send_message
+from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
+from p2pavg.net.transport import Stream, Transport, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg_dht import Record
@@ -38,34 +33,46 @@ logger = logging.getLogger(__name__)
 ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt is valid for an hour
 RECORD_TTL_SECONDS = 30.0  # the record of a peer that died expires after this
 _POLL_MOST_SECONDS = 4.0
+MAX_RELAY_ADDRESSES = 3
+
+
+class SearchListener(Protocol):
+    """The round for which a group is looked for."""
+
+    def searched(self, report: Report) -> None:
+        """Handle the end of a match timeout that has passed without a group."""
+        ...
+
+    def expects(self, group_id: bytes | None) -> None:
+        """Let streams of this group in from now on, and of no other; ``None``: of no group."""
+        ...
 
 
 class AttemptRunner:
-    """One :class:`Matchmaking` and its join streams."""
+    """One :class:`Matchmaking` and its join streams.
+
+    Args:
+        may_move: whether the attempt ends when this peer is reached in another way than it has signed.
+    """
 
     def __init__(
         self,
         context: PeerContext,
         records: RunRecords,
-        me: Candidate,
         rules: Matchmaking,
-        now: float,
-        on_report: Callable[[Report], None],
-        on_expect: Callable[[bytes | None], None],
-        on_fault: Callable[[str, Exception], None],
-        has_moved: Callable[[], bool],
+        listener: SearchListener,
         search: PlaceSearch,
+        *,
+        may_move: bool,
     ) -> None:
         self._context = context
         self._records = records
-        self._me = me
+        self._me = rules.state.me
         self.rules = rules
-        self._on_fault = on_fault
-        self._has_moved = has_moved
+        self._listener = listener
         self._search = search
-        self._on_report = on_report
-        self._on_expect = on_expect
-        self._started = (now, trio.current_time())
+        self._may_move = may_move
+        self._started = (rules.state.begun, trio.current_time())
         # Join streams by peer: the one on which this peer asked, and those on which it was asked.
         self._upward: dict[str, JoinLink] = {}
         self._downward: dict[str, JoinLink] = {}
@@ -87,8 +94,14 @@ class AttemptRunner:
         """The keys under which this peer has announced itself."""
         return self._search.said
 
+    def blame(self, peer_id: str, error: Exception) -> None:
+        """Ban a peer whose message or record raised an exception: it would send the same again."""
+        reason = f"what it said raised {type(error).__name__} here"
+        self.rules.state.memory.ban(peer_id, reason, trio.current_time() + BAN_SECONDS)
+        self.expel(peer_id, reason)
+
     def expel(self, peer_id: str, reason: str) -> None:
-        """Drop a peer whose message raised an exception. The rules may have handled half of the message."""
+        """Drop a peer. If its message raised an exception, the rules may have handled half of the message."""
         left: Actions = []
         with guarded(peer_id, self._abandon, what="the loss"):
             left = self.rules.expel(peer_id, reason, self._now())
@@ -125,7 +138,7 @@ class AttemptRunner:
             self._do(self.rules.stop("the peer has stopped looking for a group"))
             # Streams of an accepted group may already wait for its commit, which does not come any more.
             if not isinstance(self._outcome, Roster):
-                self._on_expect(None)
+                self._listener.expects(None)
         return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
 
     def _connected(self, peer_id: str) -> None:
@@ -134,7 +147,7 @@ class AttemptRunner:
     def nudged(self, candidate: Candidate) -> None:
         """Handle the nudge of an earlier candidate."""
         actions: Actions = []
-        with guarded(candidate.peer_id, self._on_fault, what="a nudge"):
+        with guarded(candidate.peer_id, self.blame, what="a nudge"):
             actions = self.rules.nudged(candidate, self._now())
         self._do(actions)
 
@@ -149,35 +162,32 @@ class AttemptRunner:
         if old is not None:
             old.close()
             self._do(self.rules.lost(candidate.peer_id, "it asked again", self._now()))
-        link = self._downward[candidate.peer_id] = JoinLink(stream, OF_FOLLOWERS, self._context.messages)
+        link = JoinLink(stream, self, self._context.messages, upward=False)
+        self._downward[candidate.peer_id] = link
         actions: Actions = []
-        with guarded(candidate.peer_id, self._on_fault):
+        with guarded(candidate.peer_id, self.blame):
             actions = self.rules.asked(candidate, self._now())
         self._do(actions)
-        await self._run_link(link, candidate.peer_id, upward=False)
+        await link.run()
 
-    async def _run_link(self, link: JoinLink, peer_id: str, *, upward: bool) -> None:
-        """Pass messages to the rules while the link is the current one with that peer in that direction."""
-        links = self._upward if upward else self._downward
+    def heard(self, link: JoinLink, message: Message) -> None:
+        """Pass a message to the rules."""
+        # A link that was closed or replaced may still deliver a message, which belongs to a conversation that is over.
+        if (self._upward if link.upward else self._downward).get(link.peer_id) is not link:
+            return
+        tell = self.rules.told_by_leader if link.upward else self.rules.told
+        actions: Actions = []
+        with guarded(link.peer_id, self.blame):
+            actions = tell(link.peer_id, message, self._now())
+        self._do(actions)
 
-        def told(message: Message) -> None:
-            # A link that was closed or replaced may still deliver a message,
-            # which belongs to a conversation that is over.
-            if links.get(peer_id) is link:
-                tell = self.rules.told_by_leader if upward else self.rules.told
-                actions: Actions = []
-                with guarded(peer_id, self._on_fault):
-                    actions = tell(peer_id, message, self._now())
-                self._do(actions)
-
-        def lost(reason: str) -> None:
-            # If a newer link has taken this one's place, the peer is not lost.
-            if links.get(peer_id) is link:
-                del links[peer_id]
-                lose = self.rules.lost_leader if upward else self.rules.lost
-                self._do(lose(peer_id, reason, self._now()))
-
-        await link.run(told, lost, self._on_fault)
+    def broke(self, link: JoinLink, reason: str) -> None:
+        """Pass the loss of a peer to the rules, unless a newer link has taken this one's place."""
+        links = self._upward if link.upward else self._downward
+        if links.get(link.peer_id) is link:
+            del links[link.peer_id]
+            lose = self.rules.lost_leader if link.upward else self.rules.lost
+            self._do(lose(link.peer_id, reason, self._now()))
 
     async def _announce(self) -> None:
         """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
@@ -212,7 +222,7 @@ class AttemptRunner:
                     self._take_found(watched[0], await records.find(watched[0]))
                     # The next poll looks at another one of the places in which this peer has announced itself.
                     watched.rotate(-1)
-                    if self._has_moved():
+                    if self._may_move and self._has_moved():
                         self._do(self.rules.moved(self._now()))
                     pause = min(2 * pause, _POLL_MOST_SECONDS)
                     poll_at = trio.current_time() + pause
@@ -222,6 +232,17 @@ class AttemptRunner:
         finally:
             for key in self._watched:
                 records.unwatch(key)
+
+    def _has_moved(self) -> bool:
+        """Return whether others reach this peer in another way than it has signed.
+
+        A part of its addresses may change: others dial those that are left. A peer without any has nothing new to sign.
+        """
+        reach, addresses = announced(self._context.transport)
+        # The reach is part of the order of candidates, so it cannot change within an attempt.
+        return bool(addresses) and (
+            reach is not self._me.reach or not set(addresses) & set(self._me.addresses)
+        )
 
     def _watch(self, key: bytes) -> None:
         self._watched.add(key)
@@ -258,9 +279,7 @@ class AttemptRunner:
             if record.withdrawn:
                 continue
             try:
-                with guarded(
-                    record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
-                ):
+                with guarded(record.publisher, self.blame, what="a record", expected=(RemoteProtocolError,)):
                     self.rules.state.learn_record(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
@@ -300,27 +319,23 @@ class AttemptRunner:
                     self._send(peer_id, message)
                 case Close(peer_id, _, upward):
                     self._close(peer_id, upward=upward)
-                case Open(candidate, JoinRequest() as ask):
-                    self._start(self._ask, candidate, ask)
-                case Open(candidate, Nudge() as nudge):
-                    self._start(self._nudge, candidate, nudge)
+                case Open(candidate, JoinRequest() as ask) if self._nursery is not None:
+                    self._nursery.start_soon(self._ask, candidate, ask)
+                case Open(candidate, Nudge() as nudge) if self._nursery is not None:
+                    self._nursery.start_soon(self._nudge, candidate, nudge)
                 case Expect(None) if any(isinstance(each, Expect) for each in actions[number:]):
                     pass  # the group that comes next takes the place of this one
                 case Expect(group_id):
                     # It comes before the answer to a proposal: other members may open streams of the group at once.
-                    self._on_expect(group_id)
+                    self._listener.expects(group_id)
                 case Report():
-                    self._on_report(action)
+                    self._listener.searched(action)
                 case GaveUp() | Renew():
                     self._outcome = action
                     self._done.set()
                 case Formed(roster):
                     self._outcome = roster
                     self._done.set()
-
-    def _start(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
-        if self._nursery is not None:
-            self._nursery.start_soon(task, *args)
 
     def _send(self, peer_id: str, message: Message) -> None:
         links = self._upward if isinstance(message, OF_FOLLOWERS) else self._downward
@@ -349,10 +364,10 @@ class AttemptRunner:
                 if self._opening.get(peer_id) is not scope:  # the rules closed it while it was opening
                     await stream.reset()
                     return
-                link = self._upward[peer_id] = JoinLink(stream, OF_LEADERS, self._context.messages)
+                link = self._upward[peer_id] = JoinLink(stream, self, self._context.messages, upward=True)
                 link.send(ask)
                 # This nursery outlives the attempt, so queued messages are still sent.
-                self._context.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
+                self._context.nursery.start_soon(link.run)
                 return
             finally:
                 if self._opening.get(peer_id) is scope:
@@ -376,3 +391,14 @@ class AttemptRunner:
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             logger.debug("%s was not nudged: %s", candidate.peer_id, error)
             self._do(self.rules.not_nudged(candidate.peer_id, str(error), self._now()))
+
+
+def announced(transport: Transport) -> tuple[Reach, tuple[str, ...]]:
+    """Return what a candidate signs about the ways to it: its reach, and as many of its addresses as others dial."""
+    reach = Reach.PUNCHABLE if transport.reachability.punchable else Reach.RELAYED
+    if transport.reachability.dialable:
+        reach = Reach.DIALABLE
+    # The direct addresses come first, and leave room for some of relays.
+    relayed = [address for address in transport.addresses if is_circuit(address)][:MAX_RELAY_ADDRESSES]
+    direct = [address for address in transport.addresses if not is_circuit(address)]
+    return reach, (*direct[: MAX_ADDRESSES_DIALLED - len(relayed)], *relayed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from p2pavg.base.limits import FORGIVE_SECONDS, HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_GROUP_SIZE
@@ -27,6 +27,7 @@ MAX_LATE = 512
 """Leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly."""
 MAX_PUT_OFF = 512  # candidates that are remembered as put off; a forgotten one may be put off again
 MAX_PROVEN = 256  # peers that are remembered from finished rounds: four groups of the largest size
+MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so more bans would not help
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class _Late:
 
 
 class Memory:
-    """Leaders that formed no group, candidates that were put off, and peers with which a round was finished.
+    """Leaders that formed no group, candidates that were put off, peers with which a round was finished, and bans.
 
     All lists are bounded.
     """
@@ -49,6 +50,21 @@ class Memory:
         self._proven: OrderedDict[str, float] = OrderedDict()
         # The attempt in which a candidate was first put off, and the time.
         self._put_off: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        # The reason of each ban and its end.
+        self._banned: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def ban(self, peer_id: str, reason: str, until: float) -> None:
+        """Ban a peer from all attempts that begin before ``until``, on a clock that does not run backwards."""
+        # A repeated ban goes to the end, so the one that is dropped below is the oldest.
+        self._banned.pop(peer_id, None)
+        self._banned[peer_id] = (reason, until)
+        if len(self._banned) > MAX_BANNED:
+            self._banned.popitem(last=False)
+
+    def banned(self, now: float) -> Mapping[str, str]:
+        """Return the reasons of the bans that hold, by peer id. Those that are over are dropped, and never pile up."""
+        self._banned = OrderedDict((each, ban) for each, ban in self._banned.items() if now < ban[1])
+        return {peer_id: reason for peer_id, (reason, _) in self._banned.items()}
 
     def wasted(self, peer_id: str, now: float, *, most: float = math.inf) -> float:
         """Note that a followed leader formed no group; return the end of its backoff, ``most`` at the latest."""
@@ -124,20 +140,14 @@ def not_admitted(candidate: Candidate, settings: Settings, now: float) -> str | 
 
 
 def wrong_with(
-    roster: Roster,
-    *,
-    me: Candidate,
-    leader: Candidate,
-    settings: Settings,
-    banned: Callable[[str], str | None],
-    now: float,
+    roster: Roster, *, me: Candidate, leader: Candidate, settings: Settings, peers: KnownPeers, now: float
 ) -> str | None:
     """Return the reason for refusing a roster, or ``None``.
 
     Args:
         me: the follower's own signed candidate.
         leader: the leader that it follows, in the attempt that it joined.
-        banned: returns the reason for which a peer is banned, or ``None``.
+        peers: that this peer knows, with those that it has banned.
         now: wall clock, seconds.
     """
     first = roster.members[0]
@@ -159,7 +169,7 @@ def wrong_with(
     if expired:
         return f"a roster with the expired record of {expired[0]}"
     for member in roster.members:
-        if (why := banned(member.peer_id)) is not None:
+        if (why := peers.why_banned(member.peer_id)) is not None:
             return f"a roster with {member.peer_id}: {why}"
     return _beyond_limits(roster, settings, now)
 

@@ -164,12 +164,7 @@ class FollowedLeader:
         if state.phase is AttemptPhase.ACCEPTED and state.roster == roster:
             return [accept]
         wrong = wrong_with(
-            roster,
-            me=state.me,
-            leader=leader,
-            settings=state.settings,
-            banned=state.peers.why_banned,
-            now=now,
+            roster, me=state.me, leader=leader, settings=state.settings, peers=state.peers, now=now
         )
         if wrong is not None:
             refusal = Send(leader.peer_id, Refuse(roster.group_id, wrong), wrong)

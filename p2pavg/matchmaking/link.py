@@ -1,15 +1,23 @@
-"""One join stream: sending queues a message without waiting, and received messages go to callbacks."""
+"""One join stream: sending queues a message without waiting, and received messages go to the link's owner."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from typing import Protocol
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import TAIL_SECONDS
-from p2pavg.matchmaking.messages import Message, check_signature, decode, encode, records_in
+from p2pavg.matchmaking.messages import (
+    OF_FOLLOWERS,
+    OF_LEADERS,
+    Message,
+    check_signature,
+    decode,
+    encode,
+    records_in,
+)
 from p2pavg.net.blame import guarded
 from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.transport import Stream, receive_message, send_message
@@ -22,17 +30,37 @@ VERIFIED_IN_A_TURN = 16
 """Signatures that are verified without a pause: 2 to 3 ms."""
 
 
+class LinkOwner(Protocol):
+    """What happens on a link is told to the attempt that it belongs to."""
+
+    def heard(self, link: JoinLink, message: Message) -> None:
+        """Handle a message of the other end."""
+        ...
+
+    def broke(self, link: JoinLink, reason: str) -> None:
+        """Handle the end of a link that this side has not closed."""
+        ...
+
+    def blame(self, peer_id: str, error: Exception) -> None:
+        """Drop a peer whose message raised an exception that none should."""
+        ...
+
+
 class JoinLink:
     """A join stream's queue of outgoing messages, and its reader. It owns ``stream`` while :meth:`run` runs.
 
     Args:
-        kinds: the messages that the other end may send. Those of other kinds are not read, and end the conversation.
+        upward: true if this peer asked to join, and the other end is the leader. A leader and a follower may send
+            different messages. One of another kind is not read, and ends the conversation.
         messages: the budget of the processor time that reading them takes.
     """
 
-    def __init__(self, stream: Stream, kinds: Collection[type[Message]], messages: FirstMessages) -> None:
+    def __init__(self, stream: Stream, owner: LinkOwner, messages: FirstMessages, *, upward: bool) -> None:
+        self.peer_id = stream.remote
+        self.upward = upward
         self._stream = stream
-        self._kinds = kinds
+        self._owner = owner
+        self._kinds = OF_LEADERS if upward else OF_FOLLOWERS
         self._messages = messages
         self._outbox, self._to_send = trio.open_memory_channel[Message](_OUTBOX_MESSAGES)
         self._closed = False
@@ -53,33 +81,24 @@ class JoinLink:
         self._closed = True
         self._outbox.close()
 
-    async def run(
-        self,
-        on_message: Callable[[Message], None],
-        on_lost: Callable[[str], None],
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        """Carry messages until either side closes; call ``on_lost`` unless this side closed.
-
-        ``on_fault`` is called if decoding a message raises an unexpected exception.
-        """
+    async def run(self) -> None:
+        """Carry messages until either side closes."""
         reason = "it does not read its messages"
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
-                    reason = await self._read(on_message, on_fault)
+                    reason = await self._read()
                     nursery.cancel_scope.cancel()
         finally:
-            # After a cancellation from outside, ``on_lost`` is not called: its listener is gone too.
-            lost, self._closed = not self._closed, True
+            # After a cancellation from outside, the owner is not told: it is gone too.
+            broke, self._closed = not self._closed, True
             await self._stream.reset()
-        if lost:
-            on_lost(reason)
+        if broke:
+            self._owner.broke(self, reason)
 
-    async def _read(
-        self, on_message: Callable[[Message], None], on_fault: Callable[[str, Exception], None]
-    ) -> str:
+    async def _read(self) -> str:
+        """Read until the other end closes; return the reason for which it has ended."""
         while True:
             message: Message | None = None
             try:
@@ -89,14 +108,14 @@ class JoinLink:
                 if self._closed:
                     continue  # until the writer has sent the rest
                 await self._messages.admit(self._stream)
-                with guarded(self._stream.remote, on_fault, expected=(RemoteProtocolError,)):
+                with guarded(self.peer_id, self._owner.blame, expected=(RemoteProtocolError,)):
                     message = await self._decode(data)
             except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
                 return str(error)
             if message is None:
                 return "its message could not be read"
             if not self._closed:
-                on_message(message)
+                self._owner.heard(self, message)
 
     async def _decode(self, data: bytes) -> Message:
         """Return a message. The loop has its turn between the signatures of a roster, of which it may have 128."""

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import BAN_SECONDS
+from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.places.gossip import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.places.levels import Ladder, ladder_for, slot_at
-from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import GaveUp, Refuses, Renew, Report, Settings
-from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
+from p2pavg.matchmaking.actions import GaveUp, Refuses, Renew, Settings
+from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner, SearchListener, announced
 from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.messages import Declined, JoinRequest, Nudge, encode
 from p2pavg.matchmaking.reunion import LastGroup, holds_back, last_group
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch, level_after
 from p2pavg.matchmaking.timing import REUNION_SECONDS
-from p2pavg.net.addresses import is_circuit
-from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
-from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import Stream, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
@@ -35,10 +31,8 @@ logger = logging.getLogger(__name__)
 
 LINGER_READY_SECONDS = 2.0
 """For which the record stays after an attempt. A loop that steps again replaces it, which halves the calls."""
-MAX_RELAY_ADDRESSES = 3
 MAX_MOVES = 4
 """A group is looked for with so many changes of this peer's reach at most; each may delay its deadline by seconds."""
-MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so more bans would not help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +51,11 @@ class RoundOffer:
 
 
 class Matchmaker:
-    """Finds groups for one averager, one attempt at a time, and answers peers that ask between attempts."""
+    """Finds groups for one averager, one attempt at a time, and answers peers that ask between attempts.
+
+    Args:
+        meter: knows the bandwidth that signed candidates announce.
+    """
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Matchmaker:
         key: bytes,
         settings: Settings,
         codec: str,
-        bandwidth: Callable[[], float],  # returns the Mbit/s for the next signed candidate
+        meter: BandwidthMeter,
         records: RunRecords,
         site: str = "",
     ) -> None:
@@ -76,7 +74,7 @@ class Matchmaker:
         self._place_key = key
         self._settings = settings
         self._codec = codec
-        self._bandwidth = bandwidth
+        self._meter = meter
         self._site = site
         self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
@@ -90,7 +88,6 @@ class Matchmaker:
         self._looked = -math.inf
         """Time of the last attempt in which this peer announced itself."""
         self._level: int | None = None
-        self._banned: dict[str, tuple[str, float]] = {}
         self._memory = Memory()
 
     @property
@@ -109,11 +106,7 @@ class Matchmaker:
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
         """Ban a peer from this attempt, and all that begin within ``seconds``. A roster that was accepted goes on."""
-        # A repeated ban goes to the end, so the one that is dropped below is the oldest.
-        self._banned.pop(peer_id, None)
-        self._banned[peer_id] = (reason, trio.current_time() + seconds)
-        if len(self._banned) > MAX_BANNED:
-            del self._banned[next(iter(self._banned))]
+        self._memory.ban(peer_id, reason, trio.current_time() + seconds)
         if self._attempt is not None:
             self._attempt.expel(peer_id, reason)
 
@@ -139,11 +132,6 @@ class Matchmaker:
         """Return a sentence that says what the current attempt waits for; empty without an attempt."""
         return "" if self._attempt is None else self._attempt.rules.waits_for()
 
-    def _blame(self, peer_id: str, error: Exception) -> None:
-        """Drop a peer whose message or record raised an exception."""
-        # It would send the same again.
-        self.ban(peer_id, f"what it said raised {type(error).__name__} here", BAN_SECONDS)
-
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
         """Note that a peer has opened a stream of the exchange of an expected group."""
         if self._attempt is not None:
@@ -157,8 +145,7 @@ class Matchmaker:
         contributors: int = 0,
         expected: Collection[str] = (),
         meeting: SearchPlace = EVERYWHERE,
-        on_report: Callable[[Report], None],
-        on_expect: Callable[[bytes | None], None],
+        listener: SearchListener,
     ) -> Roster | GaveUp:
         """Return a committed roster with this peer in it, or the reason for which there is none.
 
@@ -168,8 +155,7 @@ class Matchmaker:
             contributors: number of contributors without which the group is not complete.
             expected: ids of the other peers that the group is to be with, if they are known.
             meeting: where the group is looked for.
-            on_report: called at the end of each match timeout that passes without a group.
-            on_expect: called with the group whose streams may arrive from now on.
+            listener: the round that the group is for.
         """
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
@@ -177,7 +163,15 @@ class Matchmaker:
         self._linger.cancel()
         self._taken = ()
         self._place_key = key_at(self._key, meeting.place)
-        settings = self._settings_for(meeting, target, contributors, frozenset(expected))
+        usual = self._settings
+        settings = replace(
+            usual,
+            target=target or usual.target,
+            contributors=contributors,
+            expected=frozenset(expected),
+            match_timeout=meeting.patience or usual.match_timeout,
+            refuses=_refusing(usual.refuses, meeting.avoid) if meeting.avoid else usual.refuses,
+        )
         last, self._last = self._last, None  # after a round that fails, the next one begins without it
         # A search that avoids peers of the last groups looks for others, and an
         # auxiliary expects no group of its own.
@@ -210,18 +204,21 @@ class Matchmaker:
                     # group comes before them even if it announces itself after them.
                     patience = ATTEMPT_SECONDS if offer.auxiliary else settings.match_timeout
                     deadline = self._context.wall_clock() + patience + hold_back
-                me = self._sign(offer, deadline)
                 # A peer whose reach changes all the time would put its deadline off without end.
                 moves += outcome.deadline is not None
-                self._attempt = self._begin(
-                    me,
+                rules = Matchmaking(
+                    self._sign(offer, deadline),
                     settings,
-                    on_report,
-                    on_expect,
-                    search,
-                    may_move=moves < MAX_MOVES,
+                    self._context.wall_clock(),
+                    self._memory,
                     companions=frozenset() if last is None else last.members,
                     hold_back=hold_back,
+                )
+                # An attempt applies these bans until it ends.
+                for peer_id, reason in self._memory.banned(trio.current_time()).items():
+                    rules.state.peers.ban(peer_id, reason)
+                self._attempt = AttemptRunner(
+                    self._context, self._records, rules, listener, search, may_move=moves < MAX_MOVES
                 )
                 try:
                     outcome = await self._attempt.run()
@@ -277,78 +274,21 @@ class Matchmaker:
         if key not in self._keys_said():  # the next attempt may begin where this one has ended
             await self._records.withdraw(key)
 
-    def _settings_for(
-        self, meeting: SearchPlace, target: int | None, contributors: int, expected: frozenset[str]
-    ) -> Settings:
-        usual = self._settings
-        return replace(
-            usual,
-            target=target or usual.target,
-            contributors=contributors,
-            expected=expected,
-            match_timeout=meeting.patience or usual.match_timeout,
-            refuses=_refusing(usual.refuses, meeting.avoid) if meeting.avoid else usual.refuses,
-        )
-
     def _sign(self, offer: RoundOffer, deadline: float) -> Candidate:
+        reach, addresses = announced(self._context.transport)
         return sign_candidate(
             self._context.signer,
             key=self._place_key,
             deadline=deadline,
             expiration_time=self._context.wall_clock() + ATTEMPT_SECONDS + 60.0,
-            bandwidth=self._bandwidth(),
+            bandwidth=self._meter.announced_mbps,
             codec=self._codec,
-            addresses=_to_announce(self._context.transport.addresses),
+            addresses=addresses,
             certificate=self._records.certificate,
             **asdict(offer),
-            reach=_reach_of(self._context.transport.reachability),
+            reach=reach,
             site=self._site,
         )
-
-    def _begin(
-        self,
-        me: Candidate,
-        settings: Settings,
-        on_report: Callable[[Report], None],
-        on_expect: Callable[[bytes | None], None],
-        search: PlaceSearch,
-        *,
-        may_move: bool,
-        companions: frozenset[str],
-        hold_back: float,
-    ) -> AttemptRunner:
-        now = self._context.wall_clock()
-        rules = Matchmaking(me, settings, now, self._memory, companions=companions, hold_back=hold_back)
-        # An attempt applies these bans until it ends. Those that are over are dropped here, and so never pile up.
-        for peer_id, (reason, until) in list(self._banned.items()):
-            if until > trio.current_time():
-                rules.state.peers.ban(peer_id, reason)
-            else:
-                del self._banned[peer_id]
-        return AttemptRunner(
-            self._context,
-            self._records,
-            me,
-            rules,
-            now,
-            on_report,
-            on_expect,
-            self._blame,
-            lambda: may_move and self._has_moved(me),
-            search,
-        )
-
-    def _has_moved(self, me: Candidate) -> bool:
-        """Return whether others reach this peer in another way than it has signed.
-
-        A part of its addresses may change: others dial those that are left. A peer without any has nothing new to sign.
-        """
-        transport = self._context.transport
-        addresses = _to_announce(transport.addresses)
-        if not addresses:
-            return False
-        # The reach is part of the order of candidates, so it cannot change within an attempt.
-        return _reach_of(transport.reachability) is not me.reach or not set(addresses) & set(me.addresses)
 
     async def serve(self, stream: Stream, message: JoinRequest | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""
@@ -395,20 +335,6 @@ class Matchmaker:
         if is_latest and not self._closed:
             self._taken = ()
             await self.withdraw()
-
-
-def _to_announce(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return as many of a peer's addresses as others dial: those of relays, and before them the direct ones."""
-    relayed = [address for address in addresses if is_circuit(address)][:MAX_RELAY_ADDRESSES]
-    direct = [address for address in addresses if not is_circuit(address)]
-    return (*direct[: MAX_ADDRESSES_DIALLED - len(relayed)], *relayed)
-
-
-def _reach_of(reachability: Reachability) -> Reach:
-    """Return what a candidate signs about its own reachability."""
-    if reachability.dialable:
-        return Reach.DIALABLE
-    return Reach.PUNCHABLE if reachability.punchable else Reach.RELAYED
 
 
 def _refusing(refuses: Refuses | None, avoid: frozenset[str]) -> Refuses:

@@ -262,7 +262,9 @@ class _Assistance:
         cut_shares = share_cutter(entry.elements, codec.granularity, aggregation.topology)
         # One meter a schema, because a meter sees one round at a time.
         meter = BandwidthMeter(
-            max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
+            given_mbps=config.bandwidth,
+            max_upload_mbps=config.max_upload_mbps,
+            max_download_mbps=config.max_download_mbps,
         )
         matchmaker = Matchmaker(
             host.context,
@@ -277,7 +279,7 @@ class _Assistance:
                 refuses=self.run.refuses,
             ),
             codec=codec.name,
-            bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
+            meter=meter,
             records=self.run.records,
         )
         rounds = Rounds(

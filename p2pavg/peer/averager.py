@@ -76,7 +76,9 @@ class DecentralizedAverager:
         own_metrics = () if self._rotation is None else (ROUND,)
         self._accumulation = Accumulation(config.max_weight, own_metrics)
         self._meter = BandwidthMeter(
-            max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
+            given_mbps=config.bandwidth,
+            max_upload_mbps=config.max_upload_mbps,
+            max_download_mbps=config.max_download_mbps,
         )
         self._rounds: Rounds | None = None
         self._expected: frozenset[str] = frozenset()
@@ -472,7 +474,7 @@ class DecentralizedAverager:
             board,
             lambda: self._round is not None and self._round.is_exchanging,
             # A state has what rounds leave of the link, so the donor has to know what the link carries.
-            lambda: self.config.bandwidth or self._meter.announced_mbps,
+            lambda: self._meter.announced_mbps,
             self.events.emit,
         ) as sharing:
             task_status.started(sharing)

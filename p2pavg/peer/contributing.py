@@ -113,7 +113,7 @@ def open_rounds(
             refuses=run.refuses,
         ),
         codec=codec.name,
-        bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
+        meter=meter,
         records=run.records,
         site=site_of(aggregation.topology),
     )

@@ -58,6 +58,7 @@ class Round(Generic[ResultT]):
         self._target = target
         self._contributors = contributors
         self._stages = tuple(stages)
+        self._stage = self._stages[0]
         self._expected = expected
         self._started = trio.current_time()
         self._roster: Roster | None = None
@@ -178,15 +179,14 @@ class Round(Generic[ResultT]):
         with trio.CancelScope() as self._at_place:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_stage, stage.seconds)
+                self._stage = stage
                 found = await self._rounds.matchmaker.find_group(
                     offer=offer,
                     target=self._target,
                     contributors=self._contributors,
                     expected=self._expected,
                     meeting=stage.meeting,
-                    # A caller is told that no group has formed only when there is no further place to look.
-                    on_report=self._on_report if stage is self._stages[-1] else _tell_no_caller,
-                    on_expect=self._on_expect,
+                    listener=self,
                 )
                 nursery.cancel_scope.cancel()
         return found
@@ -242,22 +242,21 @@ class Round(Generic[ResultT]):
         outcome = await self._rounds.hold(exchange)
         return await self.role.end(outcome, Timing(self._started, began))
 
-    def _on_report(self, report: Report) -> None:
-        self._report = report
-        self._changed.set()
+    def searched(self, report: Report) -> None:
+        """Tell the caller that no group has formed, unless there is a further place to look."""
+        if self._stage is self._stages[-1]:
+            self._report = report
+            self._changed.set()
 
-    def _on_expect(self, group_id: bytes | None) -> None:
+    def expects(self, group_id: bytes | None) -> None:
+        """Let streams of this group in from now on, and of no other; ``None``: of no group."""
         # Another roster takes the place of this one, or none does: streams of the former group are let go.
         if self._group is not None:
             self._group.close()
-        lobby, begun = self._rounds.context.lobby, self._rounds.matchmaker.exchange_begun
-        self._group = None if group_id is None else lobby.expect(group_id, begun)
+        lobby, matchmaker = self._rounds.context.lobby, self._rounds.matchmaker
+        self._group = None if group_id is None else lobby.expect(group_id, matchmaker)
         # The stage waited for this group only, and it has not come about.
         if self._is_late and group_id is None:
             self._at_place.cancel()
         if self._why_leaving:
             self.cancel_matchmaking(self._why_leaving)
-
-
-def _tell_no_caller(_report: Report) -> None:
-    """Take the report of a stage that is followed by another one."""

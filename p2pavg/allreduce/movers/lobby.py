@@ -11,6 +11,7 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 import trio
 
@@ -136,16 +137,22 @@ class Lanes:
                 lane.finished.set()
 
 
+class ArrivalListener(Protocol):
+    """Matchmaking, which may wait for a proof that a group has committed."""
+
+    def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
+        """Note that a peer has opened a stream of the exchange of an expected group."""
+        ...
+
+
 class ExpectedGroup:
     """The streams of one group. Close it, or they wait for ever."""
 
-    def __init__(
-        self, lobby: StreamRouter, group_id: bytes, on_arrival: Callable[[bytes, str], None]
-    ) -> None:
+    def __init__(self, lobby: StreamRouter, group_id: bytes, listener: ArrivalListener | None) -> None:
         self.group_id = group_id
         self.members: frozenset[str] | None = None
         """Peer ids; ``None`` until they are known."""
-        self._on_arrival = on_arrival
+        self._listener = listener
         self.on_asked: Callable[[str], None] = lambda _: None
         """Is told the id of each peer that asks how the round stands."""
         self.controls = Lanes()
@@ -208,7 +215,8 @@ class ExpectedGroup:
             # Before the next line, which may begin the exchange: it looks for lanes that wait.
             lanes.arrived(lane)
             # A lane proves that the group has committed: the leader may have died before it told this member.
-            self._on_arrival(self.group_id, stream.remote)
+            if self._listener is not None:
+                self._listener.exchange_begun(self.group_id, stream.remote)
             # The stream lives as long as the task that serves it, so it waits here while the attempt's tasks use it.
             await lane.finished.wait()
         finally:
@@ -233,15 +241,9 @@ class StreamRouter:
         """Tickets of 32 random bytes, each with the peer that may open a direct lane with it."""
         self._ended: OrderedDict[bytes, HowItEnded] = OrderedDict()
 
-    def expect(
-        self, group_id: bytes, on_arrival: Callable[[bytes, str], None] = lambda _group, _peer: None
-    ) -> ExpectedGroup:
-        """Let streams of this group in from now on.
-
-        Args:
-            on_arrival: called for each stream, with the group's id and the id of the peer that opened it.
-        """
-        return ExpectedGroup(self, group_id, on_arrival)
+    def expect(self, group_id: bytes, listener: ArrivalListener | None = None) -> ExpectedGroup:
+        """Let streams of this group in from now on; ``listener`` is told of each."""
+        return ExpectedGroup(self, group_id, listener)
 
     def wants_lane(self, peer_id: str) -> bool:
         """Return whether a direct lane of this peer is expected: it has a ticket, or may be in a group that is."""

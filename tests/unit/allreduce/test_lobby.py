@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -188,7 +189,8 @@ class TestLanes:
 
     async def test_each_arriving_stream_is_reported(self) -> None:
         lobby, came = StreamRouter(), []
-        with lobby.expect(GROUP, lambda group_id, peer_id: came.append((group_id, peer_id))):
+        listener = SimpleNamespace(exchange_begun=lambda group_id, peer_id: came.append((group_id, peer_id)))
+        with lobby.expect(GROUP, listener):
             async with inbound(lobby) as streams:
                 await streams.come(
                     opened(Lane.CONTROL, remote="one"), opened(Lane.AVERAGES, 5, remote="other")

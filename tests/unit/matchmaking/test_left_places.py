@@ -27,12 +27,7 @@ class Records:
 def matchmaker_with(records: Records) -> Matchmaker:
     nothing = cast(Any, None)
     return Matchmaker(
-        nothing,
-        key=b"k" * 32,
-        settings=nothing,
-        codec="fp32",
-        bandwidth=lambda: 0.0,
-        records=cast(Any, records),
+        nothing, key=b"k" * 32, settings=nothing, codec="fp32", meter=nothing, records=cast(Any, records)
     )
 
 

@@ -102,9 +102,9 @@ async def test_a_group_that_others_count_on_is_not_left_when_the_time_is_over() 
 
     async def form(given: Any) -> GaveUp:
         await trio.sleep(SECONDS / 2)
-        given.on_expect(b"group")
+        given.listener.expects(b"group")
         await trio.sleep(SECONDS)
-        given.on_expect(None)
+        given.listener.expects(None)
         return await search_for_ever(given)
 
     found, matchmaker = round_of({b"first": form, b"last": give_up})
@@ -115,9 +115,9 @@ async def test_a_group_that_others_count_on_is_not_left_when_the_time_is_over() 
 
 async def test_a_group_that_does_not_come_about_in_time_does_not_end_the_search() -> None:
     async def form(given: Any) -> GaveUp:
-        given.on_expect(b"group")
+        given.listener.expects(b"group")
         await trio.sleep(SECONDS / 4)
-        given.on_expect(None)
+        given.listener.expects(None)
         return await search_for_ever(given)
 
     found, matchmaker = round_of({b"first": form, b"last": give_up})
@@ -130,7 +130,7 @@ async def test_the_caller_hears_of_the_last_place_only() -> None:
     """``step`` returns when a match timeout has passed. Stages before the last one are shorter."""
 
     async def report(given: Any) -> GaveUp:
-        given.on_report(Report(1, f"in {given.meeting.place.decode()}"))
+        given.listener.searched(Report(1, f"in {given.meeting.place.decode()}"))
         await trio.sleep(1.0)
         return GaveUp("")
 

@@ -26,6 +26,9 @@ from p2pavg_compression import Codec
 from p2pavg_dht import Signer
 
 IDLE_PARTS = 32  # encoded parts whose memory is kept between rounds
+DIRECT_SECONDS = 3.0
+"""For a direct lane to come about, from either side, and then for its sender to begin on a stream if it has broken. A
+member that sends nothing of its contribution is given up after 4.5 s, so there has to be time for that stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import trio
 
-from p2pavg.allreduce.context import STREAM_KINDS, AttemptPlan
+from p2pavg.allreduce.context import DIRECT_SECONDS, STREAM_KINDS, AttemptPlan
 from p2pavg.allreduce.events import BytesArrived, DirectLaneBroke
 from p2pavg.allreduce.messages import Lane, Step, incoming
 from p2pavg.allreduce.movers.lane_driver import DirectUse, is_small
@@ -30,7 +30,6 @@ from p2pavg.net.transport import DirectLane, Stream
 
 logger = logging.getLogger(__name__)
 
-REOPEN_SECONDS = 3.0  # after a direct lane broke, for its sender to begin again on a stream
 _BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError)
 _OURS = (MemoryError, torch.OutOfMemoryError)  # no member's message takes memory that was not agreed
 
@@ -197,7 +196,7 @@ class Receiver:
         except StreamBrokenError as error:
             logger.info("the direct lane of %s broke: %s", direct.remote, error)
             self._signals.emit(DirectLaneBroke(direct.remote))
-            await trio.sleep(REOPEN_SECONDS)  # the stream that takes its place cancels this
+            await trio.sleep(DIRECT_SECONDS)  # the stream that takes its place cancels this
             raise
         finally:
             # A lane whose use did not end has bytes of it on the way, and cannot serve the next round.

@@ -14,7 +14,7 @@ from functools import partial
 
 import trio
 
-from p2pavg.allreduce.context import AttemptPlan
+from p2pavg.allreduce.context import DIRECT_SECONDS, AttemptPlan
 from p2pavg.allreduce.events import DirectLaneBroke
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, Step, outgoing
 from p2pavg.allreduce.movers.lane_driver import DirectUse, Turns, is_small
@@ -30,9 +30,6 @@ from p2pavg.net.transport import Stream, send_message
 
 logger = logging.getLogger(__name__)
 
-# For a direct lane to come about, from either side; then the parts go over a stream. A member that sends nothing of its
-# contribution is given up after 4.5 s, so there has to be time for that stream.
-DIRECT_SECONDS = 3.0
 # From this bandwidth on, lanes wait for the processor more than for the link, and taking turns only costs.
 FAST_MBPS = 500.0
 MAX_MEMBERS = 256  # more than a roster has

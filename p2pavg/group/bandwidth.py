@@ -16,8 +16,6 @@ MAX_MEASURED_MBPS = 1000.0
 noise would give equal machines unequal shares."""
 WINDOW_SECONDS = 0.5
 """Shortest burst that counts. A shorter one may only fill buffers, and says little about the link."""
-LEAST_SECONDS = 0.1
-"""Least length of a round in the estimate: data that arrived before it began must not count as instantaneous."""
 NEW_WEIGHT = 0.3
 HYSTERESIS = 0.1
 
@@ -139,7 +137,8 @@ class _Busiest:
         if self._most is not None:
             return self._most
         begun, first = self._first
-        return _mbps(self._samples[-1][1] - first, max(now - begun, LEAST_SECONDS))
+        # Data that arrived before the round began must not count as instantaneous.
+        return _mbps(self._samples[-1][1] - first, max(now - begun, WINDOW_SECONDS / 5))
 
 
 class _Estimate:

@@ -19,7 +19,13 @@ from p2pavg.matchmaking.link import JoinLink
 from p2pavg.matchmaking.messages import OF_FOLLOWERS, PROTOCOL, JoinRequest, Message, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch
-from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, PROPOSAL_ANSWER_SECONDS
+from p2pavg.matchmaking.timing import (
+    ATTEMPT_SECONDS,
+    HEARTBEAT_SECONDS,
+    POLL_SECONDS,
+    PROPOSAL_ANSWER_SECONDS,
+    RECORD_TTL_SECONDS,
+)
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.blame import guarded
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
@@ -30,9 +36,6 @@ from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
 
-ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt is valid for an hour
-RECORD_TTL_SECONDS = 30.0  # the record of a peer that died expires after this
-_POLL_MOST_SECONDS = 4.0
 MAX_RELAY_ADDRESSES = 3
 
 
@@ -224,7 +227,7 @@ class AttemptRunner:
                     watched.rotate(-1)
                     if self._may_move and self._has_moved():
                         self._do(self.rules.moved(self._now()))
-                    pause = min(2 * pause, _POLL_MOST_SECONDS)
+                    pause = min(2 * pause, POLL_SECONDS)
                     poll_at = trio.current_time() + pause
                 # The patience may have changed during the poll, with the peers that it has found.
                 due = trio.current_time() >= stepped + self._patience()

@@ -15,10 +15,10 @@ from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState, not_adm
 from p2pavg.matchmaking.known_peers import may_lead
 from p2pavg.matchmaking.messages import Accept, Declined, JoinRequest, LeaderStatus, Refuse
 from p2pavg.matchmaking.timing import (
-    BACK_SECONDS,
     DUE_SECONDS,
     LEADER_SILENCE_SECONDS,
     PROPOSAL_ANSWER_SECONDS,
+    SETTLE_SECONDS,
 )
 
 MAX_PROPOSALS = 2
@@ -220,8 +220,8 @@ class FollowedLeader:
             return "it has formed no group in its time and another match timeout"
         # Before its deadline the leader may wait for a member that has died, as an honest one would.
         # So this peer is back in time for its deadline.
-        early = now < leader.deadline - BACK_SECONDS
-        most = leader.deadline - BACK_SECONDS if early else float("inf")
+        early = now < leader.deadline - SETTLE_SECONDS
+        most = leader.deadline - SETTLE_SECONDS if early else float("inf")
         state.peers[leader.peer_id].doubted = True
         state.memory.wasted(leader.peer_id, now, most=most)
         return "it has formed no group in its time"
@@ -267,7 +267,7 @@ def _is_due(state: AttemptState, leader: Candidate, due_since: float | None, now
         return len(there) >= state.settings.minimum
     # A leader that is already due stays due although its deadline comes nearer.
     begins = now if due_since is None else due_since
-    soon = leader.deadline < begins + DUE_SECONDS + 2 * BACK_SECONDS
+    soon = leader.deadline < begins + DUE_SECONDS + 2 * SETTLE_SECONDS
     excused = soon or state.peers[leader.peer_id].doubted or state.memory.is_proven(leader.peer_id)
     contributors = sum(each.weight > 0 for each in there)
     complete = len(there) >= state.settings.target and contributors >= state.settings.contributors

@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_TIMEOUT_SECONDS
+from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_TIMEOUT_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
-
-FORGET_SECONDS = 60.0  # a candidate is forgotten this long after a record last named it; a record lives 30 s
-RECENT_SECONDS = 6.0  # a candidate is present if a record named it this recently: one poll and a look-up
-MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # largest distance of a deadline from now, either way
-PAST_SECONDS = 90.0  # no honest leader is further past its deadline, even with a clock half a minute slow
+from p2pavg.matchmaking.timing import POLL_SECONDS, RECORD_TTL_SECONDS, RENEW_SECONDS
 
 
 def plausible(candidate: Candidate, now: float) -> bool:
     """Return whether a record is still valid and its deadline is one that an honest peer would sign."""
-    return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= MAX_DEADLINE_SECONDS
+    return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= 2 * MAX_TIMEOUT_SECONDS
 
 
 def may_lead(candidate: Candidate, now: float) -> bool:
     """Return whether a peer may be asked: its deadline is not long over."""
-    return plausible(candidate, now) and candidate.deadline >= now - PAST_SECONDS
+    # An honest leader has begun another attempt by then, even if its clock is half a minute slow.
+    return plausible(candidate, now) and candidate.deadline >= now - 1.5 * RENEW_SECONDS
 
 
 @dataclass(slots=True)
@@ -98,7 +95,9 @@ class KnownPeer:
     def is_there(self, now: float) -> bool:
         """Return whether a record named its latest attempt recently and no conversation with it has failed."""
         gone = self.deadline in (self.silent, self.broken)
-        return not gone and (now if self.seen is None else self.seen) + RECENT_SECONDS >= now
+        # One poll and a look-up ago.
+        recently = now - POLL_SECONDS - 2 * ROUND_TRIPS_SECONDS
+        return not gone and (self.seen is None or self.seen >= recently)
 
     def take(self, candidate: Candidate) -> None:
         """Take the record of an attempt, unless a later attempt is known."""
@@ -205,7 +204,7 @@ class KnownPeers:
                 known.avoided = None
             if known.nudges.awaited_until is not None and known.nudges.awaited_until <= now:
                 known.nudges.awaited_until = None
-            if known.seen is not None and known.seen + FORGET_SECONDS <= now:
+            if known.seen is not None and known.seen + 2 * RECORD_TTL_SECONDS <= now:
                 known.candidate = None
 
     def times(self) -> list[float]:

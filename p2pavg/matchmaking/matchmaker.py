@@ -10,27 +10,26 @@ from dataclasses import asdict, dataclass, field, replace
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS, TAIL_SECONDS
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.places.gossip import EVERYWHERE, SearchPlace, key_at
 from p2pavg.group.places.levels import Ladder, ladder_for, slot_at
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Refuses, Renew, Settings
-from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner, SearchListener, announced
+from p2pavg.matchmaking.attempt_runner import AttemptRunner, SearchListener, announced
 from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.messages import Declined, JoinRequest, Nudge, encode
 from p2pavg.matchmaking.reunion import LastGroup, holds_back, last_group
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import PlaceSearch, level_after
-from p2pavg.matchmaking.timing import REUNION_SECONDS
+from p2pavg.matchmaking.timing import ATTEMPT_SECONDS, REUNION_SECONDS
 from p2pavg.net.transport import Stream, send_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.run_records import RunRecords
 
 logger = logging.getLogger(__name__)
 
-LINGER_READY_SECONDS = 2.0
-"""For which the record stays after an attempt. A loop that steps again replaces it, which halves the calls."""
 MAX_MOVES = 4
 """A group is looked for with so many changes of this peer's reach at most; each may delay its deadline by seconds."""
 
@@ -280,7 +279,7 @@ class Matchmaker:
             self._context.signer,
             key=self._place_key,
             deadline=deadline,
-            expiration_time=self._context.wall_clock() + ATTEMPT_SECONDS + 60.0,
+            expiration_time=self._context.wall_clock() + ATTEMPT_SECONDS + CLOCK_SKEW_SECONDS,
             bandwidth=self._meter.announced_mbps,
             codec=self._codec,
             addresses=addresses,
@@ -328,7 +327,8 @@ class Matchmaker:
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as scope:
             self._linger = scope
-            await trio.sleep(LINGER_READY_SECONDS)
+            # A loop that steps again meanwhile replaces the record, which halves the calls.
+            await trio.sleep(TAIL_SECONDS)
         # An attempt may have begun before this task ran, and have cancelled the scope of an earlier one. If it has
         # ended since, a later task like this one lingers for it.
         is_latest = not scope.cancelled_caught and self._linger is scope and self._attempt is None

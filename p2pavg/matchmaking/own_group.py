@@ -11,12 +11,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState
 from p2pavg.matchmaking.messages import Disband, GroupCommit, GroupProposal, Joined, LeaderStatus
-from p2pavg.matchmaking.timing import (
-    HEARTBEAT_SECONDS,
-    PROPOSAL_ANSWER_SECONDS,
-    SETTLE_GROUP_SECONDS,
-    patience,
-)
+from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, PROPOSAL_ANSWER_SECONDS, SETTLE_SECONDS, patience
 
 
 class OwnGroup:
@@ -123,7 +118,7 @@ class OwnGroup:
         """Return the times of the next heartbeat and of going ahead although the group is incomplete."""
         times = [self._tell_at] if self.followers else []
         if self._enough_since is not None:
-            times.append(max(self._state.me.deadline, self._enough_since + SETTLE_GROUP_SECONDS))
+            times.append(max(self._state.me.deadline, self._enough_since + SETTLE_SECONDS))
         return times
 
     # ------------------------------------------------------------------ the proposal
@@ -139,7 +134,7 @@ class OwnGroup:
     def _goes_ahead(self, now: float) -> bool:
         """Return whether an incomplete group goes ahead.
 
-        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_GROUP_SECONDS` after it
+        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_SECONDS` after it
         has enough.
         """
         if not self.has_enough:
@@ -148,7 +143,7 @@ class OwnGroup:
         if self._enough_since is None:
             self._enough_since = now
         in_time = self._enough_since <= self._state.me.deadline
-        return now >= (self._state.me.deadline if in_time else self._enough_since + SETTLE_GROUP_SECONDS)
+        return now >= (self._state.me.deadline if in_time else self._enough_since + SETTLE_SECONDS)
 
     def not_led(self) -> None:
         """Note that this peer follows a leader: its own group no longer has enough members."""

@@ -9,7 +9,8 @@ So a leader that begins within that time after them comes before them. Nor do th
 groups that meet again would never mix, and leave the same peer out in every round. So a peer that sees another one
 that was not in the group announces itself at once. It sees all others in a network of at most :data:`EVERYONE_KEEPS`
 peers, and in one without a peer besides the group. In larger networks all peers announce themselves. And each member
-does so now and then, in case that there are others by now (:data:`~p2pavg.matchmaking.timing.REUNIONS_SECONDS`).
+does so all the same when its last record has expired (:data:`~p2pavg.matchmaking.timing.RECORD_TTL_SECONDS`), in case
+that there are others by now. Runs that step less often hardly notice what it costs.
 
 A leader that is gone, or late, costs the others the time for which they hold back. They then announce themselves and
 look for others as in any attempt.
@@ -21,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from p2pavg.group.candidate import Candidate
-from p2pavg.matchmaking.timing import REUNION_SECONDS, REUNIONS_SECONDS
+from p2pavg.matchmaking.timing import RECORD_TTL_SECONDS, REUNION_SECONDS
 from p2pavg_dht.routing import K
 
 EVERYONE_KEEPS = K
@@ -85,6 +86,6 @@ def holds_back(
         and len(last.members) <= MOST_OTHERS + 1
         and last.holders >= set(expected)
         and match_timeout >= LEAST_MATCH_TIMEOUT
-        and looked < REUNIONS_SECONDS
+        and looked < RECORD_TTL_SECONDS
         and network <= max(EVERYONE_KEEPS, len(last.members))
     )

@@ -81,12 +81,7 @@ from p2pavg.matchmaking.messages import (
 from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.reasons import code_apart, leader_wait, why_apart
 from p2pavg.matchmaking.selection import first_earlier, nudges, times_to_ask
-from p2pavg.matchmaking.timing import (
-    LEADER_SILENCE_SECONDS,
-    MOVED_SECONDS,
-    NEXT_ATTEMPT_SECONDS,
-    RENEW_SECONDS,
-)
+from p2pavg.matchmaking.timing import DUE_SECONDS, LEADER_SILENCE_SECONDS, RENEW_SECONDS
 
 
 class Matchmaking:
@@ -252,8 +247,9 @@ class Matchmaking:
         if not state.leads or self.group.followers:
             return []
         reason = "this peer is reached in another way than it has signed"
-        soon = now + min(state.settings.match_timeout, MOVED_SECONDS)
-        return [*self._end(reason), Renew(reason, max(state.me.deadline + NEXT_ATTEMPT_SECONDS, soon))]
+        # Others have two polls to find the new record. Another deadline, if only by a millisecond, names a new attempt.
+        soon = now + min(state.settings.match_timeout, 2 * DUE_SECONDS)
+        return [*self._end(reason), Renew(reason, max(state.me.deadline + 0.001, soon))]
 
     def nudged(self, candidate: Candidate, now: float) -> Actions:
         """Handle the nudge of an earlier candidate.

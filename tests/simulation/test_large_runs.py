@@ -9,6 +9,7 @@ import pytest
 import trio
 
 import p2pavg
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.group.places import levels
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records import spread_records
@@ -71,8 +72,8 @@ async def test_second_round_begins_where_the_first_has_met(monkeypatch: pytest.M
         async with trio.open_nursery() as nursery:
             for index, peer in enumerate(peers):
                 nursery.start_soon(twice, peer, index)
-    assert max(took[0]) > levels.STEP_SECONDS
-    assert max(took[1]) < levels.STEP_SECONDS
+    assert max(took[0]) > GLANCE_SECONDS
+    assert max(took[1]) < GLANCE_SECONDS
 
 
 async def test_records_of_a_large_run_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +123,4 @@ async def test_flooded_place_keeps_no_peers_apart(monkeypatch: pytest.MonkeyPatc
     assert len(flooded) > 0
     assert [len(result.peers) for result in swarm.successes()] == [4] * 4
     # The keepers' refusal sends each of them on before it would look for more peers in that place.
-    assert max(swarm.ended.values()) - max(swarm.began.values()) < levels.STEP_SECONDS
+    assert max(swarm.ended.values()) - max(swarm.began.values()) < GLANCE_SECONDS

@@ -158,7 +158,7 @@ async def test_a_record_of_the_round_before_is_withdrawn(
         await original(records, key)
 
     monkeypatch.setattr(RunRecords, "withdraw", withdraw)
-    monkeypatch.setattr("p2pavg.matchmaking.matchmaker.LINGER_READY_SECONDS", 1.2 * PAUSE)
+    monkeypatch.setattr("p2pavg.matchmaking.matchmaker.TAIL_SECONDS", 1.2 * PAUSE)
     results: Results = [[] for _ in range(4)]
     async with peers_and_nursery() as (peers, nursery):
         for peer in peers:

@@ -40,6 +40,7 @@ from p2pavg.allreduce.movers.moves import (
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.errors import StreamBrokenError
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.shares import SharePart
 from p2pavg.net.limits.rate import RateLimit
@@ -52,9 +53,6 @@ from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane
 # the others in turn, beginning with the one after it, every member receives from one other at a time, and all links are
 # busy until the last byte. That is the schedule of a pairwise exchange; Thakur, Rabenseifner and Gropp, "Optimization
 # of Collective Communication Operations in MPICH", 2005, section 4.
-
-HOLD_LANE_SECONDS = 0.25
-"""Time that one lane may take for its piece while others wait. A member that has stopped delays them no longer."""
 
 Rank: TypeAlias = tuple[int, ...]
 """Order of lanes: contributions before averages, because other members wait for contributions; then the lane that has
@@ -89,7 +87,8 @@ class Turns:
                     continue
                 self._changed.wait(left)
             heapq.heappop(self._waiting)
-            self._holder, self._until = me, self._clock() + HOLD_LANE_SECONDS
+            # A member that has stopped delays the other lanes no longer than this.
+            self._holder, self._until = me, self._clock() + GLANCE_SECONDS
         try:
             yield
         finally:
@@ -108,7 +107,6 @@ UNSENT_IN_TURNS_BYTES = 16 * 1024
 UNSENT_BYTES = 128 * 1024
 COMING_BYTES = 64 * 1024
 """Of a part that is being received, up to so many bytes may come for nothing if the attempt ends."""
-NEXT_PART_SECONDS = 0.2
 SMALL_ELEMENTS = 4096
 """A lane that carries at most so many values needs no thread, and no turn: as fp32 they are half as long as a turn."""
 SMALL_BYTES = 4 * SMALL_ELEMENTS
@@ -223,7 +221,7 @@ class DirectUse:
                 return work()
             case AwaitReady(index, receives):
                 # Silence counts in seconds: the event loop need not hear of less.
-                if not self._await_ready(index, NEXT_PART_SECONDS if receives else None):
+                if not self._await_ready(index, GLANCE_SECONDS if receives else None):
                     self._signals.owes(self.lane.remote, False)
                     self._await_ready(index)
                     self._signals.owes(self.lane.remote, True)

@@ -19,11 +19,10 @@ from p2pavg.allreduce.events import BytesArrived
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, part_frame
 from p2pavg.allreduce.movers.moves import AwaitReady, Move, ReceiveIndex, ReceivePart, RunWork, SendPart
 from p2pavg.allreduce.signals import Signals
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.net.transport import Buffer, Stream, receive_exactly_into
 from p2pavg.telemetry.events import Way
 
-STUCK_SECONDS = 0.5
-"""If no contribution moves for so long, a receiver does not read. The averages for the others wait no longer."""
 PIECE_BYTES = 32 * 1024
 
 
@@ -59,7 +58,8 @@ class Precedence:
         """Wait until no contribution is being sent, or one is stuck."""
         while self._left and not self._stuck:
             before = self._moved
-            with trio.move_on_after(STUCK_SECONDS) as scope:
+            # If no contribution moves for so long, a receiver does not read. The averages for the others go on then.
+            with trio.move_on_after(2 * GLANCE_SECONDS) as scope:
                 await self._ended.wait()
             self._stuck = scope.cancelled_caught and self._moved == before
 

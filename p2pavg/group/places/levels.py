@@ -27,6 +27,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.base.messages import pack
 
 FACTOR = 4
@@ -38,12 +39,8 @@ MAX_LEVEL = 8
 """65,536 places, enough for a million peers."""
 SLOT_SECONDS = 300.0
 """Peers have other neighbours after this time, so that averages spread through the whole run."""
-STEP_SECONDS = 0.25
-"""A peer whose place has too few others waits so long for more, at least. Others may be about to publish."""
 ANYWAY_SECONDS = 2.0
 """A peer without a group goes on after this, however many others it sees: they may be stale, or invented."""
-FOLLOWING_SECONDS = 4.0
-"""The same for a peer that follows a leader: the leader climbs for its group."""
 
 DOUBT = 2
 """The run may be so many times as large as it seems."""
@@ -110,8 +107,9 @@ class Ladder:
         if full:
             return 0.0
         if follows:
-            return FOLLOWING_SECONDS
-        return ANYWAY_SECONDS if enough else STEP_SECONDS
+            return 2 * ANYWAY_SECONDS  # its leader climbs for the group
+        # A peer whose place has too few others waits a moment for more all the same. Others may be about to publish.
+        return ANYWAY_SECONDS if enough else GLANCE_SECONDS
 
     def take(self, *, full: bool) -> int:
         """Return the next level, and count it as tried. From a full place it leads up, as it does for others there."""

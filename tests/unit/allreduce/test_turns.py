@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pavg.allreduce.movers.lane_driver import HOLD_LANE_SECONDS, Rank, Turns
+from p2pavg.allreduce.movers.lane_driver import Rank, Turns
+from p2pavg.base.limits import GLANCE_SECONDS
 
 WATCHDOG_SECONDS = 120.0
 
@@ -79,7 +80,7 @@ def test_a_stuck_thread_loses_its_turn() -> None:
     clock, went = Clock(), threading.Event()
     turns = Turns(clock)
     with turns.turn((0, 0, 0)):
-        clock.now += HOLD_LANE_SECONDS
+        clock.now += GLANCE_SECONDS
         threads = queue_up(turns, [], lambda _rank: None)
         threads = [threading.Thread(target=lambda: _go(turns, went), daemon=True)]
         threads[0].start()
@@ -100,7 +101,7 @@ def test_a_turn_that_was_taken_over_does_not_end_the_next_ones() -> None:
     turns = Turns(clock)
     stuck = turns.turn((0, 0, 0))
     stuck.__enter__()
-    clock.now += HOLD_LANE_SECONDS
+    clock.now += GLANCE_SECONDS
     with turns.turn((0, 0, 1)):
         stuck.__exit__(None, None, None)
         assert turns._holder is not None

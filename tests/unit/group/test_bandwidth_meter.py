@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from p2pavg.group.bandwidth import (
     DEFAULT_MBPS,
-    LEAST_SECONDS,
     MAX_MEASURED_MBPS,
     MIN_MBPS,
     NEW_WEIGHT,
@@ -138,7 +137,7 @@ class TestTooShort:
         meter.begin(BEGUN)
         meter.sample(BEGUN + seconds, 2_500_000, 2_500_000)
         meter.end(BEGUN + seconds)
-        assert meter.mbps == pytest.approx(2.5 * 8 / LEAST_SECONDS)
+        assert meter.mbps == pytest.approx(2.5 * 8 / (WINDOW_SECONDS / 5))
 
     @pytest.mark.parametrize("idle", [0.0, 60.0])
     def test_a_round_without_traffic_changes_nothing(self, idle: float) -> None:

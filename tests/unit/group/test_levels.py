@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.group.places.levels import (
     ANYWAY_SECONDS,
     FACTOR,
-    FOLLOWING_SECONDS,
     LEAST,
     MAX_LEVEL,
     SLOT_SECONDS,
-    STEP_SECONDS,
     Ladder,
     adapted,
     level_for,
@@ -102,14 +101,14 @@ def test_every_peer_reaches_the_common_place_within_seconds_whatever_it_sees(
     while 0 not in reached:
         waited += ladder.patience(enough=enough, follows=follows, full=full)
         reached.append(ladder.take(full=full))
-    assert waited <= MAX_LEVEL * FOLLOWING_SECONDS
+    assert waited <= MAX_LEVEL * 2 * ANYWAY_SECONDS
 
 
 def test_patience() -> None:
     ladder = Ladder(1, 1)
-    assert ladder.patience(enough=False, follows=False, full=False) == STEP_SECONDS
+    assert ladder.patience(enough=False, follows=False, full=False) == GLANCE_SECONDS
     assert ladder.patience(enough=True, follows=False, full=False) == ANYWAY_SECONDS
-    assert ladder.patience(enough=False, follows=True, full=False) == FOLLOWING_SECONDS
+    assert ladder.patience(enough=False, follows=True, full=False) == 2 * ANYWAY_SECONDS
     assert ladder.patience(enough=True, follows=True, full=True) == 0.0
     ladder.take(full=False)
     assert ladder.patience(enough=False, follows=False, full=True) == math.inf

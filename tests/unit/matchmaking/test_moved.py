@@ -6,7 +6,7 @@ from p2pavg.matchmaking.actions import Close, Renew
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.messages import Joined
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import MOVED_SECONDS, NEXT_ATTEMPT_SECONDS
+from p2pavg.matchmaking.timing import DUE_SECONDS
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, candidate, settings
 
 early, me, late = (candidate(index, EPOCH + MATCH_TIMEOUT + index) for index in range(3))
@@ -20,7 +20,7 @@ def test_it_begins_anew_at_nearly_the_same_deadline() -> None:
         "the peer that was asked is told"
     )
     assert isinstance(renewed, Renew)
-    assert renewed.deadline == me.deadline + NEXT_ATTEMPT_SECONDS
+    assert renewed.deadline == me.deadline + 0.001
     assert rules.state.phase is AttemptPhase.OVER
     assert candidate(1, renewed.deadline).record.sequence > me.record.sequence
 
@@ -29,7 +29,7 @@ def test_others_have_time_to_read_the_new_record() -> None:
     rules = Matchmaking(me, settings(), EPOCH)
     [renewed] = rules.moved(me.deadline - 1.0)
     assert isinstance(renewed, Renew)
-    assert renewed.deadline == me.deadline - 1.0 + MOVED_SECONDS
+    assert renewed.deadline == me.deadline - 1.0 + 2 * DUE_SECONDS
 
 
 def test_a_leader_with_followers_goes_on() -> None:

@@ -21,7 +21,7 @@ from p2pavg.matchmaking.reunion import (
     last_group,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, REUNION_SECONDS, REUNIONS_SECONDS
+from p2pavg.matchmaking.timing import HEARTBEAT_SECONDS, RECORD_TTL_SECONDS, REUNION_SECONDS
 from p2pavg.runs.records.run_records import MAX_MATES
 from tests.unit.matchmaking.bus import EPOCH, candidate, settings
 
@@ -63,7 +63,7 @@ class TestHoldingBack:
             {"expected": ("a", "d")},
             {"key": OTHER_KEY},
             {"match_timeout": LEAST_MATCH_TIMEOUT - 0.1},
-            {"looked": REUNIONS_SECONDS},
+            {"looked": RECORD_TTL_SECONDS},
             {"network": EVERYONE_KEEPS + 1},
             {"last": None},
             {"last": replace(LAST, members=frozenset(map(str, range(MOST_OTHERS + 2))))},

@@ -17,7 +17,6 @@ from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
-from p2pavg.matchmaking.known_peers import FORGET_SECONDS
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,
@@ -30,7 +29,7 @@ from p2pavg.matchmaking.messages import (
     Refuse,
 )
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS, PROPOSAL_ANSWER_SECONDS
+from p2pavg.matchmaking.timing import LEADER_SILENCE_SECONDS, PROPOSAL_ANSWER_SECONDS, RECORD_TTL_SECONDS
 from tests.unit.matchmaking.bus import (
     EPOCH,
     MATCH_TIMEOUT,
@@ -462,7 +461,7 @@ class TestStandingInTheWay:
     def test_a_candidate_that_no_record_names_any_more_is_forgotten(self) -> None:
         other, me = candidate(1, EPOCH + 90), candidate(0, EPOCH + 80)
         rules = matchmaking(me, other)
-        rules.tick(EPOCH + FORGET_SECONDS)
+        rules.tick(EPOCH + 2 * RECORD_TTL_SECONDS)
         assert rules.ready_peers == 1
 
 

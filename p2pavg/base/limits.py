@@ -18,55 +18,6 @@ MAX_MBPS = 1e6  # largest limit that a user can set, in Mbit/s
 MAX_VERSION = 2**53  # of a run's program
 MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
 MAX_NORM = 2.0**118  # of a contribution: 2**34 values of 2**100 each have a norm of 2**117
-MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate
-# The waits that many modules share. A wait that has another reason stands in its own module, with that reason.
-GLANCE_SECONDS = 0.25
-"""Between two looks at what changes within this process, while a caller waits: too short to be noticed."""
-LOOK_SECONDS = 1.0
-"""Between two looks of a task that waits for news, and between two words on one thing that goes on. News wake the task;
-a look finds what has not."""
-CALM_LOOK_SECONDS = 5.0
-"""The same where no caller waits for what is found."""
-QUICK_REPLY_SECONDS = 5.0
-"""For an answer of a few round trips and no work, where there is another way, or another peer to ask."""
-REPLY_SECONDS = 10.0
-"""For one word of a peer that is there: to open a stream to it, for its first message, for its answer. A message of 256
-KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow, and not gone."""
-EXCHANGE_SECONDS = 60.0  # the exchange timeout of a configuration that names none
-STALL_SECONDS = 30.0
-"""For one piece of data to move, or one stream to be used. A link of 70 kbit/s carries 256 KiB in this time. What takes
-longer holds memory and a place for nothing."""
-IDLE_STREAM_SECONDS = 60.0  # after which the serving side closes a stream without another round or call
-ROUND_TRIPS_SECONDS = 1.0
-"""For a few round trips among peers that are there, and the pause of a busy machine."""
-ASK_AGAIN_SECONDS = 1.0
-"""Before a peer that is there, and could not answer as hoped, is asked again; doubled where it goes on."""
-HOLD_OFF_SECONDS = 10.0
-"""Before a peer that could not be reached, or that spoiled a group, is tried again; doubled each time. Honest peers do
-it within seconds of each other, so while all of them hold it off, they find each other."""
-RETRY_SECONDS = 60.0
-"""Before a way, a relay or a peer that failed is tried again, where others serve meanwhile."""
-FORGIVE_SECONDS = 600.0
-"""After which half of a peer's wasted waits or silences is forgotten. A program that stands still now and then does
-so many times meanwhile; one that has started anew, or has moved to a better link, is soon a member like any other."""
-SPREAD_LOOK_SECONDS = 20.0
-"""Between two looks for what must be everywhere within a minute: a revocation, evidence of a lie."""
-START_SECONDS = 180.0  # for a process to start: importing torch on a busy machine
-STOP_SECONDS = 10.0
-"""For a thread, a process or a search of this program to end after it was told to. A peer leaves within 5 s."""
-FAREWELL_SECONDS = 1.0
-"""For what this process tells others when it ends something: they also notice without it, only later."""
-TAIL_SECONDS = 2.0
-"""For what others may wait for when this peer ends something: the last votes of a round, its end, a lane's end."""
-WARN_WAIT_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
-MAX_BACKOFF_SECONDS = 600.0
-"""The longest pause of those that double: between two groups with a peer that spoiled them, or two words of the log on
-one wait. The log of a night then shows that it lasted all night."""
-BAN_SECONDS = 600.0  # for which a peer that broke the protocol is not met again
-RECORD_LIFE_SECONDS = 600.0  # of records that all peers of a run keep, and renew in time
-DAY_SECONDS = 86400.0
-CLOCK_SKEW_SECONDS = 60.0  # that peers' clocks may differ by
-STAGGER_SECONDS = 0.25  # between two dials to one peer; RFC 8305, section 5
 MAX_NAME_CHARS = 32  # of a tag or a metric; its UTF-8 has at most as many bytes
 MAX_TAGS = 16
 MAX_METRICS = 16
@@ -77,3 +28,63 @@ MAX_AUDIT_CHARS = 64  # length of an audit's text
 MAX_TOPOLOGY_CHARS = 64  # length of a topology's text
 MAX_AUXILIARY_ELEMENTS = 2**26
 """Largest share of an auxiliary: 256 MiB of averages. It helps strangers, who could ask for more than it has."""
+
+# The times that many modules share. A wait that has another reason stands in its own module, with that reason.
+#
+# Between two looks at what changes. News wake the task that waits; a look finds what has not.
+GLANCE_SECONDS = 0.25
+"""Within this process, while a caller waits: too short to be noticed. Also between two dials to one peer, as RFC 8305
+recommends in section 5."""
+LOOK_SECONDS = 1.0
+"""At what other peers publish, and between two words on one thing that goes on."""
+CALM_LOOK_SECONDS = 5.0
+"""The same where no caller waits for what is found."""
+SPREAD_LOOK_SECONDS = 20.0
+"""At what must be everywhere within a minute: a revocation, evidence of a lie."""
+
+# For another peer to do something.
+ROUND_TRIPS_SECONDS = 1.0
+"""For a few round trips among peers that are there, and the pause of a busy machine."""
+QUICK_REPLY_SECONDS = 5.0
+"""For an answer of a few round trips and no work, where there is another way, or another peer to ask."""
+REPLY_SECONDS = 10.0
+"""For one word of a peer that is there: to open a stream to it, for its first message, for its answer. A message of 256
+KiB takes three seconds at 0.7 Mbit/s, and a busy machine a few more: it is slow, and not gone."""
+STALL_SECONDS = 30.0
+"""For one piece of data to move, or one stream to be used. A link of 70 kbit/s carries 256 KiB in this time. What takes
+longer holds memory and a place for nothing."""
+IDLE_STREAM_SECONDS = 2 * STALL_SECONDS
+"""After which the serving side closes a stream without another round or call. The side that opened it keeps it for half
+as long, and so never writes to a stream that is closed there."""
+EXCHANGE_SECONDS = 60.0  # the exchange timeout of a configuration that names none
+MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate
+
+# Before something is tried again.
+ASK_AGAIN_SECONDS = 1.0
+"""For a peer that is there, and could not answer as hoped; doubled where it goes on."""
+HOLD_OFF_SECONDS = 10.0
+"""For a peer that could not be reached, or that spoiled a group; doubled each time. Honest peers do it within seconds
+of each other, so while all of them hold it off, they find each other."""
+RETRY_SECONDS = 60.0
+"""For a way, a relay or a peer that failed, where others serve meanwhile."""
+MAX_BACKOFF_SECONDS = 600.0
+"""The longest pause of those that double: between two groups with a peer that spoiled them, or two words of the log on
+one wait. The log of a night then shows that it lasted all night. A peer that broke the protocol is not met again for as
+long. And half of a peer's wasted waits or silences is forgotten after as long: a program that stands still now and then
+does so many times meanwhile, and one that has started anew, or has moved to a better link, is soon a member like any
+other."""
+
+# For this program to begin, to wait in silence and to end.
+START_SECONDS = 180.0  # for a process to start: importing torch on a busy machine
+WARN_WAIT_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
+STOP_SECONDS = 10.0
+"""For a thread, a process or a search of this program to end after it was told to. A peer leaves within 5 s."""
+TAIL_SECONDS = 2.0
+"""For what others may wait for when this peer ends something: the last votes of a round, its end, a lane's end."""
+FAREWELL_SECONDS = 1.0
+"""For what this process tells others when it ends something: they also notice without it, only later."""
+
+# Records and clocks.
+RECORD_LIFE_SECONDS = 600.0  # of records that all peers of a run keep, and renew in time
+CLOCK_SKEW_SECONDS = 60.0  # that peers' clocks may differ by
+DAY_SECONDS = 86400.0

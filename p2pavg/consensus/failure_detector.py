@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from statistics import median
 
-from p2pavg.base.limits import FORGIVE_SECONDS
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
 
 MEMBER_PING_SECONDS = 0.5
 FLOOR_SECONDS = 1.5
@@ -83,7 +83,7 @@ class Silences:
 
     def _longest(self, peer_id: str, now: float) -> float:
         seconds, noted = self._seen.get(peer_id, (0.0, now))
-        return math.ldexp(seconds, -int((now - noted) / FORGIVE_SECONDS))
+        return math.ldexp(seconds, -int((now - noted) / MAX_BACKOFF_SECONDS))
 
 
 class ArrivalPace:

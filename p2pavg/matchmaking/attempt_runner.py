@@ -10,7 +10,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import BAN_SECONDS, GLANCE_SECONDS, QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, MAX_BACKOFF_SECONDS, QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate, read_candidate
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
@@ -100,7 +100,7 @@ class AttemptRunner:
     def blame(self, peer_id: str, error: Exception) -> None:
         """Ban a peer whose message or record raised an exception: it would send the same again."""
         reason = f"what it said raised {type(error).__name__} here"
-        self.rules.state.memory.ban(peer_id, reason, trio.current_time() + BAN_SECONDS)
+        self.rules.state.memory.ban(peer_id, reason, trio.current_time() + MAX_BACKOFF_SECONDS)
         self.expel(peer_id, reason)
 
     def expel(self, peer_id: str, reason: str) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2pavg.base.limits import FORGIVE_SECONDS, HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_GROUP_SIZE
+from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_GROUP_SIZE
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster
@@ -70,7 +70,7 @@ class Memory:
         """Note that a followed leader formed no group; return the end of its backoff, ``most`` at the latest."""
         self._proven.pop(peer_id, None)
         known = self._late.pop(peer_id, None)
-        times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / FORGIVE_SECONDS)
+        times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / MAX_BACKOFF_SECONDS)
         until = min(now + min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS), most)
         # Leaders that are already held off stay so. Otherwise three of them, one after the other, would leave no time
         # in which this peer is free for other leaders.

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
-from p2pavg.base.limits import STAGGER_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Dialler:
                     for address in addresses:
                         failed = trio.Event()
                         nursery.start_soon(self._try, attempt, peer_id, address, failed)
-                        with trio.move_on_after(STAGGER_SECONDS):
+                        with trio.move_on_after(GLANCE_SECONDS):
                             await failed.wait()
         finally:
             del self._attempts[peer_id]

@@ -13,7 +13,7 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import RoundFault
-from p2pavg.base.limits import BAN_SECONDS
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
 from p2pavg.base.result import NoPeersCode
 from p2pavg.consensus.failure_detector import Silences
 from p2pavg.group.roster import Roster
@@ -51,7 +51,7 @@ class Strikes:
 
 def pause(seconds: float, strikes: int) -> float:
     """Return for how long a peer with so many strikes is not met: twice as long with each of them."""
-    return min(seconds * 2.0 ** min(strikes, 10), BAN_SECONDS)
+    return min(seconds * 2.0 ** min(strikes, 10), MAX_BACKOFF_SECONDS)
 
 
 class Alone(NamedTuple):
@@ -153,7 +153,7 @@ class Rounds:
                 self.accuse(finding.evidence)
             else:
                 logger.warning("its evidence has %d bytes, too many to tell the run", len(finding.evidence))
-            self.matchmaker.ban(peer_id, finding.reason, BAN_SECONDS)
+            self.matchmaker.ban(peer_id, finding.reason, MAX_BACKOFF_SECONDS)
         else:
             logger.info("%s: %s", peer_id, finding)
             if (strikes := self._unanswered.add(peer_id)) > 1:
@@ -184,7 +184,7 @@ class Rounds:
         if verdict.peer_id is None:
             return
         if verdict.hostile:
-            self.matchmaker.ban(verdict.peer_id, verdict.reason, BAN_SECONDS)
+            self.matchmaker.ban(verdict.peer_id, verdict.reason, MAX_BACKOFF_SECONDS)
         elif verdict.seconds:
             # One silence is a hiccup, such as a laptop that was closed for a moment. A whole round's time is not.
             strikes = self._stalls.add(verdict.peer_id)

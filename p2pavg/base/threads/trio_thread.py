@@ -16,7 +16,7 @@ import trio
 from trio.abc import Clock
 
 from p2pavg.base.errors import ClosedError
-from p2pavg.base.limits import STOP_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, STOP_SECONDS
 from p2pavg.base.threads.waits import FIRST_WORD_SECONDS, bare_exceptions
 from p2pavg.base.threads.workers import prepare_thread
 
@@ -62,9 +62,7 @@ async def hold_in(
 # The wall clock goes on meanwhile. What expires at a moment that other peers know, such as a record, is not measured
 # with this clock.
 
-LONGEST_SLEEP_SECONDS = 0.25
-"""Longest sleep of the loop. A longer one could not be told from a standstill."""
-LONGEST_STEP = 0.5
+LONGEST_STEP = 2 * GLANCE_SECONDS
 """Longest time between two looks at the clock that counts in full: a sleep, and the pause of a busy machine."""
 
 
@@ -97,8 +95,8 @@ class LoopClock(Clock):
         return now - self.stood_still
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Return the seconds that the loop may sleep."""
-        return min(deadline - self.current_time(), LONGEST_SLEEP_SECONDS)
+        """Return the seconds that the loop may sleep. A long sleep could not be told from a standstill."""
+        return min(deadline - self.current_time(), GLANCE_SECONDS)
 
     def behind(self) -> float:
         """Return the seconds for which the loop has stood still in all, up to now."""

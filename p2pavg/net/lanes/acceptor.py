@@ -14,7 +14,7 @@ import trio
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, RemoteProtocolError, UnreachableError
-from p2pavg.base.limits import REPLY_SECONDS, STAGGER_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, REPLY_SECONDS
 from p2pavg.net.lanes.certificates import OwnCertificate, listening_context
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.limits.dial_gate import DialGate
@@ -170,7 +170,7 @@ class TlsAcceptor:
                     failed = trio.Event()
                     nursery.start_soon(attempt, address, failed)
                     # The next address is tried at once if this one has failed, and otherwise after a moment.
-                    with trio.move_on_after(STAGGER_SECONDS):
+                    with trio.move_on_after(GLANCE_SECONDS):
                         await failed.wait()
         # Cancelled just after one of the dials had succeeded: its connection has no other owner.
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, FORGIVE_SECONDS, MAX_BACKOFF_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, MAX_BACKOFF_SECONDS
 from p2pavg.tools.jobs.manifest import Needs
 
 GIB = 2**30
@@ -81,5 +81,5 @@ def after_exit(code: int, *, ran: float, failures: int) -> Restart | JobEnd:
     if code == 0:
         return JobEnd("the job's program has ended: its training is over", is_error=False)
     # A program that ran for so long was sound: the next pause is the first one again.
-    failures = 1 if ran >= FORGIVE_SECONDS else failures + 1
+    failures = 1 if ran >= MAX_BACKOFF_SECONDS else failures + 1
     return Restart(min(ASK_AGAIN_SECONDS * 2.0 ** (failures - 1), MAX_BACKOFF_SECONDS), failures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.base.limits import FORGIVE_SECONDS
+from p2pavg.base.limits import MAX_BACKOFF_SECONDS
 from p2pavg.consensus.failure_detector import (
     FIRST_CONTACT_SECONDS,
     FLOOR_SECONDS,
@@ -419,9 +419,9 @@ class TestSilences:
         silences = Silences()
         silences.note("a", BEGUN, 4.0)
         for halves in range(5):
-            assert silences.patience("a", BEGUN + halves * FORGIVE_SECONDS) == MARGIN * 4.0 / 2**halves
-        silences.note("a", BEGUN + 2 * FORGIVE_SECONDS, 2.0)
-        assert silences.patience("a", BEGUN + 2.5 * FORGIVE_SECONDS) == MARGIN * 2.0
+            assert silences.patience("a", BEGUN + halves * MAX_BACKOFF_SECONDS) == MARGIN * 4.0 / 2**halves
+        silences.note("a", BEGUN + 2 * MAX_BACKOFF_SECONDS, 2.0)
+        assert silences.patience("a", BEGUN + 2.5 * MAX_BACKOFF_SECONDS) == MARGIN * 2.0
 
     def test_a_bounded_number_of_members_is_remembered(self) -> None:
         silences = Silences()

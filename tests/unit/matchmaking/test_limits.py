@@ -5,13 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from p2pavg.base.limits import (
-    FORGIVE_SECONDS,
-    HOLD_OFF_SECONDS,
-    MAX_BACKOFF_SECONDS,
-    MAX_MEMBERS,
-    ROUND_TRIPS_SECONDS,
-)
+from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_MEMBERS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.matchmaking.actions import Renew
 from p2pavg.matchmaking.attempt_state import MAX_LATE, MAX_PROVEN, AttemptPhase, Memory
@@ -344,7 +338,7 @@ class TestMemory:
         backoffs = [memory.wasted(peer_id, EPOCH) - EPOCH for _ in range(8)]
         assert backoffs == [10, 20, 40, 80, 160, 320, 600, 600]
         assert memory.held_until(peer_id, EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
-        later = EPOCH + 10 * FORGIVE_SECONDS
+        later = EPOCH + 10 * MAX_BACKOFF_SECONDS
         assert memory.wasted(peer_id, later) - later == HOLD_OFF_SECONDS
         memory.finished_with([member])
         assert memory.held_until(peer_id, later) == later

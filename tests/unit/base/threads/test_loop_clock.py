@@ -12,8 +12,9 @@ from functools import partial
 import pytest
 import trio
 
+from p2pavg.base.limits import GLANCE_SECONDS
 from p2pavg.base.threads import trio_thread
-from p2pavg.base.threads.trio_thread import LONGEST_SLEEP_SECONDS, LONGEST_STEP, LoopClock, TrioThread
+from p2pavg.base.threads.trio_thread import LONGEST_STEP, LoopClock, TrioThread
 
 HOLD_SECONDS = 1.5
 
@@ -43,8 +44,8 @@ def clock(monotonic: Monotonic) -> LoopClock:
 
 def let_pass(clock: LoopClock, monotonic: Monotonic, seconds: float) -> None:
     """Let time pass while the loop looks at its clock as often as it should."""
-    for _ in range(round(seconds / LONGEST_SLEEP_SECONDS)):
-        monotonic.now += LONGEST_SLEEP_SECONDS
+    for _ in range(round(seconds / GLANCE_SECONDS)):
+        monotonic.now += GLANCE_SECONDS
         clock.current_time()
 
 
@@ -76,11 +77,11 @@ def test_a_standstill_that_goes_on_is_known_to_other_threads(clock: LoopClock, m
 def test_the_loop_sleeps_so_shortly_that_it_notices_a_standstill(
     clock: LoopClock, monotonic: Monotonic
 ) -> None:
-    assert clock.deadline_to_sleep_time(float("inf")) == LONGEST_SLEEP_SECONDS
+    assert clock.deadline_to_sleep_time(float("inf")) == GLANCE_SECONDS
     assert clock.deadline_to_sleep_time(clock.current_time() + 0.1) == pytest.approx(0.1)
     deadline = clock.current_time() + 1.0
     monotonic.now += 5.0
-    assert clock.deadline_to_sleep_time(deadline) == LONGEST_SLEEP_SECONDS  # half a second is left
+    assert clock.deadline_to_sleep_time(deadline) == GLANCE_SECONDS  # half a second is left
 
 
 # ---------------------------------------------------------------------- a thread whose program holds the lock

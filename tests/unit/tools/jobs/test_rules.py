@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, FORGIVE_SECONDS, MAX_BACKOFF_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, MAX_BACKOFF_SECONDS
 from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.tools.jobs.limits import (
     GIB,
@@ -77,7 +77,7 @@ def test_a_program_that_has_ended_well_is_over() -> None:
     assert not decision.is_error
 
 
-@given(failures=st.integers(0, 60), ran=st.floats(0.0, FORGIVE_SECONDS, exclude_max=True))
+@given(failures=st.integers(0, 60), ran=st.floats(0.0, MAX_BACKOFF_SECONDS, exclude_max=True))
 def test_pauses_grow_and_are_bounded(failures: int, ran: float) -> None:
     first = after_exit(1, ran=ran, failures=failures)
     assert isinstance(first, Restart)
@@ -89,7 +89,7 @@ def test_pauses_grow_and_are_bounded(failures: int, ran: float) -> None:
 
 
 def test_a_program_that_ran_for_long_begins_with_the_first_pause() -> None:
-    assert after_exit(1, ran=FORGIVE_SECONDS, failures=7) == Restart(ASK_AGAIN_SECONDS, 1)
+    assert after_exit(1, ran=MAX_BACKOFF_SECONDS, failures=7) == Restart(ASK_AGAIN_SECONDS, 1)
 
 
 def test_the_page_says_what_will_run() -> None:

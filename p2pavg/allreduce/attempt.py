@@ -58,11 +58,10 @@ class Attempt:
     """One member's side of one attempt.
 
     Args:
+        group: the roster of the whole group. Its id is in the header of every lane.
         roster: the members that take part, with the shares that they have in this attempt.
-        group_id: of the whole group, in the header of every lane.
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed,
             and not read any more once :meth:`run` has returned. Only contributors have one.
-        position: returns the position of a member in the roster of the whole group.
         leftover: contributions of the attempt before.
     """
 
@@ -71,12 +70,11 @@ class Attempt:
         *,
         number: int,
         context: RunContext,
-        group_id: bytes,
+        group: Roster,
         roster: Roster,
         lanes: Lanes,
         vector: torch.Tensor | None,
         on_event: OnAttemptEvent,
-        position: Callable[[str], int],
         leftover: Leftover | None = None,
     ) -> None:
         me = context.transport.peer_id
@@ -86,32 +84,28 @@ class Attempt:
         self.ledger = PartTracker(roster, me, context.codec.granularity, sites)
         self.scope = trio.CancelScope()
         """Cancel it to end the attempt."""
-        count = len(self.ledger.tasks) + len(self.ledger.forwards)
-        self.signals = Signals(
-            partial(on_event, self), context.on_milestone, self.ledger.feeders, count, self.scope
-        )
         self.values = AttemptData(
             ledger=self.ledger,
             codec=context.codec,
             vector=vector,
             buffers=context.buffers,
-            on_ready=self.signals.averaged,
             aggregation=context.aggregation,
-            proofs=_proofs(context, number, group_id, self.ledger, position),
+            proofs=_proofs(context, number, group, self.ledger),
             leftover=leftover,
         )
-        self.signals.values = self.values
+        self.signals = Signals(
+            partial(on_event, self), context.on_milestone, self.values, self.ledger, self.scope
+        )
         self.plan = AttemptPlan(
             number=number,
             context=context,
-            group_id=group_id,
+            group=group,
             members_digest=members_digest(number, (member.peer_id for member in roster.members)),
             roster=roster,
             me=me,
             contributes=vector is not None,
             ledger=self.ledger,
             values=self.values,
-            position=position,
         )
         self.sender = Sender(self.plan, self.signals)
         self.receiver = Receiver(self.plan, self.signals, lanes)
@@ -154,13 +148,12 @@ class Attempt:
             except BadContributionError as error:
                 self.signals.broken(error.peer_id, error)
                 return
+            self.signals.ready(index)
 
 
-def _proofs(
-    context: RunContext, number: int, group_id: bytes, ledger: PartTracker, position: Callable[[str], int]
-) -> Proofs:
+def _proofs(context: RunContext, number: int, group: Roster, ledger: PartTracker) -> Proofs:
     """Return the proofs of an attempt."""
-    positions = {member.peer_id: position(member.peer_id) for member in ledger.roster.members}
-    subject = Subject(group_id, number, tuple(sorted(positions.values())), context.aggregation.text)
+    positions = {member.peer_id: group.position(member.peer_id) for member in ledger.roster.members}
+    subject = Subject(group.group_id, number, tuple(sorted(positions.values())), context.aggregation.text)
     audited = context.aggregation.audits is not None
     return Proofs(subject, ledger, context.signer, positions, audited=audited)

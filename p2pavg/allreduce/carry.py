@@ -155,7 +155,7 @@ class ResumeState:
             came = leftover.came.get(contributor)
             if came is None:
                 continue
-            mark = has_come(came, leftover.parts[me], own, self._codec.encoded_nbytes)
+            mark = has_come(came, leftover.parts[me], own, self._codec)
             self._has[contributor] = mark
             for index in range(mark.parts):
                 self._inputs.take(contributor, index, came.parts[index])
@@ -172,7 +172,7 @@ class ResumeState:
             if reducer in self._ledger.parts:
                 now, sent = self._ledger.parts[reducer], leftover.sent[reducer]
                 before = leftover.parts[reducer]
-                mark = goes_on_at(told, len(sent), before, now, self._codec.encoded_nbytes)
+                mark = goes_on_at(told, len(sent), before, now, self._codec)
                 self._goes_on[reducer] = mark
                 proofs.were_sent(reducer, sent[: mark.parts])
 

@@ -114,8 +114,8 @@ class AttemptPlan:
 
     number: int
     context: RunContext
-    group_id: bytes
-    """Of the whole group, in the header of every lane."""
+    group: Roster
+    """The roster of the whole group. Its id is in the header of every lane."""
     members_digest: bytes
     """Of the attempt's members, in the header of every lane."""
     roster: Roster
@@ -125,8 +125,6 @@ class AttemptPlan:
     """True if this member has a vector to send."""
     ledger: PartTracker
     values: AttemptData
-    position: Callable[[str], int]
-    """Returns the position of a member in the roster of the whole group."""
 
     @property
     def own_parts(self) -> Sequence[SharePart]:
@@ -168,4 +166,4 @@ class AttemptPlan:
 
     def header(self, lane: Lane, reducer: int = 0, begin: ResumeMark = START) -> LaneHeader:
         """Return the header of a lane that this member opens."""
-        return LaneHeader(self.group_id, lane, self.number, reducer, self.members_digest, begin)
+        return LaneHeader(self.group.group_id, lane, self.number, reducer, self.members_digest, begin)

@@ -150,7 +150,7 @@ class Receiver:
         if header.lane not in (Lane.PARTS, Lane.CONTRIBUTIONS) and header.begin != START:
             return False
         if header.lane is Lane.PASSED_ON:
-            reducers = {plan.position(member.peer_id) for member in plan.roster.members}
+            reducers = {plan.group.position(member.peer_id) for member in plan.roster.members}
             return peer_id in plan.ledger.holders and header.reducer in reducers and plan.ledger.holding
         direct = isinstance(lane.stream, DirectLane)
         kinds = STREAM_KINDS if header.lane is Lane.PARTS else (header.lane,)
@@ -206,7 +206,7 @@ class Receiver:
     async def _over_stream(self, lane: InboundLane, stream: Stream) -> None:
         use = StreamUse(stream, self._plan.context, self._signals, self.stream_bytes)
         _, moves = await self._moves_of(lane)
-        await carry_out(moves, use.move)
+        await carry_out(moves, use)
 
     async def _moves_of(self, lane: InboundLane) -> tuple[Sequence[Step], Moves]:
         """Return the parts that come on a lane, and the moves that receive them."""
@@ -227,7 +227,7 @@ class Receiver:
         """Return the lost reducer whose averages come on this lane, once they are to be taken from its sender."""
         plan = self._plan
         reducer = next(
-            m.peer_id for m in plan.roster.members if plan.position(m.peer_id) == lane.header.reducer
+            m.peer_id for m in plan.roster.members if plan.group.position(m.peer_id) == lane.header.reducer
         )
         while self._sources.get(reducer) != lane.remote:
             await self._source_named.wait()  # the source may hear of it first; any other member may wait

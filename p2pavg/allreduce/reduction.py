@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from p2pavg.allreduce.events import FalseNormError, UndecodableError
 from p2pavg.allreduce.messages import MAX_WAITING_PARTS, Lane
 from p2pavg.allreduce.movers.routes import Routes
 from p2pavg.allreduce.robust import combine
-from p2pavg.allreduce.vector.buffers import fresh_floats
+from p2pavg.allreduce.vector.buffers import FRESH, Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.numbers import bounded_weights
 from p2pavg.base.result import FailedCode
@@ -319,7 +319,7 @@ def average_part(
     *,
     robust: RobustRule | None = None,
     check: NormCheck | None = None,
-    floats: Callable[[int], torch.Tensor] = fresh_floats,
+    buffers: Buffers = FRESH,
     payload: memoryview | None = None,
     left_out: torch.Tensor | None = None,
 ) -> memoryview:
@@ -336,7 +336,7 @@ def average_part(
         out: float32 of the part's length, on the CPU.
         robust: the rule that the group has agreed on; ``None``: the weighted mean.
         check: is given what other members sent, before their factors are applied.
-        floats: returns memory for so many numbers, float32 on the CPU, of arbitrary content.
+        buffers: lends the memory that the reduction works in.
         payload: where the encoded part goes, of its length; allocated when missing.
         left_out: where what the encoding of the result loses goes, float32 of the part's length.
 
@@ -347,8 +347,8 @@ def average_part(
         BadContributionError: an encoded contribution is malformed, or longer than its member signed.
     """
     # Not into `out`: this member keeps what all others decode, and not its own more precise sum.
-    accumulator = floats(out.numel())
-    reduce_part(codec, contributions, total_weight, accumulator, robust=robust, check=check, floats=floats)
+    accumulator = buffers.floats(out.numel())
+    reduce_part(codec, contributions, total_weight, accumulator, robust=robust, check=check, buffers=buffers)
     codec = codec.averages
     # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
@@ -372,17 +372,19 @@ def reduce_part(
     *,
     robust: RobustRule | None = None,
     check: NormCheck | None = None,
-    floats: Callable[[int], torch.Tensor] = fresh_floats,
+    buffers: Buffers = FRESH,
 ) -> None:
     """Combine one part's contributions into ``accumulator``, float32 of the part's length: the result, not encoded.
 
     The other arguments, and the errors, are those of :func:`average_part`.
     """
     if robust is None:
-        _sum_up(codec, contributions, total_weight, accumulator, check, floats)
+        _sum_up(codec, contributions, total_weight, accumulator, check, buffers)
         return
     rows = [
-        scaled(contribution, decoded(codec, contribution, floats(accumulator.numel()), check), floats)
+        scaled(
+            contribution, decoded(codec, contribution, buffers.floats(accumulator.numel()), check), buffers
+        )
         for contribution in contributions
     ]
     # A weight is a claim. Unbounded, one liar's weight could exceed that of all
@@ -397,13 +399,13 @@ def _sum_up(
     total_weight: float,
     accumulator: torch.Tensor,
     check: NormCheck | None,
-    floats: Callable[[int], torch.Tensor],
+    buffers: Buffers,
 ) -> None:
     """Write the weighted mean into ``accumulator``."""
     accumulator.zero_()
     # Only the check of norms needs the values of each member. Without it,
     # the codec adds them up without another copy.
-    room = None if check is None else floats(accumulator.numel())
+    room = None if check is None else buffers.floats(accumulator.numel())
     for contribution in contributions:
         # Divided before summing: weights go up to 1e15, and the sum must stay finite in float32.
         share = contribution.weight / total_weight * contribution.factor
@@ -443,15 +445,13 @@ def decoded(
     return values
 
 
-def scaled(
-    contribution: PartContribution, values: torch.Tensor, floats: Callable[[int], torch.Tensor]
-) -> torch.Tensor:
+def scaled(contribution: PartContribution, values: torch.Tensor, buffers: Buffers = FRESH) -> torch.Tensor:
     """Return the values times the contribution's factor. This member's own vector is not changed."""
     if contribution.factor == 1.0:
         return values
     # The own vector is still needed if this attempt fails. What others sent is decoded into memory of this call.
     own = isinstance(contribution.values, torch.Tensor)
-    return torch.mul(values, contribution.factor, out=floats(values.numel()) if own else values)
+    return torch.mul(values, contribution.factor, out=buffers.floats(values.numel()) if own else values)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -109,7 +109,7 @@ class Sender:
 
     async def _send_share(self, member: Candidate, reducer: str) -> None:
         steps = outgoing([], [(reducer, part, None) for part in self._plan.ledger.parts[reducer]])
-        header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
+        header = self._plan.header(Lane.PASSED_ON, self._plan.group.position(reducer))
         if not await self._over_direct_lane(member, header, steps):
             await self.over_stream(member, header, steps)
 
@@ -125,7 +125,7 @@ class Sender:
             return False
         # Each sender begins with the member that follows it in the roster, so no two of them send to the same one at
         # first.
-        place = (plan.position(member.peer_id) - plan.position(plan.me)) % MAX_MEMBERS
+        place = (plan.group.position(member.peer_id) - plan.group.position(plan.me)) % MAX_MEMBERS
         use = DirectUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
         self._uses.append(use)
         parts = [step.part for step in steps]
@@ -180,4 +180,4 @@ class Sender:
         use = StreamUse(stream, plan.context, self._signals, self.stream_bytes, precedence)
         moves = sending(plan.values, stream.remote, steps, header.begin, passes_on=passes_on)
         with self._precedence.contributing() if header.lane is Lane.CONTRIBUTIONS else nullcontext():
-            await carry_out(moves, use.move)
+            await carry_out(moves, use)

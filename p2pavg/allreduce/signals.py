@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import trio
 
 from p2pavg.allreduce.events import AttemptEvent, ContributionOwed, LaneFailed, ResultComplete
+from p2pavg.allreduce.reduction import PartTracker
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
 from p2pavg.base.threads.workers import ToLoop
@@ -26,28 +27,27 @@ class Signals:
     Args:
         emit: takes the attempt's events, on the event loop.
         on_milestone: is told on the event loop which milestones this member has reached.
-        values: what this member holds of the attempt; set by the owner, since the values report here.
-        count: of what can be ready: see :meth:`~p2pavg.allreduce.values.AttemptData.is_ready`.
-        feeders: members that send this one their own contributions, and wait for no other member before that.
+        values: what this member holds of the attempt.
+        ledger: of the attempt.
         scope: of the attempt. After it was cancelled nothing is complete any more.
     """
-
-    values: AttemptData
 
     def __init__(
         self,
         emit: Callable[[AttemptEvent], None],
         on_milestone: OnMilestone,
-        feeders: Collection[str],
-        count: int,
+        values: AttemptData,
+        ledger: PartTracker,
         scope: trio.CancelScope,
     ) -> None:
         self.emit = emit
         self._on_milestone = on_milestone
-        self._feeders = frozenset(feeders)
+        self._values = values
+        # They send this member their own contributions, and wait for no other member before that.
+        self._feeders = frozenset(ledger.feeders)
         self._scope = scope
         self._to_loop: ToLoop | None = None
-        self._ready = [trio.Event() for _ in range(count)]
+        self._ready = [trio.Event() for _ in (*ledger.tasks, *ledger.forwards)]
         self._loop = 0  # identifier of the event loop's thread
         self._awaited = False  # whether a task on the event loop waits for them
         self._complete = False
@@ -59,7 +59,7 @@ class Signals:
 
     # ------------------------------------------------------------------ in any thread
 
-    def averaged(self, index: int) -> None:
+    def ready(self, index: int) -> None:
         """Note that something is ready: see :meth:`~p2pavg.allreduce.values.AttemptData.is_ready`."""
         if self._awaited:
             self._soon(self._ready[index].set)
@@ -76,7 +76,7 @@ class Signals:
 
     def progressed(self) -> None:
         """Note that a part has come."""
-        if self.values.complete:
+        if self._values.complete:
             self._soon(self.check_complete)
 
     def blame(self, peer_id: str, error: Exception) -> None:
@@ -94,9 +94,9 @@ class Signals:
 
     async def until_ready(self, index: int) -> None:
         """Wait for what :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` numbers so."""
-        with self.values.changed:  # a thread has said that it is ready, or will see that a task waits
+        with self._values.changed:  # a thread has said that it is ready, or will see that a task waits
             self._awaited = True
-            if self.values.is_ready(index):
+            if self._values.is_ready(index):
                 self._ready[index].set()
         await self._ready[index].wait()
 
@@ -107,9 +107,9 @@ class Signals:
 
     def check_complete(self) -> None:
         """Tell once that everything is here."""
-        if not self._complete and not self._scope.cancel_called and self.values.complete:
+        if not self._complete and not self._scope.cancel_called and self._values.complete:
             self._complete = True
-            self.emit(ResultComplete(self.values.averages.digests()))
+            self.emit(ResultComplete(self._values.averages.digests()))
 
     def broken(self, peer_id: str, error: Exception | str) -> None:
         """Tell that a lane to or from a member broke."""

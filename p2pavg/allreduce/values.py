@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 
@@ -90,7 +90,7 @@ class Combiner:
                 out,
                 robust=self._robust,
                 check=self._norm_check,
-                floats=self._buffers.floats,
+                buffers=self._buffers,
                 payload=self._room(out.numel()),
                 left_out=left_out,
             )
@@ -113,7 +113,6 @@ class AttemptData:
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed.
             Only contributors have one.
         aggregation: how the group combines contributions.
-        on_ready: is told of each number that is ready from now on (:meth:`is_ready`), in the thread that did it.
         proofs: signs what this member sends, and checks what the others signed; ``None`` if nothing is signed.
         leftover: contributions of the attempt before.
     """
@@ -125,7 +124,6 @@ class AttemptData:
         codec: Codec,
         vector: torch.Tensor | None,
         buffers: Buffers,
-        on_ready: Callable[[int], None],
         aggregation: Aggregation = PLAIN,
         proofs: Proofs | None = None,
         leftover: Leftover | None = None,
@@ -139,7 +137,6 @@ class AttemptData:
         self._codec = codec
         self._vector = vector
         self._buffers = buffers
-        self._on_ready = on_ready
         self.averages = Averages(ledger, codec.averages, buffers)
         """Of the whole vector, or an auxiliary's share."""
         own = ledger.parts[ledger.me]
@@ -287,6 +284,8 @@ class AttemptData:
     def average(self, index: int) -> None:
         """Do one of this member's tasks: average a part of its share, or reduce a part of its site as a relay.
 
+        It is ready from then on (:meth:`is_ready`).
+
         Raises:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
@@ -313,7 +312,6 @@ class AttemptData:
             self._ledger.averaged_own()
             self._ready[index] = True
             self.changed.notify_all()
-        self._on_ready(index)
 
     def inputs(self, index: int) -> dict[str, Buffer]:
         """Return the contributions of which a part of this member's share was averaged, by peer id, as they came.
@@ -332,8 +330,10 @@ class AttemptData:
         values = self._vector[part.start : part.stop]
         return self._codec.encode(values) if self._codec.is_sparse else values
 
-    def receive_average(self, reducer: str, part: SharePart, payload: Buffer, trailer: bytes = b"") -> None:
-        """Take a part of a reducer's share.
+    def receive_average(
+        self, reducer: str, part: SharePart, payload: Buffer, trailer: bytes = b""
+    ) -> Sequence[int]:
+        """Take a part of a reducer's share; return the numbers that are ready now (:meth:`is_ready`).
 
         Args:
             trailer: bytes that followed it, if it was the share's last part.
@@ -343,41 +343,44 @@ class AttemptData:
         """
         with self._decoding[reducer]:
             if reducer in self._passed:
-                return  # the whole share came from another one first
+                return ()  # the whole share came from another one first
             self.averages.install(reducer, part, payload)
             # The ledger hears of the last part only after the reducer's signature:
             # a share counts as complete when it is signed.
             self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received(reducer, Lane.AVERAGES)
-            self._note_forwards(reducer, (part,))
+            return self._note_forwards(reducer, (part,))
 
-    def _note_forwards(self, reducer: str, parts: Sequence[SharePart]) -> None:
-        """Note that averages of a reducer have come, in case that this member passes them on."""
+    def _note_forwards(self, reducer: str, parts: Sequence[SharePart]) -> Sequence[int]:
+        """Note that averages of a reducer have come; return their numbers if this member passes them on."""
         first = self._forwards.get(reducer)
         if first is None:
-            return
+            return ()
+        numbers = [first + part.index for part in parts]
         with self.changed:
-            for part in parts:
-                self._ready[first + part.index] = True
+            for number in numbers:
+                self._ready[number] = True
             self.changed.notify_all()
-        for part in parts:
-            self._on_ready(first + part.index)
+        return numbers
 
     def _check_output(self, reducer: str, trailer: bytes) -> None:
         if self.proofs is not None and trailer:
             self.proofs.check_output(reducer, self.averages.part_digests(reducer), trailer)
 
-    def receive_share(self, reducer: str, payloads: list[Buffer], trailer: bytes = b"") -> None:
+    def receive_share(self, reducer: str, payloads: list[Buffer], trailer: bytes = b"") -> Sequence[int]:
         """Take all parts of a reducer's share from another member, and the bytes that followed the last one.
+
+        Return the numbers that are ready now (:meth:`is_ready`).
 
         Raises:
             RemoteProtocolError: one of them does not decode, or the reducer has not signed them.
         """
         with self._decoding[reducer]:
             with self.changed:
-                if not self._ledger.lacks(reducer):
-                    return  # it came in the meantime, and its digest may have been told
+                came = not self._ledger.lacks(reducer)
+            if came:  # in the meantime, and its digest may have been told
+                return self._note_forwards(reducer, self._ledger.parts[reducer])
             # From here on, what the reducer's own lane still brings is dropped,
             # so that one share is never of two sources.
             self._passed.add(reducer)
@@ -386,4 +389,4 @@ class AttemptData:
             self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received_share(reducer)
-            self._note_forwards(reducer, self._ledger.parts[reducer])
+            return self._note_forwards(reducer, self._ledger.parts[reducer])

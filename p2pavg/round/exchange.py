@@ -450,12 +450,11 @@ class Exchange:
         self._attempt = Attempt(
             number=number,
             context=context,
-            group_id=self._roster.group_id,
+            group=self._roster,
             roster=roster,
             lanes=self._group.lanes(number),
             vector=self._vector,
             on_event=self._happened,
-            position=self._positions.__getitem__,
             leftover=leftover,
         )
         self._traffic.follow(self._attempt)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from p2pavg.allreduce.reduction import PartContribution, average_part
+from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg_compression import Codec, resolve_codec
 from p2pavg_compression.blocks import BlockCodec
@@ -90,6 +91,7 @@ def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor, *, compiled:
             codec.accumulate(payload, sums[: part.numel()], 0.25)
 
     encoded = bytearray(codec.encoded_nbytes(MAX_PART_ELEMENTS))
+    buffers = Buffers(2 * 4 * MAX_PART_ELEMENTS)
 
     def reduce() -> None:
         for part, payload, target in zip(parts, payloads, outs, strict=True):
@@ -99,7 +101,7 @@ def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor, *, compiled:
                 [PartContribution("own", 1.0, part), *others],
                 float(REDUCED),
                 target,
-                floats=lambda count: sums[:count],
+                buffers=buffers,
                 payload=memoryview(encoded)[: codec.encoded_nbytes(part.numel())],
             )
 

@@ -64,7 +64,7 @@ def _measure(codec: Codec, members: int, weights: str, arguments: argparse.Names
             robust = resolve_rule(None if rule == MEAN else rule)
             began = time.thread_time()
             average_part(
-                codec, contributions, sum(counts), out, robust=robust, floats=buffers.floats, payload=payload
+                codec, contributions, sum(counts), out, robust=robust, buffers=buffers, payload=payload
             )
             if number:
                 found[rule].append(1e3 * (time.thread_time() - began))

@@ -300,7 +300,7 @@ class AnotherGroups(LyingAttempt):
     """Marks all its lanes as belonging to another group."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(**given | {"group_id": bytes(32)})
+        super().__init__(**given | {"group": replace(given["group"], proposal=99)})
 
 
 class AnotherAttempts(LyingAttempt):
@@ -330,7 +330,7 @@ def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(super().send_to, member)
                 for header in headers:
-                    sent = structs.replace(header, group_id=self._plan.group_id)
+                    sent = structs.replace(header, group_id=self._plan.group.group_id)
                     transport = self._plan.context.transport
                     nursery.start_soon(open_lane, transport, member.peer_id, sent, parts)
 

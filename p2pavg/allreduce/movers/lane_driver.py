@@ -159,6 +159,9 @@ class DirectUse:
         self._place = place
         self._given = 0
         self._stopped = threading.Event()
+        # In a task: what goes in the next write, and the milestones that are reached then.
+        self._ready = bytearray()
+        self._milestones: list[Milestone] = []
         self.finished = False
         """True when everything was sent, or has come: the lane may be used again."""
 
@@ -310,35 +313,9 @@ class DirectUse:
         """
         message = header.encode()
         self.lane.keep_unsent_below(UNSENT_BYTES)
-        ready = bytearray(len(message).to_bytes(LENGTH_BYTES, "big") + message)
-        sent: list[Milestone] = []
-
-        async def write() -> None:
-            """Send what is ready, in one write. A milestone is reached when its part has left."""
-            nonlocal ready, sent
-            data, ready = ready, bytearray()
-            if data:
-                await self.lane.send_from_loop(data)
-            reached, sent = sent, []
-            for milestone in reached:
-                self._signals.reached(milestone)
-
-        async def move_on(move: Move) -> Any:
-            match move:
-                case AwaitReady(index) if not self._values.is_ready(index):
-                    await write()
-                    await self._signals.until_ready(index)
-                case SendPart(step, payload, trailer, milestone):
-                    ready.extend(b"".join((part_frame(step.part.index), payload, trailer)))
-                    self.moved += FRAME_BYTES + len(payload) + len(trailer)
-                    if milestone is not None:
-                        sent.append(milestone)
-                case RunWork(work):
-                    return work()
-            return None
-
-        await carry_out(sending(self._values, self.lane.remote, steps, header.begin), move_on)
-        await write()
+        self._ready += len(message).to_bytes(LENGTH_BYTES, "big") + message
+        await carry_out(sending(self._values, self.lane.remote, steps, header.begin), self)
+        await self._write()
         self.finished = True
 
     async def receive_small(self, moves: Moves) -> None:
@@ -348,21 +325,39 @@ class DirectUse:
             StreamBrokenError: the lane broke.
             RemoteProtocolError: the member sent what none sends.
         """
-        await carry_out(moves, self._receive_move)
+        await carry_out(moves, self)
 
-    async def _receive_move(self, move: Move) -> Any:
+    async def move(self, move: Move) -> Any:
+        """Carry out one move; return what came of it. What is sent goes once another member is waited for."""
         match move:
-            case ReceiveIndex():
-                return int.from_bytes(await self.lane.receive_exactly(FRAME_BYTES), "big")
-            case AwaitReady(index) if not self._values.is_ready(index):
-                self._signals.owes(self.lane.remote, False)
-                await self._signals.until_ready(index)
-                self._signals.owes(self.lane.remote, True)
-            case ReceivePart(coming, follow, ends):
-                return await self._take_part(coming, follow, ends)
             case RunWork(work):
                 return work()
+            case AwaitReady(index, receives) if not self._values.is_ready(index):
+                await self._write()
+                if receives:
+                    self._signals.owes(self.lane.remote, False)
+                await self._signals.until_ready(index)
+                if receives:
+                    self._signals.owes(self.lane.remote, True)
+            case SendPart(step, payload, trailer, milestone):
+                self._ready += b"".join((part_frame(step.part.index), payload, trailer))
+                self.moved += FRAME_BYTES + len(payload) + len(trailer)
+                if milestone is not None:
+                    self._milestones.append(milestone)
+            case ReceiveIndex():
+                return int.from_bytes(await self.lane.receive_exactly(FRAME_BYTES), "big")
+            case ReceivePart(coming, follow, ends):
+                return await self._take_part(coming, follow, ends)
         return None
+
+    async def _write(self) -> None:
+        """Send what is ready, in one write. A milestone is reached when its part has left."""
+        data, self._ready = self._ready, bytearray()
+        if data:
+            await self.lane.send_from_loop(data)
+        reached, self._milestones = self._milestones, []
+        for milestone in reached:
+            self._signals.reached(milestone)
 
     async def _take_part(self, coming: IncomingPart, follow: int, ends: bool) -> bytes:
         rest = coming.rest

@@ -8,10 +8,10 @@ each end of a lane may use another kind.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from p2pavg.allreduce.carry import IncomingPart
 from p2pavg.allreduce.events import BadContributionError
@@ -73,7 +73,15 @@ Moves: TypeAlias = Generator[Move, Any, None]
 """Moves, each of which is followed by the result of the one before."""
 
 
-async def carry_out(moves: Moves, mover: Callable[[Move], Awaitable[Any]]) -> None:
+class Mover(Protocol):
+    """Carries moves out in a task of the event loop."""
+
+    async def move(self, move: Move) -> Any:
+        """Carry out one move; return what came of it."""
+        ...
+
+
+async def carry_out(moves: Moves, mover: Mover) -> None:
     """Let a task carry moves out, one after the other."""
     result = None
     while True:
@@ -81,7 +89,7 @@ async def carry_out(moves: Moves, mover: Callable[[Move], Awaitable[Any]]) -> No
             move = moves.send(result)
         except StopIteration:
             return
-        result = await mover(move)
+        result = await mover.move(move)
 
 
 def sending(
@@ -143,7 +151,8 @@ def receiving(
             # It may have come before, over a direct lane that broke.
             if not values.has(step.reducer, step.kind, step.part.index):
                 average = partial(values.receive_average, step.reducer, step.part, coming.payload, trailer)
-                yield RunWork(average)
+                for number in (yield RunWork(average)):
+                    signals.ready(number)
         signals.progressed()
 
 
@@ -168,6 +177,8 @@ def _receiving_contribution(
         # It names the member whose values cannot be averaged, which need not be the one that sent this last part.
         if wrong is not None:
             signals.blame(wrong.peer_id, wrong)
+        else:
+            signals.ready(index)
 
 
 def _part_of(values: AttemptData, step: Step, coming: IncomingPart) -> ReceivePart:
@@ -192,5 +203,6 @@ def receiving_share(values: AttemptData, reducer: str, steps: Sequence[Step], si
         trailer = yield _part_of(values, step, coming)
         payloads.append(coming.payload)
     # All at once, so that a share is never of two sources.
-    yield RunWork(partial(values.receive_share, reducer, payloads, trailer))
+    for number in (yield RunWork(partial(values.receive_share, reducer, payloads, trailer))):
+        signals.ready(number)
     signals.progressed()

@@ -14,13 +14,14 @@ again without the lost member.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
 from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
+from p2pavg_compression import Codec
 
 
 class ResumeMark(NamedTuple):
@@ -66,11 +67,7 @@ class Leftover:
 
 
 def goes_on_at(
-    told: ResumeMark,
-    sent: int,
-    before: Sequence[SharePart],
-    now: Sequence[SharePart],
-    encoded_nbytes: Callable[[int], int],
+    told: ResumeMark, sent: int, before: Sequence[SharePart], now: Sequence[SharePart], codec: Codec
 ) -> ResumeMark:
     """Return where a contributor goes on in a later attempt.
 
@@ -79,28 +76,21 @@ def goes_on_at(
         sent: whole parts that the contributor has encoded. It believes of no more that they have come.
         before: parts of the reducer's share in the attempt before.
         now: parts of its share in this attempt.
-        encoded_nbytes: of the codec.
     """
     parts = min(told.parts, sent)
     mark = told if parts == told.parts and parts < sent else ResumeMark(parts, 0)
-    return _within(mark, before, now, encoded_nbytes)
+    return _within(mark, before, now, codec)
 
 
 def has_come(
-    came: Received,
-    before: Sequence[SharePart],
-    now: Sequence[SharePart],
-    encoded_nbytes: Callable[[int], int],
+    came: Received, before: Sequence[SharePart], now: Sequence[SharePart], codec: Codec
 ) -> ResumeMark:
     """Return how much of a contribution a reducer keeps for a later attempt."""
-    return _within(ResumeMark(len(came.parts), len(came.begun)), before, now, encoded_nbytes)
+    return _within(ResumeMark(len(came.parts), len(came.begun)), before, now, codec)
 
 
 def _within(
-    mark: ResumeMark,
-    before: Sequence[SharePart],
-    now: Sequence[SharePart],
-    encoded_nbytes: Callable[[int], int],
+    mark: ResumeMark, before: Sequence[SharePart], now: Sequence[SharePart], codec: Codec
 ) -> ResumeMark:
     """Return the last place up to ``mark`` that means the same in both attempts.
 
@@ -113,5 +103,7 @@ def _within(
     if mark.parts >= same:
         mark = ResumeMark(same, 0)
     if mark.parts == len(now):
-        return ResumeMark(len(now) - 1, encoded_nbytes(now[-1].elements))
-    return mark if mark.nbytes <= encoded_nbytes(now[mark.parts].elements) else ResumeMark(mark.parts, 0)
+        return ResumeMark(len(now) - 1, codec.encoded_nbytes(now[-1].elements))
+    return (
+        mark if mark.nbytes <= codec.encoded_nbytes(now[mark.parts].elements) else ResumeMark(mark.parts, 0)
+    )

@@ -7,7 +7,7 @@ contributions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,8 +130,7 @@ class StreamUse:
                 # Averages come after contributions: other members need the latter to make averages of their own.
                 if self._precedence is not None and not contributes:
                     await self._precedence.until_free()
-                moved = self._precedence.moved if self._precedence is not None and contributes else None
-                await self._send(step.part.index, payload, moved)
+                await self._send(step.part.index, payload, contributes=contributes)
                 if trailer:
                     await self._stream.send_all(trailer)
                     self._counts.add(self._stream, len(trailer))
@@ -145,7 +144,7 @@ class StreamUse:
                 return await self._receive(coming, bytearray(follow))
         return None
 
-    async def _send(self, index: int, payload: Buffer, moved: Callable[[], None] | None) -> None:
+    async def _send(self, index: int, payload: Buffer, *, contributes: bool) -> None:
         await trio.sleep(self._context.upload.delay(len(payload)))
         await self._stream.send_all(part_frame(index))
         self._counts.add(self._stream, FRAME_BYTES)
@@ -155,8 +154,8 @@ class StreamUse:
             await self._stream.send_all(piece)
             # Piece by piece: parts to many members end together, and would look like a link that is much faster.
             self._counts.add(self._stream, len(piece))
-            if moved is not None:
-                moved()
+            if self._precedence is not None and contributes:
+                self._precedence.moved()
 
     async def _receive(self, coming: IncomingPart, trailer: bytearray) -> bytes:
         rest = coming.rest

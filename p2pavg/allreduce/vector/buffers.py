@@ -17,11 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 
-def fresh_floats(elements: int) -> torch.Tensor:
-    """Return a new float32 tensor (elements,) on the CPU, of arbitrary content, whatever the process's defaults are."""
-    return torch.empty(elements, dtype=torch.float32, device="cpu")
-
-
 class Buffers:
     """Lends buffers, and reclaims each when nothing refers to it any more. Safe to use from any thread.
 
@@ -76,3 +71,7 @@ class Buffers:
         held = sum(memory.nbytes for memory in self._idle)
         while held > self._max_idle_bytes:
             held -= self._idle.pop(0).nbytes
+
+
+FRESH = Buffers(0)
+"""Memory that is not reused."""

@@ -17,7 +17,7 @@ from p2pavg.allreduce.events import BadContributionError
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, SignedShare, Subject, is_signed, part_digest
 from p2pavg.allreduce.reduction import NormCheck, PartContribution, bytes_of, decoded, reduce_part, scaled
 from p2pavg.allreduce.robust import largest_kept
-from p2pavg.allreduce.vector.buffers import fresh_floats
+from p2pavg.allreduce.vector.buffers import FRESH
 from p2pavg.base.errors import ConfigError, RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_RULE_CHARS
 from p2pavg.base.messages import Count, Message, pack
@@ -75,7 +75,7 @@ def what_is_wrong(
         if isinstance(own, torch.Tensor) and not bool((own.abs() <= MAX_MAGNITUDE).all()):
             peer_id = contribution.peer_id
             return f"it averaged a contribution of {peer_id} that counts in no round: its values are out of range"
-    exact = fresh_floats(elements)
+    exact = FRESH.floats(elements)
     check = None if aggregation.max_norm is None else NormCheck(roster)
     try:
         if check is not None:  # the reduction does not check a reducer's own values
@@ -91,10 +91,10 @@ def what_is_wrong(
     if bytes(best) == bytes(average):
         return ""
     try:
-        sent = coded.decode(average, elements, fresh_floats(elements)).double()
+        sent = coded.decode(average, elements, FRESH.floats(elements)).double()
     except CodecError as error:
         return f"its average does not decode: {error}"
-    nearest = coded.decode(best, elements, fresh_floats(elements)).double()
+    nearest = coded.decode(best, elements, FRESH.floats(elements)).double()
     largest = _largest(codec, contributions, elements, aggregation.robust).double()
     precise = exact.double()
     allowed = (nearest - precise).abs() + ROUNDING * (largest + sent.abs())
@@ -107,13 +107,13 @@ def _largest(
 ) -> torch.Tensor:
     """Return the largest magnitude of what is averaged to each value."""
     rows = (
-        scaled(contribution, decoded(codec, contribution, fresh_floats(elements)), fresh_floats)
+        scaled(contribution, decoded(codec, contribution, FRESH.floats(elements)))
         for contribution in contributions
     )
     if robust is not None:
         weights = bounded_weights([contribution.weight for contribution in contributions])
         return largest_kept(robust, list(rows), weights)
-    largest = fresh_floats(elements).zero_()
+    largest = FRESH.floats(elements).zero_()
     for row in rows:
         torch.maximum(largest, row.abs(), out=largest)
     return largest

@@ -15,7 +15,6 @@ from tests.unit.group.samples import SIGNERS, candidate, roster
 
 A, B, C, AUX = (signer.peer_id for signer in SIGNERS[:4])
 SHARE = 4
-GROUP = b"\x09" * 32
 NUMBER = 7
 
 
@@ -28,7 +27,7 @@ class Reaches(Transport):
 
     def __init__(self, peer_id: str, unreachable: Sequence[str] = ()) -> None:
         self.peer_id = peer_id
-        self.members = b""
+        self.group_id = self.members = b""
         self.opened: list[SaidBefore] = []
         self._unreachable = unreachable
 
@@ -63,7 +62,7 @@ class Reaches(Transport):
 
     def sent(self, peer_id: str, lane: Lane, reducer: int = 0) -> bytes | None:
         """Return the bytes sent to a member on a lane, after the header."""
-        header = LaneHeader(GROUP, lane, NUMBER, reducer, self.members).encode()
+        header = LaneHeader(self.group_id, lane, NUMBER, reducer, self.members).encode()
         head = len(header).to_bytes(4, "big") + header
         found = [s for s in self.opened if s.remote == peer_id and s.sent.startswith(head)]
         assert len(found) <= 1

@@ -62,13 +62,12 @@ def vector(index: int) -> torch.Tensor:
 
 
 class Held(AttemptData):
-    """The values of one member, with the parts that were reported as ready."""
+    """The values of one member."""
 
     def __init__(
         self, codec: Codec, me: int = 0, group: Roster | None = None, aggregation: Aggregation = PLAIN
     ) -> None:
         group = members() if group is None else group
-        self.ready: list[int] = []
         self.buffers = Buffers(1 << 30)
         self.ledger = PartTracker(group, IDS[me], codec.granularity)
         contributes = group.members[me] in group.contributors
@@ -77,9 +76,13 @@ class Held(AttemptData):
             codec=codec,
             vector=vector(me) if contributes else None,
             buffers=self.buffers,
-            on_ready=self.ready.append,
             aggregation=aggregation,
         )
+
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of what is ready."""
+        return [index for index, ready in enumerate(self._ready) if ready]
 
     def contribute(self, member: int, index: int, payload: Buffer | None = None) -> None:
         """Let a member's part come. The last contribution to a part averages it."""

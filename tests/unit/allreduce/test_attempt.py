@@ -27,7 +27,7 @@ from p2pavg.base.errors import StreamBrokenError
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import DirectLane, Stream
 from p2pavg_compression import Fp32
-from tests.unit.allreduce.attempts import AUX, GROUP, NUMBER, SHARE, A, B, C, Reaches, three
+from tests.unit.allreduce.attempts import AUX, NUMBER, SHARE, A, B, C, Reaches, three
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.laid import Takes
 from tests.unit.allreduce.streams import SaidBefore, Silent
@@ -111,20 +111,21 @@ class Side:
         group = three() if group is None else group
         self.members = members_digest(NUMBER, (member.peer_id for member in group.members))
         self.transport = Reaches(me, unreachable)
-        self.transport.members = self.members
+        self.transport.group_id, self.transport.members = group.group_id, self.members
         self.reports = Reports()
         self.lanes = Lanes()
-        positions = {member.peer_id: index for index, member in enumerate(group.members)}
         self.attempt = Attempt(
             number=NUMBER,
             context=context_over(self.transport, CODEC, 3 * SHARE),
-            group_id=GROUP,
+            group=group,
             roster=group,
             lanes=self.lanes,
             vector=None if me == AUX else torch.full((3 * SHARE,), value),
             on_event=self.reports.happened,
-            position=positions.__getitem__,
         )
+
+    def header(self, lane: Lane, reducer: int = 0) -> LaneHeader:
+        return LaneHeader(self.transport.group_id, lane, NUMBER, reducer, self.members)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -144,7 +145,7 @@ class Side:
         stream: Callable[[bytes, str], Stream | DirectLane] = Silent,
     ) -> InboundLane:
         """Let a member open a lane and send bytes on it."""
-        inbound = InboundLane(stream(said, peer_id), LaneHeader(GROUP, lane, NUMBER, reducer, self.members))
+        inbound = InboundLane(stream(said, peer_id), self.header(lane, reducer))
         self.lanes.arrived(inbound)
         await wait_all_tasks_blocked()
         return inbound
@@ -405,7 +406,7 @@ class TestPassingOn:
             await everything_but(side, (C, Lane.AVERAGES))
             side.attempt.receiver.take_from(B, [C])
             slow = Slow(words, C)
-            lane = InboundLane(slow, LaneHeader(GROUP, Lane.AVERAGES, NUMBER, 0, side.members))
+            lane = InboundLane(slow, side.header(Lane.AVERAGES))
             side.lanes.arrived(lane)
             slow.allow(before)
             await wait_all_tasks_blocked()
@@ -455,7 +456,7 @@ class TestTakingDirectLanes:
         side, words = Side(), part(30.0)
         async with side.running():
             slow = Slow(words, C)
-            stream = InboundLane(slow, LaneHeader(GROUP, kind, NUMBER, 0, side.members))
+            stream = InboundLane(slow, side.header(kind))
             side.lanes.arrived(stream)
             await wait_all_tasks_blocked()
             late = await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)

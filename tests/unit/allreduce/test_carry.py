@@ -63,7 +63,6 @@ class Play:
                 codec=codec,
                 vector=vector(me),
                 buffers=Buffers(1 << 24),
-                on_ready=lambda _index: None,
                 aggregation=aggregation,
                 proofs=proofs if audited else None,
                 leftover=None if before is None else before.leftover(me, self.told[me]),
@@ -264,7 +263,6 @@ def test_a_reducer_that_claims_more_than_was_sent_gets_the_rest_all_the_same() -
         codec=CODEC,
         vector=vector(0),
         buffers=Buffers(1 << 24),
-        on_ready=lambda _index: None,
         proofs=Proofs(subject, ledger, SIGNERS[0], {IDS[each]: each for each in range(SIZE)}),
         leftover=leftover,
     )

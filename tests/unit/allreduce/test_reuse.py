@@ -8,14 +8,11 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.movers.reuse import START, Received, ResumeMark, goes_on_at, has_come
 from p2pavg.group.shares import SharePart, cut_into_parts
+from p2pavg_compression import Fp16
 
 BEFORE = cut_into_parts(0, 40, 1, 10)
 LONGER = (*BEFORE, SharePart(4, 90, 97))
 OTHER = (*BEFORE[:2], SharePart(2, 50, 60))
-
-
-def nbytes(elements: int) -> int:
-    return 2 * elements
 
 
 def came(parts: int, begun: int = 0) -> Received:
@@ -44,7 +41,7 @@ def came(parts: int, begun: int = 0) -> Received:
 def test_a_contributor_goes_on_where_the_reducer_says(
     told: ResumeMark, sent: int, now: tuple[SharePart, ...], expected: ResumeMark
 ) -> None:
-    assert goes_on_at(told, sent, BEFORE, now, nbytes) == expected
+    assert goes_on_at(told, sent, BEFORE, now, Fp16()) == expected
 
 
 @given(
@@ -61,6 +58,6 @@ def test_a_reducer_keeps_whatever_it_has_told(
     begun = begun if parts < 4 else 0
     told = ResumeMark(parts, begun)
     kept = max(told, ResumeMark(more, further if more < 4 else 0))
-    mark = has_come(came(*kept), BEFORE, now, nbytes)
-    assert goes_on_at(told, 4, BEFORE, now, nbytes) <= mark
+    mark = has_come(came(*kept), BEFORE, now, Fp16())
+    assert goes_on_at(told, 4, BEFORE, now, Fp16()) <= mark
     assert not now or mark.parts < len(now), "a signature has to follow a part"

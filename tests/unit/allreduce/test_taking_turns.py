@@ -72,11 +72,7 @@ class Sender:
         self._turns = turns
         self._ledger = PartTracker(group, ME, Fp32().granularity)
         self._values = AttemptData(
-            ledger=self._ledger,
-            codec=Fp32(),
-            vector=torch.zeros(3 * SHARE),
-            buffers=Buffers(0),
-            on_ready=lambda _index: None,
+            ledger=self._ledger, codec=Fp32(), vector=torch.zeros(3 * SHARE), buffers=Buffers(0)
         )
 
     def use(self, lane: Link) -> DirectUse:

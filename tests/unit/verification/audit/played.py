@@ -88,7 +88,6 @@ class Played:
             codec=self.codec,
             vector=None if member.auxiliary else vector(index),
             buffers=Buffers(1 << 24),
-            on_ready=lambda _index: None,
             aggregation=self.aggregation,
             proofs=Proofs(self.subject, ledger, SIGNERS[index], positions),
         )

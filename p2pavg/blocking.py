@@ -22,7 +22,7 @@ import trio
 from p2pavg.allreduce.vector.accumulation import Given
 from p2pavg.base.limits import CALM_LOOK_SECONDS, GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
-from p2pavg.base.threads.program_end import at_the_end
+from p2pavg.base.threads.program_end import ProgramEnd
 from p2pavg.base.threads.trio_thread import TrioThread
 from p2pavg.group.places.gossip import SearchPlace, SearchStage
 from p2pavg.net.nat.reach.reachability import Reachability
@@ -290,7 +290,7 @@ class Averager:
 
         It closes with this one at the latest. Call the function in any thread but the averager's.
         """
-        averager, close = self._call(partial(self._thread.hold, self._averager.sibling, config))
+        averager, close = self._call(lambda: self._thread.hold(self._averager.sibling(config)))
 
         def forget_and_close() -> None:
             # It may be closed twice: by the block, and by its own `close`.
@@ -310,7 +310,7 @@ class Averager:
         Args:
             enter: returns the context manager; it is given the thread's averager.
         """
-        value, close = self._call(partial(self._thread.hold, enter, self._averager))
+        value, close = self._call(lambda: self._thread.hold(enter(self._averager)))
         try:
             yield value
         finally:
@@ -466,5 +466,5 @@ def start_averager(config: AveragingConfig | str, **options: Any) -> Averager:
 
         # Its own `close` also ends the block that was entered by hand above.
         averager = _started[config.run_id] = Averager(opened._thread, opened._averager, close)
-        ending = at_the_end(end_with_the_program)
+        ending = ProgramEnd(end_with_the_program)
     return averager

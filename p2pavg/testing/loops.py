@@ -91,12 +91,10 @@ class LoopThread(Generic[T]):
                 thread.join()
                 raise
 
-    async def hold(
-        self, enter: Callable[..., AbstractAsyncContextManager[R]], *args: object
-    ) -> tuple[R, Callable[[], None]]:
-        """Enter ``enter(*args)``; return its value, and a function for the loop that leaves it and waits."""
+    async def hold(self, block: AbstractAsyncContextManager[R]) -> tuple[R, Callable[[], None]]:
+        """Enter a block; return its value, and a function for the loop that leaves it and waits."""
         assert self._nursery is not None
-        what, close = await hold_in(self._nursery, enter, *args)
+        what, close = await hold_in(self._nursery, block)
         return what, partial(self.call, close)
 
     # ------------------------------------------------------------------ in the thread

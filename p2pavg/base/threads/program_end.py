@@ -16,50 +16,45 @@ from contextlib import suppress
 logger = logging.getLogger(__name__)
 
 
-def at_the_end(close: Callable[[], None]) -> ProgramEnd:
-    """Call ``close`` when all threads have ended that are no daemons, unless it is cancelled before.
-
-    It may be called when the main thread has ended already.
-    """
-    ending = ProgramEnd(close)
-    # CPython's own; concurrent.futures uses it. Other implementations may lack it.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    try:
-        register(ending.main_thread_ends)
-    except RuntimeError:  # "can't register atexit after shutdown": the main thread has ended
-        ending.wait_for_others()
-    return ending
-
-
 class ProgramEnd:
-    """One function that is to be called. Made by :func:`at_the_end`."""
+    """Calls ``close`` when all threads have ended that are no daemons, unless it is cancelled before.
+
+    It may be made when the main thread has ended already.
+    """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close: Callable[[], None] | None = close
         self._lock = threading.Lock()
+        # CPython's own; concurrent.futures uses it. Other implementations may lack it.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        try:
+            register(self._main_thread_ends)
+        except RuntimeError:  # "can't register atexit after shutdown": the main thread has ended
+            self._wait_for_others()
 
     def cancel(self) -> None:
         """Do not call the function: it has been called, or is."""
         with self._lock:
             self._close = None
 
-    def main_thread_ends(self) -> None:
+    def _main_thread_ends(self) -> None:
         """Call the function now if no other thread goes on, and else when they have ended."""
         if not _others():
-            self._call()
+            self.call()
             return
         try:
-            self.wait_for_others()
+            self._wait_for_others()
         except RuntimeError as error:  # Python 3.12.0 and 3.12.1 start no thread from here on
             logger.warning("closing while other threads go on: %s", error)
-            self._call()
+            self.call()
 
-    def wait_for_others(self) -> None:
+    def _wait_for_others(self) -> None:
         """Start a thread that calls the function when the others have ended. The interpreter waits for it."""
         if self._close is not None:
-            _Waiter(self._call).start()
+            _Waiter(self).start()
 
-    def _call(self) -> None:
+    def call(self) -> None:
+        """Call the function, unless that was cancelled."""
         with self._lock:
             close, self._close = self._close, None
         if close is not None:
@@ -67,11 +62,11 @@ class ProgramEnd:
 
 
 class _Waiter(threading.Thread):
-    """Waits for all threads that are neither daemons nor waiters, and calls a function."""
+    """Waits for all threads that are neither daemons nor waiters."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, ending: ProgramEnd) -> None:
         super().__init__(name="p2pavg-end", daemon=False)
-        self._then = then
+        self._ending = ending
 
     def run(self) -> None:
         """Wait, and call the function."""
@@ -79,7 +74,7 @@ class _Waiter(threading.Thread):
             for other in others:
                 with suppress(RuntimeError):  # it has not begun yet
                     other.join()
-        self._then()
+        self._ending.call()
 
 
 def _others() -> list[threading.Thread]:

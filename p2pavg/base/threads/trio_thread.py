@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 async def hold_in(
-    nursery: trio.Nursery, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
+    nursery: trio.Nursery, block: AbstractAsyncContextManager[T]
 ) -> tuple[T, Callable[[], Awaitable[None]]]:
-    """Enter ``enter(*args)`` in a task of a nursery. Return its value, and a function that leaves it and waits."""
+    """Enter a block in a task of a nursery. Return its value, and a function that leaves it and waits."""
     leave, left = trio.Event(), trio.Event()
 
     async def live(task_status: TaskStatus[T]) -> None:
         try:
-            async with enter(*args) as what:
+            async with block as what:
                 task_status.started(what)
                 await leave.wait()
         finally:
@@ -199,22 +199,19 @@ class TrioThread(Generic[R]):
         if owed > 0:
             self.call(partial(_quiet, TURN * owed))
 
-    async def hold(
-        self, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
-    ) -> tuple[T, Callable[[], None]]:
-        """Enter ``enter(*args)`` in the thread. Return its value, and a function that leaves it and waits.
+    async def hold(self, block: AbstractAsyncContextManager[T]) -> tuple[T, Callable[[], None]]:
+        """Enter a block in the thread. Return its value, and a function that leaves it and waits.
 
         Call this in the thread, and the returned function in any other thread.
         """
         assert self._nursery is not None
-        what, close = await hold_in(self._nursery, enter, *args)
-        return what, partial(self._close_held, close)
+        what, leave = await hold_in(self._nursery, block)
 
-    def _close_held(self, close: Callable[[], Awaitable[None]]) -> None:
-        try:
-            self.call(close)
-        except ClosedError:
-            return  # the thread has ended, and has left the context manager
+        def close() -> None:
+            with suppress(ClosedError):  # the thread has ended, and has left the block
+                self.call(leave)
+
+        return what, close
 
     def check(self) -> None:
         """Raise the exception that ended the thread; ClosedError if it was stopped or belongs to a parent process."""

@@ -49,17 +49,17 @@ async def told_while_waiting(
             not logged.
         first: seconds until the first warning.
     """
+
+    async def tell() -> None:
+        began, pause = trio.current_time(), first
+        while True:
+            await trio.sleep(pause)
+            if sentence := why(trio.current_time() - began):
+                logger.warning("%s", sentence)
+            pause = min(2 * pause, MAX_BACKOFF_SECONDS)
+
     with bare_exceptions():
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_tell, logger, why, first)
+            nursery.start_soon(tell)
             yield
             nursery.cancel_scope.cancel()
-
-
-async def _tell(logger: logging.Logger, why: Callable[[float], str], first: float) -> None:
-    began, pause = trio.current_time(), first
-    while True:
-        await trio.sleep(pause)
-        if sentence := why(trio.current_time() - began):
-            logger.warning("%s", sentence)
-        pause = min(2 * pause, MAX_BACKOFF_SECONDS)

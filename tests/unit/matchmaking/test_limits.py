@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_MEMBERS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.matchmaking.actions import Renew
-from p2pavg.matchmaking.attempt_state import MAX_LATE, MAX_PROVEN, AttemptPhase, Memory
+from p2pavg.matchmaking.attempt_state import MAX_BANNED, MAX_LATE, MAX_PROVEN, AttemptPhase, Memory
 from p2pavg.matchmaking.messages import (
     Accept,
     Declined,
@@ -352,8 +352,12 @@ class TestMemory:
             memory.wasted(f"late {index}", EPOCH)
         for index in range(MAX_PROVEN + 10):
             memory.finished_with([one_of_many(index)])
+        for index in range(MAX_BANNED + 1):
+            memory.ban(f"banned {index}", "it lied", EPOCH + index)
         assert len(memory._late) == MAX_LATE
         assert len(memory._proven) == MAX_PROVEN
+        assert "banned 0" not in memory.banned(EPOCH - 1)
+        assert list(memory.banned(EPOCH + MAX_BANNED - 1)) == [f"banned {MAX_BANNED}"], "the others are over"
 
     def test_backoffs_of_several_leaders_overlap(self) -> None:
         memory = Memory()

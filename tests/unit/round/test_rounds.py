@@ -9,7 +9,7 @@ import trio
 
 from p2pavg.allreduce.reduction import RoundFault
 from p2pavg.round.exchange import Exchange
-from p2pavg.round.rounds import Rounds, RoundSettings
+from p2pavg.round.rounds import MAX_STRUCK, Rounds, RoundSettings, Strikes
 from tests.unit.allreduce.attempts import A, B, C, three
 
 
@@ -33,3 +33,12 @@ async def test_a_member_that_was_lost_has_not_finished_the_round() -> None:
         rounds = Rounds(cast(Any, None), cast(Any, matchmaker), settings, tails)
         await rounds.hold(cast(Exchange, Ended()))
     assert finished == [A, B]
+
+
+def test_the_oldest_strikes_are_forgotten() -> None:
+    strikes = Strikes()
+    for index in range(MAX_STRUCK + 1):
+        assert strikes.add(f"peer {index}") == 1
+    assert strikes.add("peer 2") == 2, "it is now the latest"
+    assert strikes.add("peer 0") == 1, "more peers have had strikes since"
+    assert strikes.add("peer 2") == 3

@@ -180,24 +180,27 @@ class Connections:
             raise
 
     async def adopt(
-        self, carrier: Carrier, peer_id: PeerId, *, initiator: bool, started: Callable[[], None] | None = None
+        self, carrier: Carrier, peer_id: PeerId, *, initiator: bool, works: trio.Event | None = None
     ) -> None:
         """Make a connection over a circuit or a punched socket; see :meth:`GuardedSwarm.adopt`.
 
         Raises:
             UnreachableError: the handshake failed, another peer is there, or there is no place for the connection.
         """
-        identity = ID.from_string(peer_id)
+        identity, works = ID.from_string(peer_id), trio.Event() if works is None else works
         try:
             if initiator:
                 with trio.fail_after(ADOPT_SECONDS):
-                    await self._swarm.adopt(carrier, identity, initiator=True, started=started)
+                    await self._swarm.adopt(carrier, identity, works, initiator=True)
                 return
             # It was not accepted by a listener, but costs as much, so it counts like any inbound connection.
             with self.entrance.arriving(carrier.remote_endpoint[0]) as arrival:
                 self.entrance.admission.speaks(arrival)
                 carrier.arrival = arrival
-                await self._swarm.adopt(carrier, identity, initiator=False, started=started)
+                await self._swarm.adopt(carrier, identity, works, initiator=False)
+            # The block above ends without an error if the limits have dropped the connection.
+            if not works.is_set():
+                raise UnreachableError("no connection was made: it gives way to others")
         except (SwarmException, trio.TooSlowError) as error:
             raise UnreachableError(f"no connection was made: {error_text(error)}") from None
 
@@ -227,7 +230,7 @@ class Connections:
 
     async def _host_punched(self, carrier: Carrier, peer_id: PeerId, outcome: _Outcome) -> None:
         try:
-            await self.adopt(carrier, peer_id, initiator=False, started=outcome.known.set)
+            await self.adopt(carrier, peer_id, initiator=False, works=outcome.known)
         except UnreachableError as error:
             outcome.reason = str(error)
         except Exception as error:  # a bug, or an error of libp2p that has no common type

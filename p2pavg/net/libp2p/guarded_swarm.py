@@ -101,9 +101,7 @@ class GuardedSwarm(Swarm):
         self.on_connection(connection)
         return connection
 
-    async def adopt(
-        self, carrier: Carrier, peer_id: ID, *, initiator: bool, started: Callable[[], None] | None = None
-    ) -> None:
+    async def adopt(self, carrier: Carrier, peer_id: ID, works: trio.Event, *, initiator: bool) -> None:
         """Make a connection over a carrier that exists: a circuit, or a socket of a punched hole.
 
         The initiator's call returns when the connection is in the swarm. The other side's call lives as long as the
@@ -111,7 +109,7 @@ class GuardedSwarm(Swarm):
 
         Args:
             peer_id: the peer that must be at the other end.
-            started: called when the connection is in the swarm.
+            works: set when the connection is in the swarm.
 
         Raises:
             SwarmException: the handshake failed, another peer is there, or there is no place.
@@ -133,8 +131,7 @@ class GuardedSwarm(Swarm):
                 raise
             # The bytes of a handshake are the relay's or a stranger's, and so it may fail in any way.
             raise SwarmException(f"the handshake with {peer_id} failed") from error
-        if started is not None:
-            started()
+        works.set()
         if isinstance(muxed, GuardedYamux):
             try:
                 await muxed.event_closed.wait()

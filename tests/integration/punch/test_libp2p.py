@@ -12,6 +12,7 @@ from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch.meeting import RefusedPunchError
 from p2pavg.net.nat.punch.service import PunchService
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
+from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import (
     LOOPBACK,
     TIMEOUT,
@@ -36,6 +37,13 @@ def behind_a_router(host: Libp2pTransport, kind: Kind = Kind.PUNCHABLE) -> Punch
     )
     reaching.puncher._predict = kept
     return reaching.punches
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a TCP connection that no listener of a host has accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        mine = socket.create_connection(listening.getsockname())
+        return mine, listening.accept()[0]
 
 
 @watched
@@ -98,9 +106,7 @@ async def test_a_peer_that_is_asked_dials_directly_and_never_through_a_relay() -
 @watched
 async def test_a_punched_socket_to_another_peer_is_closed() -> None:
     async with pair() as (here, there), open_host(LOOPBACK) as other:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            mine = socket.create_connection(listening.getsockname())
-            theirs, _ = listening.accept()
+        mine, theirs = socket_pair()
         async with trio.open_nursery() as nursery:
 
             async def responder() -> None:
@@ -113,3 +119,23 @@ async def test_a_punched_socket_to_another_peer_is_closed() -> None:
         assert mine.fileno() == theirs.fileno() == -1
         assert not here.is_connected(other.peer_id)
         assert not here.is_connected(there.peer_id)
+
+
+@watched
+async def test_a_punched_connection_that_gives_way_in_its_handshake_is_no_success() -> None:
+    """The peer that asked learns then that it was refused, and not that it is connected."""
+    async with open_host(LOOPBACK) as host:
+        mine, theirs = socket_pair()
+        entrance, some_peer = host._connections.entrance, Ed25519Signer(b"s" * 32).peer_id
+        async with trio.open_nursery() as nursery:
+
+            async def admission() -> None:
+                await eventually(lambda: bool(entrance._drops))
+                (arrival,) = entrance._drops
+                entrance._drop([arrival])
+
+            nursery.start_soon(admission)
+            with mine, pytest.raises(UnreachableError, match="gives way"):
+                await host._connections.adopt_socket(theirs, some_peer, initiator=False)
+        assert theirs.fileno() == -1
+        assert not entrance._drops

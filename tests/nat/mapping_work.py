@@ -19,9 +19,18 @@ from p2pavg.net.nat.reach.mapping import MappingClient, PortMapper
 from p2pavg.net.nat.reach.upnp import Upnp
 
 GREETING = b"hello"
+
+
+def router_of_another_version() -> NatPmp:
+    """Return what is known of a router that speaks PCP."""
+    found = NatPmp()
+    found.other_version = True
+    return found
+
+
 CLIENTS: dict[str, Callable[[], MappingClient]] = {
     "NAT-PMP": NatPmp,
-    "PCP": lambda: Pcp(lambda: True),
+    "PCP": lambda: Pcp(router_of_another_version()),
     "UPnP": Upnp,
 }
 

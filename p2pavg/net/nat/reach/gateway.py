@@ -15,10 +15,10 @@ import ipaddress
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -63,7 +63,7 @@ def gateway_in(text: str, little_endian: bool) -> str | None:
 
 # Requests to the router over UDP, as NAT-PMP and PCP send them.
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", covariant=True)
 
 PORT = 5351
 _IS_ANSWER, _OTHER_VERSION = 128, 1  # in both protocols
@@ -88,41 +88,19 @@ class Granted:
     """Seconds."""
 
 
-async def ask_router(
-    gateway: str | None, port: int, request: Callable[[str], bytes], read: Callable[[bytes], Answer]
-) -> Answer:
-    """Send a request until a valid answer comes; packets that are none are dropped.
+class RouterRequest(Protocol[Answer]):
+    """A request to the router, which also reads the answer to it."""
 
-    Args:
-        gateway: the router's IPv4 address; ``None`` if none is known.
-        request: returns the request, given this machine's address towards the router.
-        read: returns the content of an answer, raises RemoteProtocolError for a packet that is none, or
-            UnreachableError for a refusal.
+    def packet(self, own_host: str) -> bytes:
+        """Return its bytes, given this machine's address towards the router."""
 
-    Raises:
-        UnreachableError: no valid answer came, or the router refused.
-    """
-    if gateway is None:
-        raise UnreachableError("no router is known")
-    try:
-        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-            await opened.connect((gateway, port))
-            packet = request(opened.getsockname()[0])
-            for pause in PAUSES:
-                await opened.send(packet)
-                with trio.move_on_after(pause):
-                    return await _receive(opened, read)
-    except OSError as error:
-        raise UnreachableError(f"{gateway}: {error.strerror}") from None
-    raise UnreachableError(f"the router {gateway} does not answer")
+    def read(self, answer: bytes) -> Answer:
+        """Return the content of an answer.
 
-
-async def _receive(opened: trio.socket.SocketType, read: Callable[[bytes], Answer]) -> Answer:
-    while True:
-        try:
-            return read(await opened.recv(_MAX_BYTES))
-        except RemoteProtocolError:
-            continue
+        Raises:
+            RemoteProtocolError: the bytes are no answer to this request.
+            UnreachableError: the router refused; the message says why.
+        """
 
 
 # NAT-PMP
@@ -136,42 +114,46 @@ _NATPMP_RESULTS = {
 }
 
 
-def encode_natpmp_map(port: int, outer_port: int, lease: int) -> bytes:
-    """Return the request to map a TCP port; with a lease of 0, to remove the mapping."""
-    head = bytes([0, _MAP_TCP, 0, 0])
-    return head + port.to_bytes(2, "big") + outer_port.to_bytes(2, "big") + lease.to_bytes(4, "big")
+@dataclass(frozen=True, slots=True)
+class NatPmpMap:
+    """The request to map a TCP port; with a lease of 0, to remove the mapping.
 
-
-def read_natpmp_map(answer: bytes, port: int, *, lease: int) -> tuple[int, Granted]:
-    """Return the router's clock in seconds, and the mapping in an answer.
-
-    Args:
-        lease: the seconds that were asked for; the router may grant less, not more.
-
-    Raises:
-        RemoteProtocolError: the bytes are no answer to a request for ``port``.
-        UnreachableError: the router refused; the message says why.
+    The answer has the router's clock in seconds, and the mapping, for no more than the lease.
     """
-    clock = _read_natpmp_head(answer, _MAP_TCP, 16)
-    inner, outer = int.from_bytes(answer[8:10], "big"), int.from_bytes(answer[10:12], "big")
-    granted = int.from_bytes(answer[12:16], "big")
-    if inner != port or (lease and not (outer and granted)):
-        raise RemoteProtocolError("an answer for another port, or without a port or a lease")
-    return clock, Granted(outer, min(granted, lease))
+
+    port: int
+    outer_port: int
+    lease: int
+
+    def packet(self, own_host: str) -> bytes:  # noqa: ARG002 - PCP's needs it
+        """See :class:`RouterRequest`."""
+        ports = self.port.to_bytes(2, "big") + self.outer_port.to_bytes(2, "big")
+        return bytes([0, _MAP_TCP, 0, 0]) + ports + self.lease.to_bytes(4, "big")
+
+    def read(self, answer: bytes) -> tuple[int, Granted]:
+        """See :class:`RouterRequest`."""
+        clock = _read_natpmp_head(answer, _MAP_TCP, 16)
+        inner, outer = int.from_bytes(answer[8:10], "big"), int.from_bytes(answer[10:12], "big")
+        granted = int.from_bytes(answer[12:16], "big")
+        if inner != self.port or (self.lease and not (outer and granted)):
+            raise RemoteProtocolError("an answer for another port, or without a port or a lease")
+        return clock, Granted(outer, min(granted, self.lease))
 
 
-def read_natpmp_address(answer: bytes) -> tuple[int, str]:
-    """Return the router's clock in seconds, and its outer address.
+class NatPmpAddress:
+    """The request for the router's outer address. The answer has the router's clock in seconds, and the address."""
 
-    Raises:
-        RemoteProtocolError: the bytes are no answer to a request for the address.
-        UnreachableError: the router refused; the message says why.
-    """
-    clock = _read_natpmp_head(answer, _ADDRESS, 12)
-    host = ipaddress.IPv4Address(answer[8:12])
-    if host.is_unspecified:
-        raise UnreachableError("the router has no outer address")
-    return clock, str(host)
+    def packet(self, own_host: str) -> bytes:  # noqa: ARG002 - PCP's needs it
+        """See :class:`RouterRequest`."""
+        return bytes([0, _ADDRESS])
+
+    def read(self, answer: bytes) -> tuple[int, str]:
+        """See :class:`RouterRequest`."""
+        clock = _read_natpmp_head(answer, _ADDRESS, 12)
+        host = ipaddress.IPv4Address(answer[8:12])
+        if host.is_unspecified:
+            raise UnreachableError("the router has no outer address")
+        return clock, str(host)
 
 
 def _read_natpmp_head(answer: bytes, request: int, length: int) -> int:
@@ -188,11 +170,16 @@ def _read_natpmp_head(answer: bytes, request: int, length: int) -> int:
 
 
 class NatPmp:
-    """The mapping of one port by NAT-PMP."""
+    """The mapping of one port by NAT-PMP.
+
+    Args:
+        gateway: the router's IPv4 address; ``None`` takes that of the default router at each request.
+        port: the port at which the router hears requests.
+    """
 
     name = "NAT-PMP"
 
-    def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = PORT) -> None:
+    def __init__(self, gateway: str | None = None, port: int = PORT) -> None:
         self._gateway = gateway
         self._port = port
         self.other_version = False
@@ -210,9 +197,8 @@ class NatPmp:
         Raises:
             UnreachableError: there is no router, or it did not answer, or it refused.
         """
-        _, host = await self._ask(bytes([0, _ADDRESS]), read_natpmp_address)
-        request = encode_natpmp_map(port, outer_port, lease)
-        clock, granted = await self._ask(request, lambda answer: read_natpmp_map(answer, port, lease=lease))
+        _, host = await self.ask(NatPmpAddress())
+        clock, granted = await self.ask(NatPmpMap(port, outer_port, lease))
         self._clock = (trio.current_time(), clock)
         return host, granted
 
@@ -224,7 +210,7 @@ class NatPmp:
         Raises:
             UnreachableError: it did not answer, or it refused.
         """
-        clock, now_host = await self._ask(bytes([0, _ADDRESS]), read_natpmp_address)
+        clock, now_host = await self.ask(NatPmpAddress())
         now, before = trio.current_time(), self._clock
         self._clock = (now, clock)
         has_restarted = before is not None and clock < before[1] + (now - before[0]) * 7 / 8 - 2
@@ -234,15 +220,34 @@ class NatPmp:
 
     async def remove(self, port: int, granted: Granted) -> None:  # noqa: ARG002 - UPnP's needs both
         """Remove the mapping of a port. Raises UnreachableError."""
-        await self._ask(encode_natpmp_map(port, 0, 0), lambda answer: read_natpmp_map(answer, port, lease=0))
+        await self.ask(NatPmpMap(port, 0, 0))
 
-    async def _ask(self, request: bytes, read: Callable[[bytes], Answer]) -> Answer:
-        """Send a request until a valid answer comes. Raises UnreachableError."""
+    async def ask(self, request: RouterRequest[Answer]) -> Answer:
+        """Send a request until a valid answer comes; packets that are none are dropped.
+
+        Raises:
+            UnreachableError: no router is known, no valid answer came, or the router refused.
+        """
+        gateway = self._gateway or default_gateway()
+        if gateway is None:
+            raise UnreachableError("no router is known")
         try:
-            return await ask_router(self._gateway(), self._port, lambda _: request, read)
+            with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+                await opened.connect((gateway, self._port))
+                packet = request.packet(opened.getsockname()[0])
+                for pause in PAUSES:
+                    await opened.send(packet)
+                    with trio.move_on_after(pause):
+                        while True:
+                            answer = await opened.recv(_MAX_BYTES)
+                            with suppress(RemoteProtocolError):
+                                return request.read(answer)
         except OtherVersionError:
             self.other_version = True
             raise
+        except OSError as error:
+            raise UnreachableError(f"{gateway}: {error.strerror}") from None
+        raise UnreachableError(f"the router {gateway} does not answer")
 
 
 # PCP
@@ -261,69 +266,61 @@ _PCP_RESULTS = {
 }
 
 
-def encode_pcp_map(own_host: str, nonce: bytes, port: int, outer_port: int, lease: int) -> bytes:
-    """Return the request to map a TCP port; with a lease of 0, to remove the mapping.
+@dataclass(frozen=True, slots=True)
+class PcpMap:
+    """The request to map a TCP port; with a lease of 0, to remove the mapping.
 
-    Args:
-        own_host: this machine's IPv4 address towards the router.
-        nonce: NONCE_BYTES random bytes, the same for all requests about one mapping.
+    The answer has the router's outer address, and the mapping, for no more than the lease.
     """
-    own, none = (ipaddress.IPv6Address(f"::ffff:{host}").packed for host in (own_host, "0.0.0.0"))
-    head = bytes([_PCP_VERSION, _MAP, 0, 0]) + lease.to_bytes(4, "big") + own
-    ports = port.to_bytes(2, "big") + outer_port.to_bytes(2, "big")
-    return head + nonce + bytes([_TCP, 0, 0, 0]) + ports + none
 
+    nonce: bytes
+    """NONCE_BYTES random bytes, the same for all requests about one mapping."""
+    port: int
+    outer_port: int
+    lease: int
 
-def read_pcp_map(answer: bytes, nonce: bytes, port: int, *, lease: int) -> tuple[str, Granted]:
-    """Return the router's outer address, and the mapping in an answer.
+    def packet(self, own_host: str) -> bytes:
+        """See :class:`RouterRequest`."""
+        own, none = (ipaddress.IPv6Address(f"::ffff:{host}").packed for host in (own_host, "0.0.0.0"))
+        head = bytes([_PCP_VERSION, _MAP, 0, 0]) + self.lease.to_bytes(4, "big") + own
+        ports = self.port.to_bytes(2, "big") + self.outer_port.to_bytes(2, "big")
+        return head + self.nonce + bytes([_TCP, 0, 0, 0]) + ports + none
 
-    Args:
-        lease: the seconds that were asked for; 0 for a removal.
-
-    Raises:
-        RemoteProtocolError: the bytes are no answer to a request with this nonce, for ``port``.
-        UnreachableError: the router refused; the message says why.
-    """
-    if len(answer) < 4 or answer[1] != _IS_ANSWER + _MAP:
-        raise RemoteProtocolError(f"{len(answer)} bytes that are no answer")
-    result = answer[3]
-    if answer[0] != _PCP_VERSION or result == _OTHER_VERSION:
-        raise OtherVersionError("the router speaks another version")
-    if len(answer) != _PCP_ANSWER_BYTES or answer[24:36] != nonce or answer[36] != _TCP:
-        raise RemoteProtocolError("an answer to another request")
-    if result:
-        raise UnreachableError(_PCP_RESULTS.get(result, f"the router refused with the number {result}"))
-    inner, outer = int.from_bytes(answer[40:42], "big"), int.from_bytes(answer[42:44], "big")
-    granted = int.from_bytes(answer[4:8], "big")
-    if inner != port or (lease and not (outer and granted)):
-        raise RemoteProtocolError("an answer for another port, or without a port or a lease")
-    host = parse_host(str(ipaddress.IPv6Address(answer[44:60])))
-    known = host is not None and not host.is_unspecified
-    return str(host) if known else "", Granted(outer, min(granted, lease))
+    def read(self, answer: bytes) -> tuple[str, Granted]:
+        """See :class:`RouterRequest`."""
+        if len(answer) < 4 or answer[1] != _IS_ANSWER + _MAP:
+            raise RemoteProtocolError(f"{len(answer)} bytes that are no answer")
+        result = answer[3]
+        if answer[0] != _PCP_VERSION or result == _OTHER_VERSION:
+            raise OtherVersionError("the router speaks another version")
+        if len(answer) != _PCP_ANSWER_BYTES or answer[24:36] != self.nonce or answer[36] != _TCP:
+            raise RemoteProtocolError("an answer to another request")
+        if result:
+            raise UnreachableError(_PCP_RESULTS.get(result, f"the router refused with the number {result}"))
+        inner, outer = int.from_bytes(answer[40:42], "big"), int.from_bytes(answer[42:44], "big")
+        granted = int.from_bytes(answer[4:8], "big")
+        if inner != self.port or (self.lease and not (outer and granted)):
+            raise RemoteProtocolError("an answer for another port, or without a port or a lease")
+        host = parse_host(str(ipaddress.IPv6Address(answer[44:60])))
+        known = host is not None and not host.is_unspecified
+        return str(host) if known else "", Granted(outer, min(granted, self.lease))
 
 
 class Pcp:
     """The mapping of one port by PCP.
 
     Args:
-        is_spoken: returns whether the router has said that it speaks another version than NAT-PMP's.
+        natpmp: has asked the same router before, at the same port.
     """
 
     name = "PCP"
 
-    def __init__(
-        self,
-        is_spoken: Callable[[], bool],
-        gateway: Callable[[], str | None] = default_gateway,
-        port: int = PORT,
-    ) -> None:
-        self._is_spoken = is_spoken
-        self._gateway = gateway
-        self._port = port
+    def __init__(self, natpmp: NatPmp) -> None:
+        self._natpmp = natpmp
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     async def add(self, port: int, outer_port: int, lease: int) -> tuple[str, Granted]:
-        """Map a TCP port, or renew its mapping. Return the router's outer address with what was granted.
+        """Map a TCP port, or renew its mapping. Return the router's outer address (or ``""``) with what was granted.
 
         Args:
             outer_port: the port that is asked for; the router may choose another one.
@@ -332,14 +329,9 @@ class Pcp:
         Raises:
             UnreachableError: the router does not speak PCP, or it did not answer, or it refused.
         """
-        if not self._is_spoken():
+        if not self._natpmp.other_version:
             raise UnreachableError("not spoken here")
-        return await ask_router(
-            self._gateway(),
-            self._port,
-            lambda own_host: encode_pcp_map(own_host, self._nonce, port, outer_port, lease),
-            lambda answer: read_pcp_map(answer, self._nonce, port, lease=lease),
-        )
+        return await self._natpmp.ask(PcpMap(self._nonce, port, outer_port, lease))
 
     async def still_has(self, port: int, host: str, granted: Granted) -> bool:
         """Renew the mapping, and return whether it is the same as before. Raises UnreachableError."""

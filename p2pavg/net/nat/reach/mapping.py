@@ -62,9 +62,7 @@ class PortMapper:
     ) -> None:
         self._on_mapped = on_mapped
         natpmp = NatPmp()
-        self._clients = (
-            clients if clients is not None else (natpmp, Pcp(lambda: natpmp.other_version), Upnp())
-        )
+        self._clients = clients if clients is not None else (natpmp, Pcp(natpmp), Upnp())
         self._said = ""
 
     async def run(self, port: int) -> None:

@@ -17,9 +17,9 @@ import ipaddress
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import trio
 
@@ -44,8 +44,6 @@ from p2pavg.net.nat.reach.upnp_messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 SSDP_PORT = 1900
 MULTICAST = "239.255.255.250"
@@ -72,13 +70,13 @@ class Upnp:
     """The mapping of one port by UPnP.
 
     Args:
-        gateway: returns the router's IPv4 address; ``None`` if none is known.
+        gateway: the router's IPv4 address; ``None`` takes that of the default router at each search.
         port: the port at which the router hears searches.
     """
 
     name = "UPnP"
 
-    def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = SSDP_PORT) -> None:
+    def __init__(self, gateway: str | None = None, port: int = SSDP_PORT) -> None:
         self._gateway = gateway
         self._port = port
         self._found: _Found | None = None
@@ -95,9 +93,11 @@ class Upnp:
         """
         # Looking for the router takes seconds. A renewal asks the service that is known, until that fails.
         if self._found is None:
-            self._found = await self._bounded(self._find)
+            with self._bounded():
+                self._found = await self._find()
         found = self._found
-        return await self._bounded(lambda: _add(found, port, outer_port, lease))
+        with self._bounded():
+            return await _add(found, port, outer_port, lease)
 
     async def still_has(self, port: int, host: str, granted: Granted) -> bool:
         """Return whether the router has kept the mapping and its outer address.
@@ -106,28 +106,30 @@ class Upnp:
             UnreachableError: it did not answer.
         """
         found = self._known()
-        return await self._bounded(lambda: _has(found, port, host, granted.outer_port))
+        with self._bounded():
+            return await _has(found, port, host, granted.outer_port)
 
     async def remove(self, port: int, granted: Granted) -> None:  # noqa: ARG002 - NAT-PMP's needs the port
         """Remove the mapping. Raises UnreachableError."""
         found = self._known()
-        arguments = _mapping(granted.outer_port)
-        await self._bounded(lambda: _act(found.service, "DeletePortMapping", arguments))
+        with self._bounded():
+            await _act(found.service, "DeletePortMapping", _mapping(granted.outer_port))
 
     def _known(self) -> _Found:
         if self._found is None:
             raise UnreachableError("no router is known")
         return self._found
 
-    async def _bounded(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Do a step within REPLY_SECONDS. After a failure, the router is looked for again.
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Let the block do a step within REPLY_SECONDS. After a failure, the router is looked for again.
 
         Raises:
             UnreachableError: it failed, or took longer.
         """
         try:
             with trio.fail_after(REPLY_SECONDS):
-                return await call()
+                yield
         except RefusedActionError:
             raise  # an answer of the router that is known
         # The router may have been replaced, or have another address: the next call looks for it again.
@@ -145,7 +147,7 @@ class Upnp:
             raise UnreachableError(f"no answer within {REPLY_SECONDS:.0f} s") from None
 
     async def _find(self) -> _Found:
-        gateway = self._gateway()
+        gateway = self._gateway or default_gateway()
         if gateway is None:
             raise UnreachableError("no router is known")
         location, own_host = await _search(gateway, self._port)

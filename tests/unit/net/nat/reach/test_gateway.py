@@ -20,14 +20,12 @@ from p2pavg.net.nat.reach.gateway import (
     NONCE_BYTES,
     Granted,
     NatPmp,
+    NatPmpAddress,
+    NatPmpMap,
     Pcp,
+    PcpMap,
     default_gateway,
-    encode_natpmp_map,
-    encode_pcp_map,
     gateway_in,
-    read_natpmp_address,
-    read_natpmp_map,
-    read_pcp_map,
 )
 
 HEAD = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
@@ -120,7 +118,7 @@ async def test_a_machine_without_a_file_to_open_asks_no_router(monkeypatch: pyte
 
     monkeypatch.setattr(trio.socket, "socket", fail)
     with pytest.raises(UnreachableError, match="Too many open files"):
-        await NatPmp(gateway=lambda: LOOPBACK).add(PORT, PORT, LEASE)
+        await NatPmp(LOOPBACK).add(PORT, PORT, LEASE)
 
 
 class Router:
@@ -145,7 +143,7 @@ async def natpmp_router() -> AsyncIterator[tuple[Router, NatPmp]]:
     """Open a router, and a client for it."""
     found = Router()
     async with udp_router(lambda request: found.answers(request)) as (port, found.requests):
-        yield found, NatPmp(lambda: LOOPBACK, port)
+        yield found, NatPmp(LOOPBACK, port)
 
 
 class TestNatPmp:
@@ -155,8 +153,8 @@ class TestNatPmp:
             await client.remove(PORT, Granted(4777, LEASE))
             assert found.requests == [
                 b"\0\0",
-                encode_natpmp_map(PORT, PORT, LEASE),
-                encode_natpmp_map(PORT, 0, 0),
+                NatPmpMap(PORT, PORT, LEASE).packet(LOOPBACK),
+                NatPmpMap(PORT, 0, 0).packet(LOOPBACK),
             ]
 
     @pytest.mark.parametrize(
@@ -233,22 +231,24 @@ class TestHostileNatPmp:
             with pytest.raises(UnreachableError, match="no outer address"):
                 await client.add(PORT, PORT, LEASE)
 
-    async def test_machine_without_a_router_is_an_error(self) -> None:
+    async def test_machine_without_a_router_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gateway, "default_gateway", lambda: None)
         with pytest.raises(UnreachableError, match="no router is known"):
-            await NatPmp(lambda: None).add(PORT, PORT, LEASE)
+            await NatPmp().add(PORT, PORT, LEASE)
 
     async def test_closed_port_of_the_router_is_an_error_at_once(self) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
             free.bind((LOOPBACK, 0))
             closed = free.getsockname()[1]
         with pytest.raises(UnreachableError, match="refused"):
-            await NatPmp(lambda: LOOPBACK, closed).add(PORT, PORT, LEASE)
+            await NatPmp(LOOPBACK, closed).add(PORT, PORT, LEASE)
 
     @given(st.binary(max_size=40) | st.binary(max_size=16).map(lambda rest: b"\0\x82\0\0" + rest))
     def test_any_bytes_are_an_answer_or_an_error(self, answer: bytes) -> None:
-        for read in (read_natpmp_address, lambda found: read_natpmp_map(found, PORT, lease=LEASE)):
+        requests: tuple[NatPmpAddress | NatPmpMap, ...] = (NatPmpAddress(), NatPmpMap(PORT, PORT, LEASE))
+        for request in requests:
             try:
-                clock, found = read(answer)
+                clock, found = request.read(answer)
             except (RemoteProtocolError, UnreachableError):
                 continue
             assert 0 <= clock < 2**32
@@ -276,10 +276,13 @@ def answer_to(
 async def pcp_router(answers: Callable[[bytes], list[bytes]]) -> AsyncIterator[tuple[list[bytes], Pcp]]:
     """Open a router; give the requests that come, and a client."""
     async with udp_router(answers) as (port, requests):
-        yield requests, Pcp(lambda: True, lambda: LOOPBACK, port)
+        natpmp = NatPmp(LOOPBACK, port)
+        natpmp.other_version = True
+        yield requests, Pcp(natpmp)
 
 
-GENUINE = answer_to(encode_pcp_map(LOOPBACK, NONCE, PORT, PORT, LEASE))
+REQUEST = PcpMap(NONCE, PORT, PORT, LEASE)
+GENUINE = answer_to(REQUEST.packet(LOOPBACK))
 
 
 class TestPcp:
@@ -300,7 +303,7 @@ class TestPcp:
 
     async def test_nothing_is_sent_to_routers_of_another_version(self) -> None:
         with pytest.raises(UnreachableError, match="not spoken"):
-            await Pcp(lambda: False, lambda: LOOPBACK).add(PORT, PORT, LEASE)
+            await Pcp(NatPmp(LOOPBACK)).add(PORT, PORT, LEASE)
 
     @pytest.mark.parametrize(
         "spoil",
@@ -332,7 +335,7 @@ class TestPcp:
     @given(st.binary(max_size=70) | st.binary(max_size=30).map(lambda rest: GENUINE[: 60 - len(rest)] + rest))
     def test_any_bytes_are_an_answer_or_an_error(self, answer: bytes) -> None:
         try:
-            host, granted = read_pcp_map(answer, NONCE, PORT, lease=LEASE)
+            host, granted = REQUEST.read(answer)
         except (RemoteProtocolError, UnreachableError):
             return
         assert host == "" or ipaddress.ip_address(host)

@@ -140,7 +140,7 @@ async def at_home(router: Router) -> AsyncIterator[Upnp]:
             await nursery.start(router.receive, opened)
             listeners = await nursery.start(partial(trio.serve_tcp, router.serve, 0, host=GATEWAY))
             router.http_port = listeners[0].socket.getsockname()[1]
-            yield Upnp(lambda: GATEWAY, opened.getsockname()[1])
+            yield Upnp(GATEWAY, opened.getsockname()[1])
             nursery.cancel_scope.cancel()
 
 
@@ -205,8 +205,9 @@ async def test_router_that_is_absent_is_an_error_and_is_looked_for_again(
         monkeypatch.undo()
         router.is_silent = False
         assert (await client.add(PORT, PORT, LEASE))[0] == "5.0.0.1"
+    monkeypatch.setattr(upnp, "default_gateway", lambda: None)
     with pytest.raises(UnreachableError, match="no router is known"):
-        await Upnp(lambda: None).add(PORT, PORT, LEASE)
+        await Upnp().add(PORT, PORT, LEASE)
 
 
 async def test_new_outer_address_is_recognized() -> None:

@@ -30,7 +30,7 @@ A question is open from :meth:`Knowledge.questions` until :meth:`Knowledge.heard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -127,18 +127,21 @@ class Agenda:
         """Return whether a question is not open, and not to be asked later."""
         return question not in self._open and now >= self._not_before.get(question, now)
 
-    def count(self, is_one: Callable[[Question], bool]) -> int:
-        """Return how many open questions of a kind have answers that count."""
-        return sum(is_one(question) for question in self._open if question not in self._void)
+    @property
+    def open(self) -> Sequence[Question]:
+        """The open questions, also those whose answers do not count."""
+        return list(self._open)
 
-    def is_busy(self, is_one: Callable[[Question], bool]) -> bool:
-        """Return whether a question of a kind is open, even if its answer does not count."""
-        return any(map(is_one, self._open))
+    @property
+    def counting(self) -> Sequence[Question]:
+        """The open questions whose answers count."""
+        return [question for question in self._open if question not in self._void]
 
-    def ignore_answers(self, is_one: Callable[[Question], bool]) -> None:
-        """Let the answers to open questions of a kind not count. They are asked again when they have ended."""
-        self._void.update(filter(is_one, self._open))
-        self.hurry(is_one)
+    def ignore_dial_backs(self, port: int) -> None:
+        """Let the answers to open dial-backs of a port not count. All of them are asked again."""
+        of_port = {each for each in self._known if isinstance(each, AskDialBack) and each.port == port}
+        self._void |= of_port & self._open.keys()
+        self.hurry(of_port)
 
     def withdraw(self) -> None:
         """Forget all questions. They may be asked again at once: the old ones were asked in another network."""
@@ -146,14 +149,24 @@ class Agenda:
         self._void.clear()
         self._not_before.clear()
 
-    def hurry(self, is_one: Callable[[Question], bool]) -> None:
-        """Let questions of a kind be asked again at once."""
-        self._not_before = {found: at for found, at in self._not_before.items() if not is_one(found)}
+    @property
+    def _known(self) -> set[Question]:
+        """The questions that are open, or asked again later."""
+        return {*self._open, *self._not_before}
+
+    def hurry(self, questions: Iterable[Question] | None = None) -> None:
+        """Let questions be asked again at once; ``None`` means all."""
+        for question in [*self._not_before] if questions is None else questions:
+            self._not_before.pop(question, None)
+
+    def hurry_looks(self) -> None:
+        """Let all peers be asked again at once at which host they see this one."""
+        self.hurry(question for question in self._known if isinstance(question, AskLook))
 
     def keep_peers(self, peer_ids: Iterable[str]) -> None:
         """Forget when peers that are not connected any more are to be asked."""
         kept = set(peer_ids)
-        self.hurry(lambda question: question.peer.peer_id not in kept)
+        self.hurry(question for question in self._known if question.peer.peer_id not in kept)
 
 
 class Knowledge:
@@ -195,7 +208,7 @@ class Knowledge:
         facts.meet(self._neighbours)
         # A new address may be a way out that was not there: all questions may be asked again at once.
         if before != facts.interfaces:
-            self._agenda.hurry(lambda _: True)
+            self._agenda.hurry()
         for version in sorted({version_of(host) for host in before - facts.interfaces} & set(VERSIONS)):
             # An address that is gone was perhaps the one over which peers have seen this machine.
             facts.observations.forget(version)
@@ -227,7 +240,7 @@ class Knowledge:
                 # Votes on the old port and on the new one were cast without this
                 # mapping. So may be the answers under way.
                 self._facts.dial_backs.forget_port(changed.port)
-                self._agenda.ignore_answers(_is_dial_back_of(changed.port))
+                self._agenda.ignore_dial_backs(changed.port)
         self._facts.mapping = mapping
 
     def relayed_by(self, relays: Sequence[str], circuits: Sequence[str]) -> None:
@@ -264,7 +277,7 @@ class Knowledge:
             changed = self._facts.observations.add(peer.peer_id, peer.host, host, self._facts.interfaces)
         # One peer sees another host than before. Whether that holds for all, the others are asked at once.
         if changed:
-            self._agenda.hurry(lambda question: isinstance(question, AskLook))
+            self._agenda.hurry_looks()
 
     @contextmanager
     def _watching_hosts(self) -> Iterator[None]:
@@ -275,18 +288,15 @@ class Knowledge:
             # As long as one of the hosts is left, the machine is still in the same network.
             if hosts and not hosts & set(self._facts.view(version).hosts):
                 self._moved(version)
-        self._forget_other_hosts()
+        self._facts.dial_backs.keep_hosts(self._facts.outer_hosts)
 
     def _moved(self, version: int) -> None:
         """Forget what was learned of the network before, except for the newest observations."""
         self._facts.probes[version].forget()
         # The answers to open questions would be about the old network.
         self._agenda.withdraw()
-        self._forget_other_hosts()
-        self.network += 1
-
-    def _forget_other_hosts(self) -> None:
         self._facts.dial_backs.keep_hosts(self._facts.outer_hosts)
+        self.network += 1
 
     # -- questions
 
@@ -324,21 +334,21 @@ class Knowledge:
             peers, reason = self._facts.dialers(host), f"port {port} at {host} is checked again"
         else:
             return []
-        under_way = self._agenda.count(
-            lambda one: isinstance(one, AskDialBack) and (one.host, one.port) == endpoint
-        )
+        under_way = [
+            one
+            for one in self._agenda.counting
+            if isinstance(one, AskDialBack) and (one.host, one.port) == endpoint
+        ]
+        # A peer dials one port at a time.
+        dialling = {one.peer for one in self._agenda.open if isinstance(one, AskDialBack)}
         questions = [AskDialBack(peer=peer, host=host, port=port, reason=reason) for peer in peers]
         may_ask = [
             question
             for question in questions
-            if self._agenda.may_ask(now, question) and not self._is_dialling(question.peer)
+            if self._agenda.may_ask(now, question) and question.peer not in dialling
         ]
         # Each dial costs another peer a connection, so no more are asked for than decide.
-        return may_ask[: max(0, ENOUGH - under_way)]
-
-    def _is_dialling(self, peer: Neighbour) -> bool:
-        """Return whether a peer is dialling this one back: it dials one port at a time."""
-        return self._agenda.is_busy(lambda one: isinstance(one, AskDialBack) and one.peer == peer)
+        return may_ask[: max(0, ENOUGH - len(under_way))]
 
     def _probes(self, now: float, version: int) -> list[AskWhoami]:
         """Return the next probe, one at a time: the first one's local port is used for the others."""
@@ -347,7 +357,9 @@ class Knowledge:
         # The kind of the router matters only while no port works.
         if not view.routed or self._facts.working(version) or (probes.settled and not again):
             return []
-        if self._agenda.is_busy(lambda one: _is_probe(one, version)):
+        if any(
+            isinstance(one, AskWhoami) and version_of(one.peer.host) == version for one in self._agenda.open
+        ):
             return []
         for peer in self._facts.askable:
             # A probe to this peer's own outer address stays inside the router, and
@@ -468,11 +480,3 @@ class Knowledge:
             # No peer can try it, and routers of homes let no IPv6 in that was not asked for.
             return is_private(host)
         return is_private(host) or facts.works(endpoint) is not False
-
-
-def _is_probe(question: Question, version: int) -> bool:
-    return isinstance(question, AskWhoami) and version_of(question.peer.host) == version
-
-
-def _is_dial_back_of(port: int) -> Callable[[Question], bool]:
-    return lambda question: isinstance(question, AskDialBack) and question.port == port

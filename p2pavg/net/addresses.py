@@ -53,6 +53,11 @@ def is_circuit(text: str) -> bool:
     return CIRCUIT in text
 
 
+def direct(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return the addresses without a relay."""
+    return tuple(address for address in addresses if not is_circuit(address))
+
+
 def parse_circuit_address(text: str) -> CircuitAddress:
     """Parse an address that leads through one relay.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import trio
 
@@ -15,12 +16,19 @@ logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES_DIALLED = 6
 
-DialOne = Callable[[PeerId, str], Awaitable[None]]
-"""Connect to a peer at one address.
 
-Raises UnreachableError or AddressError with the reason. Raises RefusedError if the connection was refused at a host
-where the peer was met before.
-"""
+class DialledConnections(Protocol):
+    """The connections of a transport, as far as dialling needs them."""
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        """Return whether a connection to the peer is open now."""
+
+    async def dial_one(self, peer_id: PeerId, address: str) -> None:
+        """Connect to a peer at one address.
+
+        Raises UnreachableError or AddressError with the reason. Raises RefusedError if the connection was refused at a
+        host where the peer was met before.
+        """
 
 
 class _Attempt:
@@ -41,12 +49,9 @@ class Dialler:
     each gave up its own dial in favour of the other's, both connections would be lost.
     """
 
-    def __init__(
-        self, nursery: trio.Nursery, is_connected: Callable[[PeerId], bool], dial_one: DialOne
-    ) -> None:
+    def __init__(self, nursery: trio.Nursery, connections: DialledConnections) -> None:
         self._nursery = nursery
-        self._is_connected = is_connected
-        self._dial_one = dial_one
+        self._connections = connections
         self._attempts: dict[PeerId, _Attempt] = {}
         self._changed = trio.Event()
         self.watchers: list[Callable[[PeerId], None]] = []
@@ -82,7 +87,7 @@ class Dialler:
         mine: _Attempt | None = None
         last: _Attempt | None = None
         try:
-            while not self._is_connected(peer_id):
+            while not self._connections.is_connected(peer_id):
                 if peer_id not in self._attempts:
                     if mine is None or mine.ran_out(trio.current_time()):
                         mine = self._start(peer_id, addresses[:MAX_ADDRESSES_DIALLED])
@@ -121,7 +126,7 @@ class Dialler:
 
     async def _try(self, attempt: _Attempt, peer_id: PeerId, address: str, failed: trio.Event) -> None:
         try:
-            await self._dial_one(peer_id, address)
+            await self._connections.dial_one(peer_id, address)
         except (AddressError, UnreachableError) as error:
             attempt.reasons.append(f"{address}: {error}")
             attempt.others += not isinstance(error, RefusedError)

@@ -47,7 +47,7 @@ def assert_checked_while_idle(opened: socket.socket | trio.socket.SocketType) ->
 
 def hide(host: Libp2pTransport) -> None:
     """Let a host announce no address of its listeners, as if it had none."""
-    host._listens = False
+    host._connections.listens = False
     host._reaching._watcher.begin()
 
 

@@ -120,7 +120,7 @@ async def test_nothing_looks_at_the_listeners_once_they_are_closed(monkeypatch: 
     looks_after = 0
     async with open_host() as host:
         assert isinstance(host, transport.Libp2pTransport)
-        close, listened = host._host.close, host._reaching._listened
+        close, listened = host._host.close, host._connections.listening
 
         async def close_and_look() -> None:
             nonlocal looks_after
@@ -131,7 +131,7 @@ async def test_nothing_looks_at_the_listeners_once_they_are_closed(monkeypatch: 
                 looks_after += 1
                 return []
 
-            monkeypatch.setattr(host._reaching._watcher, "_listening", look)
+            monkeypatch.setattr(host._connections, "listening", look)
             host._reaching._watcher.wake()
             await trio.testing.wait_all_tasks_blocked()
 

@@ -885,7 +885,7 @@ async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not() ->
     def hide(peer_id: str, milestone: Milestone) -> None:
         if milestone is Milestone.FORMED and transports:
             transport = transports.pop()
-            transport._dialler._dial_one = refuse_to_dial
+            transport.dial_one = refuse_to_dial  # type: ignore[method-assign]
             for index in honest(liar):
                 network.disconnect(transport.peer_id, name(index))
 

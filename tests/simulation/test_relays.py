@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
 
 import pytest
 import trio
 
 from p2pavg.base.limits import RETRY_SECONDS
+from p2pavg.net.nat.reach.facts import Neighbour
 from p2pavg.net.nat.reach.reachability import Kind
-from p2pavg.net.nat.relay.choice import RelayCandidate
+from p2pavg.net.nat.reach.watcher import Connecting, ReachWatcher
+from p2pavg.net.nat.relay.limits import RelayLimits
+from p2pavg.net.nat.relay.messages import PROTOCOL
 from p2pavg.net.nat.relay.reservations import Reservations
 from p2pavg.net.nat.relay.service import RelayService
 from p2pavg.net.transport import Stream
@@ -21,22 +25,21 @@ from tests.simulation.swarm import LAN
 FOUND_WITHIN = 30.0
 
 
-async def _refuse_circuit(_stream: Stream, peer_id: str) -> None:
-    raise AssertionError(f"{peer_id} asked for a circuit")
-
-
 class Public:
     """A public peer that may relay; at first it may not know that it can be dialled."""
 
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport
-        self.refusal = ""
         self.asked = 0
-        self.service = RelayService(transport, refusal=self._refuses, addresses=lambda: transport.addresses)
+        self.service = RelayService(transport, RelayLimits())
+        transport.serve(PROTOCOL, self._serve)
 
-    def _refuses(self) -> str:
+    def knows_that_it_can_be_dialled(self, knows: bool) -> None:
+        self.transport.kind = Kind.PUBLIC if knows else Kind.RELAYED
+
+    async def _serve(self, stream: Stream) -> None:
         self.asked += 1
-        return self.refusal
+        await self.service.serve(stream)
 
 
 class Inside:
@@ -45,18 +48,18 @@ class Inside:
     def __init__(self, transport: MemoryTransport, publics: list[Public]) -> None:
         self._transport = transport
         self._publics = publics
-        self.reservations = Reservations(
-            transport,
-            candidates=self._candidates,
-            reached=lambda peer_id: [f"/ip4/203.0.113.1/tcp/1/p2p/{peer_id}"],
-            on_change=lambda: None,
-            adopt=_refuse_circuit,
-        )
+        self.reservations = Reservations(transport, cast(Connecting, self), cast(ReachWatcher, self))
 
-    def _candidates(self) -> list[RelayCandidate]:
+    def relayed_by(self, relays: Sequence[str], circuits: Sequence[str]) -> None:
+        """Stand for the watcher."""
+
+    def dialled_addresses(self, peer_id: str) -> list[str]:
+        return [f"/ip4/203.0.113.1/tcp/1/p2p/{peer_id}"]
+
+    def neighbours(self) -> list[Neighbour]:
         ids = [public.transport.peer_id for public in self._publics]
         return [
-            RelayCandidate(peer_id, f"203.0.113.{number}")
+            Neighbour(peer_id=peer_id, host=f"203.0.113.{number}", port=1)
             for number, peer_id in enumerate(ids)
             if self._transport.is_connected(peer_id)
         ]
@@ -102,10 +105,10 @@ async def test_a_peer_whose_only_relay_is_gone_has_another_one_within_30_s(
     """The other public peer was asked before, when it did not know yet that it can be dialled."""
     network = MemoryNetwork(latency=LAN)
     async with meeting(network) as (inside, relay, other):
-        other.refusal = "this peer cannot be dialled itself"
+        other.knows_that_it_can_be_dialled(False)
         with trio.fail_after(FOUND_WITHIN):
             await inside.has(relay)
-        other.refusal = ""
+        other.knows_that_it_can_be_dialled(True)
         await trio.sleep(after)
         if after > 60.0:
             await inside.has(relay, other)
@@ -117,7 +120,7 @@ async def test_a_peer_whose_only_relay_is_gone_has_another_one_within_30_s(
 async def test_a_relay_that_drops_a_peer_again_and_again_does_not_make_it_ask_the_others_each_time() -> None:
     network = MemoryNetwork(latency=LAN)
     async with meeting(network) as (inside, relay, other):
-        other.refusal = "this peer cannot be dialled itself"
+        other.knows_that_it_can_be_dialled(False)
         asked = other.asked
         for _ in range(20):
             await inside.has(relay)

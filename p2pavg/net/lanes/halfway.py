@@ -7,7 +7,7 @@ the sender had dialled. Each end still trusts exactly the one certificate that t
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -15,7 +15,6 @@ from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.messages import Message, cut, decoded
-from p2pavg.net.addresses import is_circuit
 from p2pavg.net.lanes.acceptor import TICKET_BYTES, TlsAcceptor
 from p2pavg.net.lanes.certificates import check_certificate
 from p2pavg.net.lanes.tls_connection import TlsConnection
@@ -146,11 +145,6 @@ class LaneSearch:
         self.costly |= not isinstance(error, SkippedWayError)
 
 
-def direct(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Return the addresses without a relay. A lane through a relay would be slower than the stream beside it."""
-    return tuple(address for address in addresses if not is_circuit(address))
-
-
 async def next_message(stream: Stream) -> bytes:
     """Return the next message. Raises StreamBrokenError if the other side has closed the stream instead."""
     message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
@@ -202,7 +196,7 @@ class Halfway:
         await send_message(stream, Meet().encode())
         await expect_verdict(stream, 3)
         greet = partial(self._doorway.greet, offer.certificate, offer.ticket)
-        return await self._puncher.ask(stream, greet, TlsConnection.close)
+        return await self._puncher.ask(stream, greet)
 
     async def answer(
         self, stream: Stream, certificate: bytes, admit: Callable[[TlsConnection], None], *, made: bool

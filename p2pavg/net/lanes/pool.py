@@ -58,6 +58,7 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.base.limits import GLANCE_SECONDS, REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.base.threads.waits import bare_exceptions
+from p2pavg.net.addresses import direct
 from p2pavg.net.lanes.acceptor import TlsAcceptor, Visitor
 from p2pavg.net.lanes.halfway import (
     MAX_ADDRESSES,
@@ -72,7 +73,6 @@ from p2pavg.net.lanes.halfway import (
     Meet,
     SkippedWayError,
     decode_next_way,
-    direct,
     expect_verdict,
     next_message,
 )

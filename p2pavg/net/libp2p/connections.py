@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from ipaddress import ip_address
-from typing import cast
+from typing import Protocol, cast
 
 import trio
 from libp2p.abc import INetConn
@@ -21,11 +21,13 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.transport.tcp.tcp import TCPListener
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.base.limits import FAREWELL_SECONDS, REPLY_SECONDS
-from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
+from p2pavg.net.addresses import is_circuit, parse_circuit_address
+from p2pavg.net.dialling import Dialler
 from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.libp2p.carriers import Carrier, RelayedStream
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
@@ -36,8 +38,10 @@ from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, error_text, is_refu
 from p2pavg.net.limits.admission import ConnectionArrival, TrustClass
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
+from p2pavg.net.nat.reach.facts import Endpoint, Neighbour
 from p2pavg.net.nat.relay.choice import RelayRecord
-from p2pavg.net.transport import PeerId, Stream
+from p2pavg.net.nat.relay.service import open_circuit
+from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -45,60 +49,57 @@ MAX_FOUND = 1024  # addresses, so that invented peers take no memory; at an olde
 NOTICE_SECONDS = 0.1
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 
-OpenCircuit = Callable[[CircuitAddress], Awaitable[Stream]]
-"""Opens a circuit. Raises UnreachableError."""
+
+class ConnectionObserver(Protocol):
+    """Follows the connections of a transport."""
+
+    def connected(self, muxed: GuardedYamux) -> None:
+        """Note a new connection."""
+
+    def lost(self) -> None:
+        """Note that a connection has ended."""
 
 
 class Connections:
     """Every libp2p connection of one transport.
 
     Args:
+        transport: opens circuits through relays.
         lifetime: the nursery of the transport.
         places: the limits of connections, and the known peers.
-        on_new: called with each new connection.
-        open_circuit: opens a stream that a relay joins with one to the peer behind it.
     """
 
     def __init__(
-        self,
-        host: GuardedHost,
-        swarm: GuardedSwarm,
-        lifetime: Lifetime,
-        places: Places,
-        on_new: Callable[[GuardedYamux], None],
-        open_circuit: OpenCircuit,
+        self, transport: Transport, host: GuardedHost, swarm: GuardedSwarm, lifetime: Lifetime, places: Places
     ) -> None:
+        self._transport = transport
         self._host = host
         self._swarm = swarm
         self._lifetime = lifetime
         self._nursery = lifetime.nursery
-        self._on_new = on_new
+        self.observer: ConnectionObserver
+        """Set before anything can connect."""
+        self.dialler = Dialler(self._nursery, self)
         self.relays = RelayRecord()
         """The relays over which connections have failed lately."""
-        self.on_lost: Callable[[], None] = lambda: None
-        """A function that is called when a connection has ended."""
-        self._open_circuit = open_circuit
+        self.listens = False
+        """True once the listeners are open."""
         self._acquaintances = places.acquaintances
         self.entrance = places.entrance
         self.gate = DialGate(places.acquaintances)
         self._found: OrderedDict[tuple[PeerId, str], None] = OrderedDict()
         """Peers, and addresses at which dials have reached them."""
         self._arrivals: dict[GuardedYamux, ConnectionArrival] = {}
-        self.memory = MemoryBudget(lambda: self._arrivals, self._is_companion)
-        swarm.admit = self._admit
-        swarm.on_connection = self._connected
-        swarm.on_end = self._ended
+        self.memory = MemoryBudget(self._arrivals.keys(), self._acquaintances)
+        swarm.owner = self
 
     def remember(self, peer_id: PeerId, *, companion: bool) -> None:
         """Note that a peer is not a stranger."""
         self._acquaintances.remember(peer_id, TrustClass.COMPANION if companion else TrustClass.ANSWERED)
 
-    def _is_companion(self, peer_id: PeerId) -> bool:
-        return self._acquaintances.standing_of(peer_id) is TrustClass.COMPANION
+    # -- what the swarm tells its owner
 
-    # -- the swarm's callbacks
-
-    def _admit(self, muxed: GuardedYamux) -> None:
+    def admit(self, muxed: GuardedYamux) -> None:
         """Find a place for a new connection. Raises NoPlaceError."""
         # An inbound connection counts since it was accepted; one that this process dialled counts from now on.
         arrival, peer_id = muxed.carrier.arrival, str(muxed.peer_id)
@@ -111,25 +112,27 @@ class Connections:
         self._arrivals[muxed] = arrival
         muxed.arrived = self.memory.arrived
 
-    def _connected(self, connection: SwarmConn) -> None:
-        """Remember at which host the peer of a new connection is."""
+    def connected(self, connection: SwarmConn) -> None:
+        """Note a new connection, and at which host its peer is."""
         muxed = _muxer(connection)
         # The host of a relayed connection is the relay's: it says nothing about where the peer is.
         if not muxed.relay:
             self._acquaintances.met(str(muxed.peer_id), muxed.remote_host)
-        self._on_new(muxed)
+        self.observer.connected(muxed)
+        self.dialler.connected(str(muxed.peer_id))
 
-    def _ended(self, muxed: GuardedYamux) -> None:
+    def ended(self, muxed: GuardedYamux) -> None:
+        """Give the place of a connection back, and remember which relay has failed."""
         if (arrival := self._arrivals.pop(muxed, None)) is not None:
             self.entrance.left(arrival)
         # Dials through this relay come last for a while. An end that this process chose is not the relay's fault.
         if muxed.relay and not muxed.dropped_here:
             self.relays.failed(muxed.relay, trio.current_time())
-        self.on_lost()
+        self.observer.lost()
 
     # -- dialling
 
-    async def dial(self, peer_id: PeerId, text: str) -> None:
+    async def dial_one(self, peer_id: PeerId, address: str) -> None:
         """Connect to a peer at one address, through the dial gate.
 
         libp2p's own ``dial_peer`` takes 0.25 s even when the only address answers at once, and it blacklists a failed
@@ -140,23 +143,23 @@ class Connections:
             RefusedError: the operating system at the other end refused, at an address where the peer was before.
             UnreachableError: any other failure; the message holds the reason of each IP address.
         """
-        if is_circuit(text):
-            await self._dial_through_relay(peer_id, text)
+        if is_circuit(address):
+            await self._dial_through_relay(peer_id, address)
             return
-        candidates = await self.gate.candidates(peer_id, text)
-        reasons = [] if candidates else [f"{text} resolves to no IP address"]
+        candidates = await self.gate.candidates(peer_id, address)
+        reasons = [] if candidates else [f"{address} resolves to no IP address"]
         refused = bool(candidates)  # a refusal is taken as proof that the peer's process has ended
-        for address in candidates:
+        for found in candidates:
             try:
-                async with self.gate.dialling(peer_id, text, address):
-                    await self._swarm.dial_addr(address, ID.from_string(peer_id))
-                self._found[peer_id, str(address)] = None
+                async with self.gate.dialling(peer_id, address, found):
+                    await self._swarm.dial_addr(found, ID.from_string(peer_id))
+                self._found[peer_id, str(found)] = None
                 if len(self._found) > MAX_FOUND:
                     self._found.popitem(last=False)
                 return
             except SwarmException as error:
                 reasons.append(error_text(error))
-                refused &= is_refusal(error) and self._proves_end(peer_id, address)
+                refused &= is_refusal(error) and self._proves_end(peer_id, found)
         raise (RefusedError if refused else UnreachableError)("; ".join(reasons))
 
     async def _dial_through_relay(self, peer_id: PeerId, text: str) -> None:
@@ -169,7 +172,7 @@ class Connections:
         if self.gate.policy.only_here:  # the relay may be here, and the peer behind it anywhere
             raise UnreachableError("a peer that averages only with processes of this machine uses no relay")
         try:
-            stream = await self._open_circuit(circuit)
+            stream = await open_circuit(self._transport, circuit)
         except RefusedError as error:  # the relay's process has ended, and the peer's may live
             raise UnreachableError(str(error)) from None
         try:
@@ -203,6 +206,14 @@ class Connections:
                 raise UnreachableError("no connection was made: it gives way to others")
         except (SwarmException, trio.TooSlowError) as error:
             raise UnreachableError(f"no connection was made: {error_text(error)}") from None
+
+    async def host_circuit(self, stream: Stream, peer_id: PeerId) -> None:
+        """Make a connection over a circuit, as the side that was asked. The call lives as long as the connection.
+
+        Raises:
+            UnreachableError: as :meth:`adopt`.
+        """
+        await self.adopt(RelayedStream(stream), peer_id, initiator=False)
 
     async def adopt_socket(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
         """Make a connection over a connected socket, which this call takes over. It returns when the connection works.
@@ -303,6 +314,27 @@ class Connections:
             if muxed.is_initiator and muxed.socket is not None and not muxed.punched
             for text in _address_of(muxed.socket, peer_id)
         ]
+
+    def neighbours(self) -> list[Neighbour]:
+        """Return the peers with direct connections, once for each connection."""
+        return [
+            Neighbour(
+                peer_id=str(muxed.peer_id),
+                host=muxed.remote_endpoint[0],
+                # The port of an outbound connection is one at which the peer listens, so that probes can be sent there.
+                port=muxed.remote_endpoint[1] if muxed.is_initiator and not muxed.punched else 0,
+                arrived=not muxed.is_initiator and not muxed.punched,
+            )
+            for muxed in self.all()
+            if not muxed.relay and muxed.remote_endpoint[0]
+        ]
+
+    def listening(self) -> list[Endpoint]:
+        """Return the hosts and ports at which the listeners are bound; a host may be a wildcard."""
+        if not self.listens:
+            return []
+        bound = [address for listener in listeners_of(self._swarm) for address in listener.get_addrs()]
+        return [(host_of(address), int(str(address.value_for_protocol("tcp")))) for address in bound]
 
     def to(self, peer_id: PeerId) -> list[SwarmConn]:
         """Return the open connections to a peer, as libp2p has them."""
@@ -435,6 +467,16 @@ async def _close_delivered(connection: INetConn) -> None:
     await connection.close()
     if isinstance(carrier, RelayedStream):
         await carrier.wait_delivered()
+
+
+def host_of(address: Multiaddr) -> str:
+    """Return the IP address in a multiaddress."""
+    return str(address.value_for_protocol("ip4" if "ip4" in address else "ip6"))
+
+
+def listeners_of(swarm: GuardedSwarm) -> list[TCPListener]:
+    """Return the listeners of a swarm."""
+    return [cast(TCPListener, listener) for listener in swarm.listeners.values()]
 
 
 def _address_of(opened: trio.socket.SocketType, peer_id: PeerId) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import trio
 from libp2p.abc import IMuxedConn, INetConn, ISecureConn
@@ -51,6 +50,19 @@ class _IdleConnector(AutoConnector):
         """Do nothing: this library decides which peers are dialled."""
 
 
+class SwarmOwner(Protocol):
+    """Decides about the connections of a swarm, and notes them."""
+
+    def admit(self, muxed: GuardedYamux) -> None:
+        """Find a place for a connection before it is added. Raises NoPlaceError to refuse it."""
+
+    def connected(self, connection: SwarmConn) -> None:
+        """Note that there is one more connection."""
+
+    def ended(self, muxed: GuardedYamux) -> None:
+        """Note that an admitted connection has ended."""
+
+
 class GuardedSwarm(Swarm):
     """A swarm that admits connections by our rules, and frees what each one held when it ends.
 
@@ -60,12 +72,8 @@ class GuardedSwarm(Swarm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.on_connection: Callable[[SwarmConn], None] = lambda _: None
-        """A function that is called when there is one more connection."""
-        self.admit: Callable[[GuardedYamux], None] = lambda _: None
-        """A function that is called before a connection is added. It raises NoPlaceError to refuse the connection."""
-        self.on_end: Callable[[GuardedYamux], None] = lambda _: None
-        """A function that is called when an admitted connection has ended."""
+        self.owner: SwarmOwner
+        """Set before anything can connect."""
         self.handshakes = Handshakes()
 
     def _init_connection_management(self) -> None:
@@ -90,15 +98,15 @@ class GuardedSwarm(Swarm):
         if expected and expected != str(muxed_conn.peer_id):
             raise SwarmException(f"{muxed_conn.peer_id} is there instead of {expected}")
         try:
-            self.admit(muxed_conn)
+            self.owner.admit(muxed_conn)
         except NoPlaceError as error:
             raise SwarmException(str(error)) from None
         try:
             connection = await super().add_conn(muxed_conn, direction)
         except BaseException:
-            self.on_end(muxed_conn)
+            self.owner.ended(muxed_conn)
             raise
-        self.on_connection(connection)
+        self.owner.connected(connection)
         return connection
 
     async def adopt(self, carrier: Carrier, peer_id: ID, works: trio.Event, *, initiator: bool) -> None:
@@ -151,7 +159,7 @@ class GuardedSwarm(Swarm):
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
         super().remove_conn(swarm_conn)
-        self.on_end(cast(GuardedYamux, swarm_conn.muxed_conn))
+        self.owner.ended(cast(GuardedYamux, swarm_conn.muxed_conn))
 
     async def _do_handle_inbound_connection(
         self,

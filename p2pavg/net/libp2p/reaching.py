@@ -18,64 +18,45 @@ at once, and relays are asked again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 
 import trio
 
 from p2pavg.base.errors import ClosedError, UnreachableError, is_shortage
-from p2pavg.net.addresses import is_circuit
-from p2pavg.net.libp2p.carriers import RelayedStream
+from p2pavg.net.addresses import direct
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.limits.sources import is_loopback, parse_host, version_of
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.service import PunchService
-from p2pavg.net.nat.punch.sockets import FreshPort
-from p2pavg.net.nat.reach import whoami
-from p2pavg.net.nat.reach.facts import Endpoint, Neighbour
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
 from p2pavg.net.nat.reach.service import ReachService
 from p2pavg.net.nat.reach.watcher import ReachWatcher, machine_hosts
-from p2pavg.net.nat.relay.choice import RelayCandidate
+from p2pavg.net.nat.reach.whoami import WhoamiAnswerer
 from p2pavg.net.nat.relay.reservations import Reservations
 from p2pavg.net.nat.relay.service import RelayService
-from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.net.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
 LINGER_DIAL_SECONDS = 5.0
 SETTLE_DIAL_SECONDS = 4.0
-PROBE_SECONDS = 2.0
 TRY_DIRECT_SECONDS = 30.0
 # The pauses before each try. At first, a peer may not know its router yet; later, one of the two may have moved.
 PAUSES = (0.0, 1.0, 3.0, 10.0, 30.0, 120.0, 300.0)
-_MOST_PROBES = 2
 _IDLE_LOOKS = 2
 _RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
 
 
 class Reaching:
-    """The ways to and from one transport.
-
-    Args:
-        listened: returns the hosts and ports at which the listeners are bound; hosts may be wildcards.
-    """
+    """The ways to and from one transport."""
 
     def __init__(
-        self,
-        transport: Transport,
-        connections: Connections,
-        nursery: trio.Nursery,
-        options: ReachOptions,
-        *,
-        listened: Callable[[], Sequence[Endpoint]],
+        self, transport: Transport, connections: Connections, nursery: trio.Nursery, options: ReachOptions
     ) -> None:
-        self._transport = transport
         self._connections = connections
         self._nursery = nursery
         self._options = options
-        self._listened = listened
         self._retiring: set[GuardedYamux] = set()
         self._improving: set[PeerId] = set()
         self._kind_changed = trio.Event()
@@ -87,41 +68,20 @@ class Reaching:
         self._changed = trio.Event()
         self._tasks = trio.CancelScope()
         self._ended: trio.Event | None = None
-        # The parts know each other by functions that are called later: each of them needs what another one
-        # finds out.
         self._watcher = ReachWatcher(
             transport,
-            neighbours=self._neighbours,
-            listening=listened,
-            relays=lambda: (self.reservations.relays, self.reservations.addresses),
+            connections,
             on_change=self._conclude,
             announce=options.announce,
             maps_ports=options.port_mapping,
         )
-        connections.on_lost = self._watcher.wake
-        self.relay = RelayService(
-            transport,
-            refusal=self._relays_nothing,
-            addresses=self._direct_addresses,
-            limits=options.relay_limits,
-        )
-        self.reservations = Reservations(
-            transport,
-            candidates=self._relay_candidates,
-            reached=connections.dialled_addresses,
-            on_change=self._watcher.wake,
-            adopt=self._adopt_inbound,
-        )
+        connections.observer = self
+        self.relay = RelayService(transport, options.relay_limits)
+        self.reservations = Reservations(transport, connections, self._watcher)
         ReachService(transport, self._dial_back)
-        self.puncher = Puncher(connections.gate, lambda: self.reachability, self._predict)
-        self.punches = PunchService(
-            transport,
-            self.puncher,
-            adopt=connections.adopt_socket,
-            dial=connections.dial,
-            talks_to=connections.is_connected,
-        )
-        self.whoami = whoami.WhoamiAnswerer()
+        self.puncher = Puncher(connections.gate, transport, self._watcher)
+        self.punches = PunchService(transport, connections, self.puncher)
+        self.whoami = WhoamiAnswerer()
 
     def start(self) -> None:
         """Start the tasks; the listeners are open."""
@@ -157,7 +117,7 @@ class Reaching:
         if self._wants_relays():
             return bool(self.reservations.relays)
         # Peers of this machine cannot tell how others reach it, so there is nothing to wait for.
-        asked = any(not is_loopback(found.host) for found in self._neighbours())
+        asked = any(not is_loopback(found.host) for found in self._connections.neighbours())
         return bool(self._options.announce) or not asked or self.reachability.outer_hosts != ()
 
     def connected(self, muxed: GuardedYamux) -> None:
@@ -181,6 +141,10 @@ class Reaching:
         elif muxed.is_initiator:
             self._improve_soon(str(muxed.peer_id))
 
+    def lost(self) -> None:
+        """Note that a connection has ended."""
+        self._watcher.wake()
+
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
         found = self._connections.of(peer_id)
@@ -190,20 +154,6 @@ class Reaching:
         return "relayed" if found else ""
 
     # -- what the watcher sees, and what follows
-
-    def _neighbours(self) -> list[Neighbour]:
-        return [
-            Neighbour(
-                peer_id=str(muxed.peer_id),
-                host=muxed.remote_endpoint[0],
-                # The port of an outbound connection is one at which the peer listens, so that probes can be
-                # sent there.
-                port=muxed.remote_endpoint[1] if muxed.is_initiator and not muxed.punched else 0,
-                arrived=not muxed.is_initiator and not muxed.punched,
-            )
-            for muxed in self._connections.all()
-            if not muxed.relay and muxed.remote_endpoint[0]
-        ]
 
     def _conclude(self, reachability: Reachability, addresses: tuple[str, ...]) -> None:
         """Act on what is known now."""
@@ -230,7 +180,7 @@ class Reaching:
         # A user who names the addresses vouches for it that this peer can be dialled there.
         if not self._options.reachable or self._options.announce:
             return False
-        return self._watcher.relays_wanted or not self._listened()
+        return self._watcher.relays_wanted or not self._connections.listening()
 
     async def _drop_dead_connections(self) -> None:
         """Drop the connections from addresses that this machine does not have any more."""
@@ -252,50 +202,10 @@ class Reaching:
                 logger.info("the connection to %s is dropped: its address %s is gone", muxed.peer_id, local)
                 await muxed.abort()
 
-    # -- what other parts ask
-
-    def _direct_addresses(self) -> tuple[str, ...]:
-        return tuple(text for text in self.addresses if not is_circuit(text))
-
-    def _relays_nothing(self) -> str:
-        if self._options.relay_limits is None:
-            return "this peer relays for no one, as its user wants it"
-        if not self.reachability.dialable or not self._direct_addresses():
-            return "this peer cannot be dialled itself"
-        return ""
-
-    def _relay_candidates(self) -> list[RelayCandidate]:
-        """Return the peers that this one has dialled directly: others can probably dial them too."""
-        found = {
-            str(muxed.peer_id): RelayCandidate(str(muxed.peer_id), muxed.remote_host)
-            for muxed in self._connections.all()
-            if muxed.is_initiator and not muxed.relay and not muxed.punched
-        }
-        return list(found.values())
-
-    async def _predict(self, port: FreshPort) -> int:
-        """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""
-        if self._watcher.knowledge.keeps_ports(port.version):
-            return port.port
-        reasons = []
-        # A probe must come from the fresh port itself: a router may map each local port to another outer one.
-        servers = [peer for peer in self._neighbours() if peer.port and version_of(peer.host) == port.version]
-        for peer in [peer for peer in servers if not is_loopback(peer.host)][:_MOST_PROBES]:
-            try:
-                seen = await whoami.ask(peer.host, peer.port, local_port=port.port, timeout=PROBE_SECONDS)
-            except UnreachableError as error:
-                reasons.append(str(error))
-            else:
-                return seen.port
-        raise UnreachableError("; ".join(reasons) or "no peer can be asked for the outer port")
-
-    async def _adopt_inbound(self, stream: Stream, peer_id: PeerId) -> None:
-        await self._connections.adopt(RelayedStream(stream), peer_id, initiator=False)
-
     async def _dial_back(self, peer_id: PeerId, host: str, port: int) -> None:
         # Only the connection that this dial makes is retired. Those that were there before are in use.
         before = set(self._connections.of(peer_id))
-        await self._connections.dial(peer_id, f"/ip{version_of(host)}/{host}/tcp/{port}/p2p/{peer_id}")
+        await self._connections.dial_one(peer_id, f"/ip{version_of(host)}/{host}/tcp/{port}/p2p/{peer_id}")
         for muxed in self._connections.of(peer_id):
             if muxed not in before and muxed.is_initiator:
                 self._retire(muxed)
@@ -318,7 +228,7 @@ class Reaching:
                 if self.path_to(peer_id) != "relayed":
                     return
                 tries += 1
-                addresses = self._direct_addresses()
+                addresses = direct(self.addresses)
                 try:
                     if self.reachability.dialable and addresses:
                         await self.punches.ask_to_dial(peer_id, addresses, timeout=TRY_DIRECT_SECONDS)

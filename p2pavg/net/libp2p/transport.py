@@ -50,14 +50,11 @@ import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import cast
 
 import trio
 from libp2p.custom_types import TProtocol
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.tools.anyio_service import background_trio_service
-from libp2p.transport.tcp.tcp import TCPListener
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, ListenError, RefusedError, UnreachableError
@@ -65,13 +62,12 @@ from p2pavg.base.limits import FAREWELL_SECONDS
 from p2pavg.base.threads.processor import wait_of_this_thread
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_listen_address, parse_peer_address
-from p2pavg.net.dialling import Dialler, timed_out
+from p2pavg.net.dialling import timed_out
 from p2pavg.net.keep_alive import is_acknowledged
 from p2pavg.net.lanes.acceptor import TlsAcceptor
 from p2pavg.net.lanes.pool import LaneKeeper
-from p2pavg.net.libp2p.connections import Connections
+from p2pavg.net.libp2p.connections import Connections, host_of, listeners_of
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
-from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.host import GuardedHost, Places, install, new_host
 from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
@@ -80,10 +76,7 @@ from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, is_of_the_network
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.net.nat.relay.service import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
-
-# Listening: free ports, the listeners of a swarm, and the addresses to announce.
 
 
 def check_free(address: Multiaddr) -> None:
@@ -101,22 +94,6 @@ def check_free(address: Multiaddr) -> None:
             probe.listen(1)
         except OSError as error:
             raise ListenError(f"cannot listen on {address}: {error.strerror}") from None
-
-
-def host_of(address: Multiaddr) -> str:
-    """Return the IP address in a multiaddress."""
-    return str(address.value_for_protocol("ip4" if "ip4" in address else "ip6"))
-
-
-def listeners_of(swarm: GuardedSwarm) -> list[TCPListener]:
-    """Return the listeners of a swarm."""
-    return [cast(TCPListener, listener) for listener in swarm.listeners.values()]
-
-
-def endpoints_of(swarm: GuardedSwarm) -> list[tuple[str, int]]:
-    """Return the hosts and ports at which the listeners of a swarm are bound; a host may be a wildcard."""
-    bound = [address for listener in listeners_of(swarm) for address in listener.get_addrs()]
-    return [(host_of(address), int(str(address.value_for_protocol("tcp")))) for address in bound]
 
 
 logger = logging.getLogger(__name__)
@@ -139,17 +116,13 @@ class Libp2pTransport(Transport):
         self._tcp = tcp
         self._lifetime = Lifetime(nursery)
         self.peer_id = str(host.get_id())
-        self._listens = False
-        self._connections = Connections(
-            host, swarm, self._lifetime, places, self._connected, partial(open_circuit, self)
-        )
+        self._connections = Connections(self, host, swarm, self._lifetime, places)
         # Before anything can dial: a peer that averages only with processes of this machine must dial no other one.
         self._connections.gate.policy.only_here = options.only_here
-        self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
         doorway = TlsAcceptor(self.peer_id, self._connections.gate)
         # Set before the port is open, since strangers may connect at once.
         tcp.on_tls = doorway.accept
-        self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
+        self._reaching = Reaching(self, self._connections, nursery, options)
         tcp.on_whoami = self._reaching.whoami.answer
         self._lanes = LaneKeeper(
             self,
@@ -177,22 +150,15 @@ class Libp2pTransport(Transport):
     async def settle(self) -> None:
         await self._reaching.settle()
 
-    def _listened(self) -> list[tuple[str, int]]:
-        return endpoints_of(self._swarm) if self._listens else []
-
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
         return self._reaching.path_to(peer_id)
 
-    def _connected(self, muxed: GuardedYamux) -> None:
-        self._reaching.connected(muxed)
-        self._dialler.connected(str(muxed.peer_id))
-
     def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._dialler.watchers.append(connected)
+        self._connections.dialler.watchers.append(connected)
 
     def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._dialler.watchers.remove(connected)
+        self._connections.dialler.watchers.remove(connected)
 
     def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:
         self._connections.remember(peer_id, companion=companion)
@@ -226,7 +192,7 @@ class Libp2pTransport(Transport):
         # Before the dial: the new connection gets its place by the standing of its peer.
         self.remember_peer(peer_id, companion=True)
         with trio.move_on_after(timeout):
-            await self._dialler.connect(peer_id, [address])
+            await self._connections.dialler.connect(peer_id, [address])
             return peer_id
         raise UnreachableError(f"no connection to {address} within {timeout:.1f} s")
 
@@ -243,7 +209,9 @@ class Libp2pTransport(Transport):
         failed: list[str] = []
         with trio.move_on_after(timeout):
             ordered = self._connections.relays.ordered(addresses, trio.current_time())
-            await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
+            await self._connections.dialler.connect(
+                peer_id, ordered, wait_inbound=wait_inbound, failed=failed
+            )
             # Noted before the stream is opened, to tell afterwards whether one of these has just ended.
             used = self._connections.to(peer_id)
             try:
@@ -258,7 +226,9 @@ class Libp2pTransport(Transport):
             logger.debug("connecting to %s once more: %s", peer_id, first)
             self._lifetime.check()
             try:
-                await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
+                await self._connections.dialler.connect(
+                    peer_id, ordered, wait_inbound=wait_inbound, failed=failed
+                )
             # Kept as it is: callers take it as proof that the peer's process has ended.
             except RefusedError:
                 raise
@@ -310,7 +280,7 @@ class Libp2pTransport(Transport):
             self._connections.gate.listens_at(host_of(address))
         for listener in listeners_of(self._swarm):
             accept_more_at_once(listener)
-        self._listens = True
+        self._connections.listens = True
         self._reaching.start()
 
     async def _close(self) -> None:

@@ -7,8 +7,10 @@ This module decides; it does no I/O. Each stream and each connection has its own
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from typing import Protocol
+
+from p2pavg.net.limits.admission import Acquaintances, TrustClass
 
 # Unread bytes and unfinished messages of all peers that share no group with this one. Their largest message is a record
 # message of 1 MiB. An honest one is complete within a second, so 64 of them at once are more than ever occur.
@@ -40,22 +42,22 @@ class MemoryBudget:
     """The bytes of all connections together.
 
     Args:
-        holders: returns every connection.
-        is_companion: returns whether a peer is or was in a group with this one.
+        holders: every connection, as its owner keeps them.
+        acquaintances: tells which peers are companions.
         strangers_bytes: the limit of all peers that are not companions.
         total_bytes: the limit of all peers.
     """
 
     def __init__(
         self,
-        holders: Callable[[], Iterable[Holder]],
-        is_companion: Callable[[str], bool],
+        holders: Collection[Holder],
+        acquaintances: Acquaintances,
         *,
         strangers_bytes: int = STRANGERS_BYTES,
         total_bytes: int = TOTAL_BYTES,
     ) -> None:
         self._holders = holders
-        self._is_companion = is_companion
+        self._acquaintances = acquaintances
         self._limits = {False: strangers_bytes, True: total_bytes}
         self._room = 0  # bytes that may still arrive before all holders must be counted again
 
@@ -67,14 +69,15 @@ class MemoryBudget:
 
     def held(self) -> int:
         """Return the number of bytes that all connections hold."""
-        return sum(holder.held() for holder in self._holders())
+        return sum(holder.held() for holder in self._holders)
 
     def _shed(self, *, companions: bool) -> int:
         """Let the greediest peers give up streams until the limit is kept. Return the room that is left."""
         by_peer: defaultdict[str, list[Holder]] = defaultdict(list)
         sizes: defaultdict[str, int] = defaultdict(int)
-        for holder in self._holders():
-            if companions or not self._is_companion(holder.owner):
+        for holder in self._holders:
+            is_companion = self._acquaintances.standing_of(holder.owner) is TrustClass.COMPANION
+            if companions or not is_companion:
                 by_peer[holder.owner].append(holder)
                 sizes[holder.owner] += holder.held()
         total, limit = sum(sizes.values()), self._limits[companions]

@@ -73,7 +73,7 @@ class MemoryTransport(Transport):
         """One end of each connection of others that this peer relays."""
         self.relays_no_more = False
         """True if this peer relays no further connections."""
-        self._dialler = Dialler(machine.nursery, self.is_connected, self._dial_one)
+        self._dialler = Dialler(machine.nursery, self)
         self.crashed = trio.Event()
         """Set by :meth:`MemoryNetwork.crash`."""
 
@@ -153,12 +153,12 @@ class MemoryTransport(Transport):
         if self.crashed.is_set():
             raise UnreachableError("this peer has crashed")
 
-    async def _dial_one(self, peer_id: PeerId, text: str) -> None:
-        parse_address_of(peer_id, text)
-        if is_circuit(text):
-            await self._dial_through_relay(parse_circuit_address(text))
+    async def dial_one(self, peer_id: PeerId, address: str) -> None:
+        parse_address_of(peer_id, address)
+        if is_circuit(address):
+            await self._dial_through_relay(parse_circuit_address(address))
             return
-        location = text.partition("/p2p/")[0]
+        location = address.partition("/p2p/")[0]
         found = self.network.listener_at(location)
         if found is not None and (found.inbound == "dropped" or found.kind not in DIRECT_KINDS):
             await trio.sleep_forever()

@@ -16,14 +16,13 @@ from p2pavg.net.lanes.halfway import Back, Halfway, LaneVerdict, Meet
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.nat.punch import plan
-from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.plan import Endpoint, PunchAnswer, PunchProposal, PunchVerdict, Sync
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
 from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, offered, post
-from tests.integration.punch.peers import BEHIND_A_ROUTER, BEHIND_A_SYMMETRIC_ROUTER, kept
+from tests.integration.punch.peers import BEHIND_A_ROUTER, BEHIND_A_SYMMETRIC_ROUTER, Router
 
 
 def behind_a_router(host: Libp2pTransport, own: Reachability = BEHIND_A_ROUTER) -> None:
@@ -31,7 +30,7 @@ def behind_a_router(host: Libp2pTransport, own: Reachability = BEHIND_A_ROUTER) 
     host._reaching.addresses = (f"/ip4/203.0.113.9/tcp/1/p2p/{host.peer_id}/p2p-circuit/p2p/{host.peer_id}",)
     lanes = keeper(host)
     lanes._dialled_addresses = lambda _: ()
-    lanes._halfway = Halfway(lanes._doorway, Puncher(host._connections.gate, lambda: own, kept))
+    lanes._halfway = Halfway(lanes._doorway, Router(own).puncher(host._connections.gate))
 
 
 @asynccontextmanager
@@ -136,13 +135,13 @@ class TestNoPunch:
         monkeypatch.setattr(plan, "PUNCH_SECONDS", 0.1)
         async with two_behind_routers() as (here, there):
 
-            async def wrong(port: FreshPort) -> int:
+            async def wrong(version: int, port: int) -> int:
                 return 65535
 
             for host in (here, there):
                 puncher = keeper(host)._halfway._puncher
                 assert puncher is not None
-                puncher._predict = wrong
+                puncher._watcher.outer_port = wrong  # type: ignore[method-assign]
             with pytest.raises(UnreachableError, match=r"no address is known; .*; try 1: .*try 3: "):
                 await lane_to(here, there)
             with pytest.raises(UnreachableError, match=r"a moment ago: .*try 3"):
@@ -156,14 +155,14 @@ class TestNoPunch:
         async with two_behind_routers() as (here, there):
             reached = trio.Event()
 
-            async def never(port: FreshPort) -> int:
+            async def never(version: int, port: int) -> int:
                 reached.set()
                 await trio.sleep_forever()
                 return 0
 
             puncher = keeper(there)._halfway._puncher
             assert puncher is not None
-            puncher._predict = never
+            puncher._watcher.outer_port = never  # type: ignore[method-assign]
             before = descriptors()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(lane_to, here, there)

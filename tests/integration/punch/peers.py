@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 import trio
 
@@ -14,9 +15,9 @@ from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.service import PunchService
-from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
-from p2pavg.net.transport import PeerId
+from p2pavg.net.nat.reach.watcher import Connecting, ReachWatcher
+from p2pavg.net.transport import PeerId, Transport
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
 from tests.unit.group.samples import SIGNERS
@@ -27,9 +28,20 @@ BEHIND_A_ROUTER = Reachability(
 BEHIND_A_SYMMETRIC_ROUTER = Reachability(kind=Kind.RELAYED, sentence="behind a symmetric router")
 
 
-async def kept(port: FreshPort) -> int:
+async def kept(version: int, port: int) -> int:
     """Predict the outer port as behind a router that keeps ports."""
-    return port.port
+    return port
+
+
+class Router:
+    """Stands for the transport and the watcher of a peer, which know the router before it."""
+
+    def __init__(self, reachability: Reachability) -> None:
+        self.reachability = reachability
+        self.outer_port = kept
+
+    def puncher(self, gate: DialGate) -> Puncher:
+        return Puncher(gate, cast(Transport, self), cast(ReachWatcher, self))
 
 
 def new_gate(loopback: bool = True) -> DialGate:
@@ -59,28 +71,24 @@ class Side:
     """A peer with everything that its punches depend on."""
 
     transport: MemoryTransport
-    own: Reachability = BEHIND_A_ROUTER
+    router: Router = field(default_factory=lambda: Router(BEHIND_A_ROUTER))
     gate: DialGate = field(default_factory=new_gate)
-    predict = staticmethod(kept)
-    friends: bool = True
     adopted: list[tuple[PeerId, bool]] = field(default_factory=list)
     dialled: list[tuple[PeerId, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.puncher = Puncher(self.gate, lambda: self.own, lambda port: self.predict(port))
-        self.service = PunchService(
-            self.transport, self.puncher, adopt=self.adopt, dial=self.dial, talks_to=lambda _: self.friends
-        )
+        self.puncher = self.router.puncher(self.gate)
+        self.service = PunchService(self.transport, cast(Connecting, self), self.puncher)
 
     @property
     def peer_id(self) -> PeerId:
         return self.transport.peer_id
 
-    async def adopt(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+    async def adopt_socket(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
         await shake_hands(plain, me=self.peer_id, peer_id=peer_id, initiator=initiator)
         self.adopted.append((peer_id, initiator))
 
-    async def dial(self, peer_id: PeerId, address: str) -> None:
+    async def dial_one(self, peer_id: PeerId, address: str) -> None:
         self.dialled.append((peer_id, address))
         if "dead" in address:
             raise UnreachableError("no answer")

@@ -35,7 +35,7 @@ def behind_a_router(host: Libp2pTransport, kind: Kind = Kind.PUNCHABLE) -> Punch
         outer_hosts=("127.0.0.1",),
         punch_hosts=("127.0.0.1",) if kind is Kind.PUNCHABLE else (),
     )
-    reaching.puncher._predict = kept
+    reaching._watcher.outer_port = kept  # type: ignore[method-assign]
     return reaching.punches
 
 

@@ -23,7 +23,6 @@ from p2pavg.net.nat.punch.plan import (
     PunchVerdict,
     Sync,
 )
-from p2pavg.net.nat.punch.sockets import FreshPort
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import watched
 from tests.integration.lanes.company import descriptors
@@ -53,11 +52,11 @@ async def test_the_next_try_has_new_ports() -> None:
     async with two_sides() as (here, there):
         ports = []
 
-        async def wrong_at_first(port: FreshPort) -> int:
-            ports.append(port.port)
-            return port.port if len(ports) > 1 else 65535
+        async def wrong_at_first(version: int, port: int) -> int:
+            ports.append(port)
+            return port if len(ports) > 1 else 65535
 
-        there.predict = wrong_at_first
+        there.router.outer_port = wrong_at_first
         await here.service.connect(there.peer_id, timeout=BOUND)
         assert len(set(ports)) == 2
         assert here.adopted == [(there.peer_id, True)]
@@ -67,10 +66,10 @@ async def test_the_next_try_has_new_ports() -> None:
 async def test_the_last_try_ends_with_the_reasons_of_both_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_sides() as (here, there):
 
-        async def wrong(port: FreshPort) -> int:
+        async def wrong(version: int, port: int) -> int:
             return 65535
 
-        here.predict = there.predict = wrong
+        here.router.outer_port = there.router.outer_port = wrong
         monkeypatch.setattr(plan, "PUNCH_SECONDS", 0.3)
         with pytest.raises(UnreachableError, match=rf"try 1: .*refused.*the peer reported.*try {TRIES}: "):
             await here.service.connect(there.peer_id, timeout=BOUND)
@@ -80,28 +79,28 @@ class TestRefusals:
     @watched
     async def test_a_peer_behind_a_symmetric_router_asks_for_nothing(self) -> None:
         async with two_sides() as (here, there):
-            here.own = BEHIND_A_SYMMETRIC_ROUTER
+            here.router.reachability = BEHIND_A_SYMMETRIC_ROUTER
             with pytest.raises(RefusedPunchError, match=r"this peer takes part in no punch: .*symmetric"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
     @watched
     async def test_a_peer_behind_a_symmetric_router_refuses_at_once(self) -> None:
         async with two_sides() as (here, there):
-            there.own = BEHIND_A_SYMMETRIC_ROUTER
+            there.router.reachability = BEHIND_A_SYMMETRIC_ROUTER
             with pytest.raises(RefusedPunchError, match=r"the peer takes part in no punch: .*symmetric"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
     @watched
     async def test_peers_of_different_families_do_not_try(self) -> None:
         async with two_sides() as (here, there):
-            there.own = replace(BEHIND_A_ROUTER, punch_hosts=("2001:db8::1",))
+            there.router.reachability = replace(BEHIND_A_ROUTER, punch_hosts=("2001:db8::1",))
             with pytest.raises(RefusedPunchError, match=r"outer addresses are of IPv6, .* IPv4"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
     @watched
     async def test_a_stranger_is_refused(self) -> None:
         async with two_sides() as (here, there):
-            there.friends = False
+            there.transport.is_connected = lambda peer_id: False  # type: ignore[method-assign]  # noqa: ARG005
             with pytest.raises(RefusedPunchError, match="nothing to do with each other"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
             with pytest.raises(UnreachableError, match="nothing to do with each other"):
@@ -110,11 +109,11 @@ class TestRefusals:
 
     @watched
     async def test_a_peer_that_cannot_predict_its_port_refuses_without_the_reasons(self) -> None:
-        async def unknown(port: FreshPort) -> int:
+        async def unknown(version: int, port: int) -> int:
             raise UnreachableError("no peer could be asked")
 
         async with two_sides() as (here, there):
-            there.predict = unknown
+            there.router.outer_port = unknown
             with pytest.raises(RefusedPunchError, match=rf"takes part in no punch: {NOT_REACHED}\n"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
@@ -246,10 +245,10 @@ class TestHostileAskers:
         async with two_sides() as (here, there):
 
             async def fail(plain: socket.socket, peer_id: str, *, initiator: bool) -> None:
-                await Side.adopt(there, plain, peer_id, initiator=initiator)
+                await Side.adopt_socket(there, plain, peer_id, initiator=initiator)
                 raise UnreachableError("no place")
 
-            there.service._adopt = fail
+            there.adopt_socket = fail  # type: ignore[method-assign]
             with pytest.raises(UnreachableError, match=r"(try \d: the peer reported: no connection(; )?){3}"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
@@ -277,7 +276,7 @@ class TestSilence:
                 await trio.sleep_forever()
 
         async with two_sides() as (here, there):
-            here.service._adopt = there.service._adopt = hang
+            here.adopt_socket = there.adopt_socket = hang  # type: ignore[method-assign]
             with pytest.raises(UnreachableError, match=r"handshake took longer.*the peer reported"):
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
@@ -335,7 +334,7 @@ class TestDialMe:
             await trio.sleep_forever()
 
         async with two_sides() as (here, there):
-            there.service._dial = hang
+            there.dial_one = hang  # type: ignore[method-assign]
             with pytest.raises(UnreachableError, match=rf"reported: {NOT_REACHED}\n"):
                 await here.service.ask_to_dial(there.peer_id, ["/good/1"], timeout=BOUND)
 

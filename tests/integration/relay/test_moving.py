@@ -195,7 +195,7 @@ class TestFromRelayedToDirect:
     async def test_a_relayed_connection_beside_a_direct_one_ends(self) -> None:
         async with open_relay() as relay, open_host(LOOPBACK) as there, behind(relay) as here:
             await here.dial(there.addresses[0], timeout=TIMEOUT)
-            await there._connections.dial(here.peer_id, here.addresses[0])
+            await there._connections.dial_one(here.peer_id, here.addresses[0])
             await eventually(is_only_direct(here, there))
             await eventually(is_only_direct(there, here))
 
@@ -229,7 +229,7 @@ async def assert_serves_over_relay(here: Libp2pTransport, there: Libp2pTransport
 async def connect(here: Libp2pTransport, there: Libp2pTransport) -> None:
     """Make a direct connection beside a relayed one."""
     here._connections.gate.trust_address(there.addresses[0])
-    await here._connections.dial(there.peer_id, there.addresses[0])
+    await here._connections.dial_one(there.peer_id, there.addresses[0])
 
 
 async def sink(stream: Stream) -> None:

@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -56,8 +56,8 @@ from p2pavg.net.nat.punch.plan import (
     Sync,
 )
 from p2pavg.net.nat.punch.sockets import FreshPort, punch
-from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.net.transport import PeerId, Stream, receive_message, send_message
+from p2pavg.net.nat.reach.watcher import ReachWatcher
+from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 
 # The limits of punches and dials that other peers ask for.
 
@@ -80,13 +80,15 @@ logger = logging.getLogger(__name__)
 # The time from Sync to the verdict, at most.
 TRY_PUNCH_SECONDS = plan.LONGEST_ROUND_TRIP + plan.PUNCH_SECONDS + plan.UPGRADE_SECONDS
 
-Predict = Callable[[FreshPort], Awaitable[int]]
-"""Returns the outer port that this peer's router gives to connections from a port.
 
-Raises UnreachableError if it cannot tell, and is bounded in time.
-"""
+class Closable(Protocol):
+    """A connection that its owner closes."""
 
-T = TypeVar("T")
+    def close(self) -> None:
+        """End it."""
+
+
+T = TypeVar("T", bound=Closable | None)
 
 Use = Callable[[socket.socket], Awaitable[T]]
 """Does the handshakes on a punched connection. It takes over the socket, and closes it if it fails or is cancelled.
@@ -113,15 +115,15 @@ class Puncher:
 
     Args:
         gate: the gate of all dials of this transport.
-        own: returns how others reach this peer, as far as it is known now.
-        predict: finds the outer port of a fresh port.
+        transport: tells how others reach this peer, as far as it is known now.
+        watcher: finds the outer port of a fresh port.
     """
 
-    def __init__(self, gate: DialGate, own: Callable[[], Reachability], predict: Predict) -> None:
+    def __init__(self, gate: DialGate, transport: Transport, watcher: ReachWatcher) -> None:
         self.gate = gate
         """The gate of all dials of this transport."""
-        self._own = own
-        self._predict = predict
+        self._transport = transport
+        self._watcher = watcher
         self._all_tries = TokenBucket(ALL_TRIES_PER_SECOND, ALL_TRIES)
         self._tries = Accounts(PEER_TRIES_PER_SECOND, PEER_TRIES)
         self._under_way: Counter[PeerId] = Counter()
@@ -129,16 +131,17 @@ class Puncher:
     @property
     def refusal(self) -> str:
         """The reason for which this peer takes part in no punch; empty if it does."""
-        return plan.refusal(self._own())
+        return plan.refusal(self._transport.reachability)
 
     # -- the peer that asks
 
-    async def ask(self, stream: Stream, use: Use[T], drop: Callable[[T], object]) -> T:
+    async def ask(self, stream: Stream, use: Use[T]) -> T:
         """Punch, in several tries if necessary, and return the result of ``use``.
 
         Args:
             stream: a stream to the other peer, which serves it with :meth:`take_part`.
-            drop: closes a result of ``use`` after the other peer has reported a failure.
+            use: its result is closed if the other peer reports a failure. A connection of libp2p is none: it ends by
+                itself, as the other end is closed.
 
         Raises:
             RefusedPunchError: this peer or the other one takes part in no punch.
@@ -150,7 +153,7 @@ class Puncher:
         reasons = []
         for attempt in range(1, plan.TRIES + 1):
             try:
-                return await self._ask_once(stream, attempt, use, drop)
+                return await self._ask_once(stream, attempt, use)
             # It would be refused again. All other failures may be bad luck with the ports or the moment.
             except RefusedPunchError:
                 raise
@@ -158,9 +161,11 @@ class Puncher:
                 reasons.append(f"try {attempt}: {error}")
         raise UnreachableError("; ".join(reasons))
 
-    async def _ask_once(self, stream: Stream, attempt: int, use: Use[T], drop: Callable[[T], object]) -> T:
+    async def _ask_once(self, stream: Stream, attempt: int, use: Use[T]) -> T:
         with ExitStack() as owned:
-            ports = await self._open_ports(owned, plan.hosts_to_propose(self._own()).values())
+            ports = await self._open_ports(
+                owned, plan.hosts_to_propose(self._transport.reachability).values()
+            )
             sent = trio.current_time()
             await send_message(stream, PunchProposal(attempt, tuple(ports)).encode())
             answer = PunchAnswer.decode(await _next(stream))
@@ -172,11 +177,9 @@ class Puncher:
             await self._check_may_dial(stream.remote, half.other)
             await send_message(stream, Sync().encode())
             begin = plan.begin_of_asker(trio.current_time(), trip)
-            return await self._meet_and_compare(stream, half, begin, use, drop)
+            return await self._meet_and_compare(stream, half, begin, use)
 
-    async def _meet_and_compare(
-        self, stream: Stream, half: _Half, begin: float, use: Use[T], drop: Callable[[T], object]
-    ) -> T:
+    async def _meet_and_compare(self, stream: Stream, half: _Half, begin: float, use: Use[T]) -> T:
         """Carry out a try, and read the verdict in any case, so that the next try finds the stream in order."""
         try:
             made = await self._meet(stream.remote, half, begin, use)
@@ -190,13 +193,14 @@ class Puncher:
                 raise UnreachableError(f"the peer reported: {verdict.reason}")  # noqa: TRY301 - as any other reason
         except BaseException:
             # Without the other peer's success there is half a connection, which would only time out later.
-            drop(made)
+            if made is not None:
+                made.close()
             raise
         return made
 
     # -- the peer that is asked
 
-    async def take_part(self, stream: Stream, first: PunchProposal, use: Use[object]) -> bool:
+    async def take_part(self, stream: Stream, first: PunchProposal, use: Use[None]) -> bool:
         """Take part in a punch that the other peer has proposed. Return true after a success.
 
         Args:
@@ -216,7 +220,7 @@ class Puncher:
                 return False
             message = PunchProposal.decode(following)
 
-    async def _answer_once(self, stream: Stream, propose: PunchProposal, use: Use[object]) -> bool:
+    async def _answer_once(self, stream: Stream, propose: PunchProposal, use: Use[None]) -> bool:
         began = trio.current_time()
         try:
             async with self._half_of(stream.remote, propose) as half:
@@ -247,7 +251,7 @@ class Puncher:
         """
         if refusal := self.refusal:
             raise RefusedPunchError(refusal)
-        chosen = plan.choose(propose.attempt, self._own(), propose.endpoints)
+        chosen = plan.choose(propose.attempt, self._transport.reachability, propose.endpoints)
         if isinstance(chosen, str):
             raise RefusedPunchError(chosen)
         own_host, other = chosen
@@ -293,7 +297,7 @@ class Puncher:
         for host in hosts:
             try:
                 port = owned.enter_context(FreshPort(version_of(host)))
-                found[Endpoint(host, await self._predict(port))] = port
+                found[Endpoint(host, await self._watcher.outer_port(port.version, port.port))] = port
             except (OSError, ValueError, UnreachableError) as error:
                 reasons.append(f"{host}: {error}")
         if not found:

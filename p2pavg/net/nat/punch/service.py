@@ -12,10 +12,9 @@ to a dial that failed is one fixed word: this peer is no means to find out what 
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol
 
 import trio
 
@@ -32,6 +31,7 @@ from p2pavg.net.nat.punch.plan import (
     PunchVerdict,
     decode_request,
 )
+from p2pavg.net.nat.reach.watcher import Connecting
 from p2pavg.net.transport import PeerId, Stream, Transport, send_message
 
 logger = logging.getLogger(__name__)
@@ -40,47 +40,18 @@ logger = logging.getLogger(__name__)
 SERVE_PUNCHES_SECONDS = 45.0
 
 
-class Adopt(Protocol):
-    """Turns a connected socket into a libp2p connection with a peer. It takes over the socket.
-
-    Raises UnreachableError if the other end is not this peer, or does not shake hands.
-    """
-
-    async def __call__(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
-        """Do the handshakes and add the connection to the swarm."""
-
-
-Dial = Callable[[PeerId, str], Awaitable[None]]
-"""Connects to a peer at one address directly, through the dial gate, even if there is a relayed connection.
-
-Raises UnreachableError or AddressError.
-"""
-
-
 class PunchService:
     """The punches of one transport, for libp2p connections.
 
     Args:
+        connections: the connections of the transport. A peer without one is refused.
         puncher: shared with the lanes of the transport, so that both keep to one set of limits.
-        adopt: makes a libp2p connection of a punched one.
-        dial: dials a peer that has asked for it.
-        talks_to: returns whether this process has any business with a peer. Other peers are refused.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        puncher: Puncher,
-        *,
-        adopt: Adopt,
-        dial: Dial,
-        talks_to: Callable[[PeerId], bool],
-    ) -> None:
+    def __init__(self, transport: Transport, connections: Connecting, puncher: Puncher) -> None:
         self._transport = transport
+        self._connections = connections
         self._puncher = puncher
-        self._adopt = adopt
-        self._dial = dial
-        self._talks_to = talks_to
         self._asking: set[PeerId] = set()
         transport.serve(PROTOCOL, self._serve)
 
@@ -99,8 +70,9 @@ class PunchService:
             raise RefusedPunchError(f"a punch with {peer_id} is under way")
         self._asking.add(peer_id)
         try:
-            use = partial(self._adopt, peer_id=peer_id, initiator=True)
-            await self._with_stream(peer_id, timeout, lambda stream: self._puncher.ask(stream, use, _keep))
+            use = partial(self._connections.adopt_socket, peer_id=peer_id, initiator=True)
+            async with self._stream_to(peer_id, timeout) as stream:
+                await self._puncher.ask(stream, use)
         finally:
             self._asking.remove(peer_id)
 
@@ -110,8 +82,7 @@ class PunchService:
         Raises:
             UnreachableError: the peer did not connect within ``timeout`` seconds; the message has its reason.
         """
-
-        async def ask(stream: Stream) -> None:
+        async with self._stream_to(peer_id, timeout) as stream:
             await send_message(stream, DialMe(tuple(addresses[:MAX_ADDRESSES])).encode())
             message = await receive_bounded(stream, timeout)
             if message is None:
@@ -119,22 +90,24 @@ class PunchService:
             if reason := PunchVerdict.decode(message).reason:
                 raise UnreachableError(f"{peer_id} reported: {reason}")
 
-        await self._with_stream(peer_id, timeout, ask)
+    @asynccontextmanager
+    async def _stream_to(self, peer_id: PeerId, timeout: float) -> AsyncIterator[Stream]:
+        """Open a stream for the block, which has ``timeout`` seconds in all.
 
-    async def _with_stream(
-        self, peer_id: PeerId, timeout: float, work: Callable[[Stream], Awaitable[None]]
-    ) -> None:
-        with trio.move_on_after(timeout):
+        Raises:
+            UnreachableError: there is no stream, or it broke, or the time is over.
+        """
+        with trio.move_on_after(timeout) as scope:
             stream = await self._transport.open_stream(peer_id, PROTOCOL, timeout=timeout)
             try:
-                await work(stream)
+                yield stream
                 await stream.aclose()
             except (StreamBrokenError, RemoteProtocolError) as error:
                 raise UnreachableError(f"no direct connection to {peer_id}: {error}") from None
             finally:
                 await stream.reset()
-            return
-        raise UnreachableError(f"no direct connection to {peer_id} within {timeout:.1f} s")
+        if scope.cancelled_caught:
+            raise UnreachableError(f"no direct connection to {peer_id} within {timeout:.1f} s")
 
     # -- the peer that is asked
 
@@ -149,14 +122,14 @@ class PunchService:
             elif refusal := self._refusal(stream.remote):
                 await send_message(stream, PunchAnswer(refusal).encode())
             else:
-                use = partial(self._adopt, peer_id=stream.remote, initiator=False)
+                use = partial(self._connections.adopt_socket, peer_id=stream.remote, initiator=False)
                 if await self._puncher.take_part(stream, request, use):
                     logger.debug("a punch with %s succeeded", stream.remote)
             await stream.aclose()
 
     def _refusal(self, peer_id: PeerId) -> str:
         """Return the reason for which a peer that asks gets no punch; empty if it gets one."""
-        if not self._talks_to(peer_id):
+        if not self._transport.is_connected(peer_id):
             return "the two peers have nothing to do with each other"
         if peer_id in self._asking and self._transport.peer_id < peer_id:
             return "a punch that this peer asked for is under way"  # of two punches at once, one goes on
@@ -164,7 +137,11 @@ class PunchService:
 
     async def _dial_asker(self, stream: Stream, request: DialMe) -> None:
         peer_id = stream.remote
-        reason = "" if self._talks_to(peer_id) else "the two peers have nothing to do with each other"
+        reason = (
+            ""
+            if self._transport.is_connected(peer_id)
+            else "the two peers have nothing to do with each other"
+        )
         if not reason:
             try:
                 with self._puncher.counted(peer_id):
@@ -182,13 +159,9 @@ class PunchService:
                 try:
                     if is_circuit(address):
                         raise UnreachableError("it leads through a relay")  # noqa: TRY301 - as any other reason
-                    await self._dial(peer_id, address)
+                    await self._connections.dial_one(peer_id, address)
                 except (AddressError, UnreachableError) as error:
                     logger.debug("%s asked to be dialled at %s: %s", peer_id, address, error)
                 else:
                     return True
         return False
-
-
-def _keep(_: None) -> None:
-    """Leave a connection alone that the other peer has not adopted: it ends by itself, as the other end is closed."""

@@ -9,11 +9,12 @@ Wiring in a transport
 1. Make a :class:`~p2pavg.net.nat.reach.service.ReachService` with a function that dials back, and a
    :class:`~p2pavg.net.nat.reach.whoami.WhoamiAnswerer`, to whose ``answer`` the listener hands each connection that
    begins with ``P``.
-2. Make a :class:`ReachWatcher` and start :meth:`ReachWatcher.run` in the transport's nursery. ``on_change`` is called
+2. Make a :class:`ReachWatcher`, and start :meth:`ReachWatcher.run` in the transport's nursery. ``on_change`` is called
    at once with the machine's own addresses, and after that with each change.
 3. Call :meth:`ReachWatcher.inbound` for each new inbound libp2p connection that came to the listener, as soon as its
    peer id is proved: not for relayed and not for punched ones.
-4. Call :meth:`ReachWatcher.wake` when a direct connection begins or ends, and when relays change.
+4. Call :meth:`ReachWatcher.wake` when a direct connection begins or ends, and :meth:`ReachWatcher.relayed_by` when
+   relays change.
 5. While :attr:`ReachWatcher.relays_wanted` is true, reserve places at relays. ``on_change`` is called when it changes,
    too.
 6. Cancel :meth:`ReachWatcher.run` at the end. It removes the router's mapping within a second, so give it that time
@@ -25,6 +26,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import psutil
 import trio
@@ -40,12 +42,13 @@ from p2pavg.net.nat.reach.mapping import PortMapper
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Probe, Reachability
 from p2pavg.net.nat.reach.service import DialBackOutcome, ask_dial_back, ask_to_look
 from p2pavg.net.nat.reach.whoami import ask
-from p2pavg.net.transport import PeerId, Transport
+from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
 
-WHOAMI_SECONDS = 3.0
+PROBE_SECONDS = 3.0
+_MOST_PROBES = 2
 
 _FAR6 = "2001:200::1"
 """An address of another network (WIDE, Japan). Nothing is sent to it: the system is asked for the way there."""
@@ -55,6 +58,38 @@ INBOUND_SECONDS = 2.0
 
 ALONE_SECONDS = 10.0
 """A peer that is connected to no other one for this time maps its port, so that others can join by it."""
+
+
+class Connecting(Protocol):
+    """The connections of a transport, for the parts that find ways through routers."""
+
+    def listening(self) -> Sequence[Endpoint]:
+        """Return the hosts and ports at which the listeners are bound; hosts may be wildcards."""
+
+    def neighbours(self) -> Sequence[Neighbour]:
+        """Return the peers with direct connections, once for each connection."""
+
+    def dialled_addresses(self, peer_id: PeerId) -> Sequence[str]:
+        """Return the addresses at which this process has dialled a peer."""
+
+    async def dial_one(self, peer_id: PeerId, address: str) -> None:
+        """Connect to a peer at one address through the dial gate, even if there is a relayed connection.
+
+        Raises UnreachableError or AddressError.
+        """
+
+    async def host_circuit(self, stream: Stream, peer_id: PeerId) -> None:
+        """Make a connection over a circuit, as the side that was asked. The call lives as long as the connection.
+
+        Raises UnreachableError if the other end is not that peer, or there is no place for the connection.
+        """
+
+    async def adopt_socket(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+        """Make a connection with a peer over a connected socket, which this call takes over.
+
+        Raises UnreachableError if the other end is not this peer, or does not shake hands.
+        """
+
 
 OnChange = Callable[[Reachability, tuple[str, ...]], None]
 """Called with the reachability and the addresses to announce, when they or ``relays_wanted`` have changed."""
@@ -99,9 +134,7 @@ class ReachWatcher:
 
     Args:
         transport: asks the questions over its existing connections.
-        neighbours: returns the peers with direct connections.
-        listening: returns the hosts and ports at which the listeners are bound; hosts may be wildcards.
-        relays: returns the ids of the peers that relay for this one, and the addresses that lead through them.
+        connections: the connections of the transport.
         on_change: see :data:`OnChange`.
         announce: addresses that the user has named, without a peer id.
         maps_ports: ask the router to pass a port on.
@@ -110,16 +143,14 @@ class ReachWatcher:
     def __init__(
         self,
         transport: Transport,
+        connections: Connecting,
         *,
-        neighbours: Callable[[], Sequence[Neighbour]],
-        listening: Callable[[], Sequence[Endpoint]],
-        relays: Callable[[], tuple[Sequence[PeerId], Sequence[str]]],
         on_change: OnChange,
         announce: Sequence[str] = (),
         maps_ports: bool = True,
     ) -> None:
         self._transport = transport
-        self._neighbours, self._listening, self._relays = neighbours, listening, relays
+        self._connections = connections
         self._on_change = on_change
         # A user who names the addresses needs no mapping.
         self._mapper = PortMapper(self._mapped) if maps_ports and not announce else None
@@ -144,6 +175,11 @@ class ReachWatcher:
     def wake(self) -> None:
         """Look at the connections and relays now."""
         self._woken.set()
+
+    def relayed_by(self, relays: Sequence[PeerId], circuits: Sequence[str]) -> None:
+        """Note the peers that relay for this one, and the addresses that lead through them."""
+        self.knowledge.relayed_by(relays, circuits)
+        self.wake()
 
     def inbound(self, peer_id: PeerId, host: str) -> None:
         """Note a new inbound connection of a peer, from a host, at a listening port."""
@@ -176,7 +212,11 @@ class ReachWatcher:
     def _look_at_the_machine(self) -> None:
         network = self.knowledge.network
         try:
-            listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
+            listening = [
+                (found, port)
+                for host, port in self._connections.listening()
+                for found in reachable_hosts(host)
+            ]
             hosts, source6 = machine_hosts(), machine_source6()
         except OSError as error:
             # Without free files the system cannot list the addresses. What was known before is kept.
@@ -190,9 +230,8 @@ class ReachWatcher:
             self._mapping.cancel()  # the mapping is of another router
 
     def _look_at_the_connections(self) -> None:
-        neighbours = self._neighbours()
+        neighbours = self._connections.neighbours()
         self.knowledge.connected(neighbours)
-        self.knowledge.relayed_by(*self._relays())
         if neighbours:
             self._alone_since = None
         elif self._alone_since is None:
@@ -223,7 +262,7 @@ class ReachWatcher:
                     answer = await self._dialled_back(question)
                 case AskWhoami(peer=peer):
                     seen = await ask(
-                        peer.host, peer.port, local_port=question.local_port, timeout=WHOAMI_SECONDS
+                        peer.host, peer.port, local_port=question.local_port, timeout=PROBE_SECONDS
                     )
                     answer = Probe(peer.host, seen.local_port, seen.port, trio.current_time())
         except UnreachableError as error:
@@ -260,6 +299,30 @@ class ReachWatcher:
         # may lie.
         return False if answer.outcome is DialBackOutcome.FAILED else None
 
+    async def outer_port(self, version: int, port: int) -> int:
+        """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port.
+
+        Raises:
+            UnreachableError: it cannot be told.
+        """
+        if self.knowledge.keeps_ports(version):
+            return port
+        reasons = []
+        servers = [
+            peer
+            for peer in self._connections.neighbours()
+            if peer.port and version_of(peer.host) == version and not is_loopback(peer.host)
+        ]
+        for peer in servers[:_MOST_PROBES]:
+            try:
+                # From the fresh port itself: a router may map each local port to another outer one.
+                seen = await ask(peer.host, peer.port, local_port=port, timeout=PROBE_SECONDS)
+            except UnreachableError as error:
+                reasons.append(str(error))
+            else:
+                return seen.port
+        raise UnreachableError("; ".join(reasons) or "no peer can be asked for the outer port")
+
     # -- mapping
 
     def _map_if_useful(self, nursery: trio.Nursery) -> None:
@@ -275,7 +338,11 @@ class ReachWatcher:
         if not (self.knowledge.behind_router or (alone and not has_public_host)):
             return
         # A router can pass connections on to a listener of IPv4 only.
-        ports = [port for host, port in self._listening() if version_of(host) == 4 and not is_loopback(host)]
+        ports = [
+            port
+            for host, port in self._connections.listening()
+            if version_of(host) == 4 and not is_loopback(host)
+        ]
         if ports:
             self._mapping = trio.CancelScope()
             nursery.start_soon(self._map, self._mapper, ports[0], self._mapping)

@@ -5,29 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.addresses import CIRCUIT, is_circuit
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of
+from p2pavg.net.nat.reach.facts import Neighbour
 
 RELAYS_WANTED = 2
 """A peer stays reachable when one of its relays leaves."""
 
 
-@dataclass(frozen=True, slots=True)
-class RelayCandidate:
-    """A peer that was dialled, and so may be a relay."""
-
-    peer_id: str
-    host: str
-
-
 def choose_relays(
     me: str,
-    candidates: Sequence[RelayCandidate],
+    candidates: Sequence[Neighbour],
     held: Collection[str],
     avoided_until: Mapping[str, float],
     now: float,
@@ -40,7 +32,7 @@ def choose_relays(
 
     Args:
         me: this peer's id.
-        candidates: peers that this one has dialled, at the hosts where it reached them.
+        candidates: peers that this one has dialled, each once, at the hosts where it reached them.
         held: relays at which this peer has a reservation, or is asking for one.
         avoided_until: when a peer that has refused or failed may be asked again.
         now: seconds of the same clock.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import CALM_LOOK_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import CircuitAddress
-from p2pavg.net.nat.relay.choice import RelayCandidate, addresses_of_relay, choose_relays
+from p2pavg.net.nat.reach.watcher import Connecting, ReachWatcher
+from p2pavg.net.nat.relay.choice import addresses_of_relay, choose_relays
 from p2pavg.net.nat.relay.messages import (
     CIRCUIT_PROTOCOL,
     MAX_MESSAGE_BYTES,
@@ -36,12 +36,6 @@ _LOST_SECONDS = 2.0
 """A relay that was lost may have been restarted, or this peer may have changed its network."""
 MAX_AVOIDED = 256
 
-Adopt = Callable[[Stream, PeerId], Awaitable[None]]
-"""Makes a connection with a peer over a circuit, as the side that was asked, and lives as long as the connection.
-
-Raises UnreachableError if the other end is not that peer, or there is no place for the connection.
-"""
-
 _FAILURES = (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError)
 
 
@@ -49,26 +43,14 @@ class Reservations:
     """The relays through which others reach this peer.
 
     Args:
-        candidates: returns the peers to which this one has a direct connection that it has dialled.
-        reached: returns the addresses at which this peer has dialled another one.
-        on_change: called when :attr:`addresses` has changed.
-        adopt: makes a connection with the peer at the other end of a circuit.
+        connections: the connections of the transport.
+        watcher: is told when :attr:`addresses` has changed.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        candidates: Callable[[], Sequence[RelayCandidate]],
-        reached: Callable[[PeerId], Sequence[str]],
-        on_change: Callable[[], None],
-        adopt: Adopt,
-    ) -> None:
+    def __init__(self, transport: Transport, connections: Connecting, watcher: ReachWatcher) -> None:
         self._transport = transport
-        self._candidates = candidates
-        self._reached = reached
-        self._on_change = on_change
-        self._adopt = adopt
+        self._connections = connections
+        self._watcher = watcher
         self._wanted = False
         self._asked: dict[PeerId, trio.CancelScope] = {}
         self._held: dict[PeerId, tuple[str, ...]] = {}
@@ -113,8 +95,10 @@ class Reservations:
                 self._changed = trio.Event()
                 if self._wanted:
                     now = trio.current_time()
+                    # Only those that this one has dialled, which have a port: others can probably dial them too.
+                    dialled = {peer.peer_id: peer for peer in self._connections.neighbours() if peer.port}
                     for peer_id in choose_relays(
-                        self._transport.peer_id, self._candidates(), self._asked, self._avoided, now
+                        self._transport.peer_id, [*dialled.values()], self._asked, self._avoided, now
                     ):
                         # Before the task begins, so that the next look does not ask the same peer again.
                         self._asked[peer_id] = trio.CancelScope()
@@ -140,7 +124,7 @@ class Reservations:
                     raise UnreachableError(f"no answer within {ASK_RELAY_SECONDS:.0f} s")
                 self._held[relay] = addresses
                 logger.info("this peer is reachable through the relay %s", relay)
-                self._on_change()
+                self._watcher.relayed_by(self.relays, self.addresses)
                 await self._ping(stream)
         except _FAILURES as error:
             if held and self._held.keys() <= {relay}:
@@ -152,7 +136,7 @@ class Reservations:
                 await stream.reset()
             del self._asked[relay]
             if self._held.pop(relay, None) is not None:
-                self._on_change()
+                self._watcher.relayed_by(self.relays, self.addresses)
             self.poll()
 
     async def _reserve(self, stream: Stream) -> tuple[str, ...]:
@@ -165,7 +149,9 @@ class Reservations:
             raise UnreachableError(answer.reason)
         if not isinstance(answer, Reserved):
             raise RemoteProtocolError(f"it answered with {type(answer).__name__}")
-        addresses = addresses_of_relay(stream.remote, self._reached(stream.remote), answer.addresses)
+        addresses = addresses_of_relay(
+            stream.remote, self._connections.dialled_addresses(stream.remote), answer.addresses
+        )
         if not addresses:
             raise UnreachableError("this peer has no connection to the relay that it has dialled")
         return addresses
@@ -232,7 +218,7 @@ class Reservations:
         if scope.cancelled_caught:
             return
         try:
-            await self._adopt(stream, message.source)
+            await self._connections.host_circuit(stream, message.source)
         except UnreachableError as error:
             logger.info(
                 "a circuit of %s through %s came to nothing: %s", message.source, stream.remote, error

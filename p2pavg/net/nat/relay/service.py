@@ -31,14 +31,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.base.threads.waits import bare_exceptions
-from p2pavg.net.addresses import CircuitAddress
+from p2pavg.net.addresses import CircuitAddress, direct
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.nat.relay.limits import Circuit, RelayBudget, RelayLimits
 from p2pavg.net.nat.relay.messages import (
@@ -70,21 +69,13 @@ class RelayService:
     """The relay that a peer is for others that cannot be dialled.
 
     Args:
-        refusal: returns the reason for which this peer is no relay now; empty if it is one.
-        addresses: returns the addresses at which others can dial this peer.
+        transport: tells whether this peer can be dialled itself.
+        limits: ``None`` relays for no peer.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        refusal: Callable[[], str],
-        addresses: Callable[[], Sequence[str]],
-        limits: RelayLimits | None = None,
-    ) -> None:
+    def __init__(self, transport: Transport, limits: RelayLimits | None) -> None:
         self._transport = transport
-        self._refusal = refusal
-        self._addresses = addresses
+        self._relays = limits is not None
         self.budget = RelayBudget(limits or RelayLimits())
         """The reservations and circuits of this relay at the moment."""
         self._holders: dict[PeerId, trio.CancelScope] = {}
@@ -109,6 +100,14 @@ class RelayService:
         else:
             raise RemoteProtocolError(f"a stream to a relay began with {type(message).__name__}")
 
+    def _refusal(self) -> str:
+        """Return the reason for which this peer is no relay now; empty if it is one."""
+        if not self._relays:
+            return "this peer relays for no one, as its user wants it"
+        if not self._transport.reachability.dialable or not direct(self._transport.addresses):
+            return "this peer cannot be dialled itself"
+        return ""
+
     # -- reservations
 
     async def _reserve(self, stream: Stream) -> None:
@@ -127,7 +126,7 @@ class RelayService:
         logger.info("%s at %s is reachable through this peer", stream.remote, stream.remote_host)
         try:
             with holding:
-                await send_message(stream, Reserved(tuple(self._addresses())).encode())
+                await send_message(stream, Reserved(direct(self._transport.addresses)).encode())
                 await self._answer_pings(stream)
             if holding.cancelled_caught and stream.remote in self.budget.reserved:  # by a newer reservation
                 await stream.reset_connection()

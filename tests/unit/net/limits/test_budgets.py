@@ -6,6 +6,7 @@ from trio.testing import MockClock
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.net.limits.admission import Acquaintances, TrustClass
 from p2pavg.net.limits.call_budget import LONGEST_DELAY, OVERHEAD, CallBudget, CallRates
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.transport import Stream, receive_message, send_message
@@ -34,12 +35,11 @@ class Connection:
 
 class TestMemory:
     def budget(self, *connections: Connection) -> MemoryBudget:
-        return MemoryBudget(
-            lambda: connections,
-            lambda owner: owner.startswith("friend"),
-            strangers_bytes=1600,
-            total_bytes=16_000,
-        )
+        acquaintances = Acquaintances()
+        for connection in connections:
+            if connection.owner.startswith("friend"):
+                acquaintances.remember(connection.owner, TrustClass.COMPANION)
+        return MemoryBudget(connections, acquaintances, strangers_bytes=1600, total_bytes=16_000)
 
     def test_the_greediest_peer_loses_its_largest_stream(self) -> None:
         greedy, same = Connection("greedy", 300, 700), Connection("greedy", 500)

@@ -6,6 +6,7 @@ import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 import trio
@@ -17,7 +18,7 @@ from p2pavg.net.nat.reach import watcher
 from p2pavg.net.nat.reach.facts import Mapped, Neighbour
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.nat.reach.service import ReachService
-from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, ReachWatcher, machine_hosts
+from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, Connecting, ReachWatcher, machine_hosts
 from p2pavg.net.nat.reach.whoami import SeenEndpoint
 from p2pavg.net.transport import Stream
 from p2pavg.testing import MemoryNetwork
@@ -53,15 +54,20 @@ class Stage:
         self.hosts = [HOME, "127.0.0.1"]
         self.failure: OSError | None = None
         """The error of each look at the machine's addresses, if any."""
-        self.neighbours = [Neighbour(peer_id=name, host=host, port=PORT) for name, host in HOSTS.items()]
+        self.around = [Neighbour(peer_id=name, host=host, port=PORT) for name, host in HOSTS.items()]
         self.told: list[tuple[Reachability, tuple[str, ...]]] = []
-        self.relays: tuple[list[str], list[str]] = ([], [])
         self.liars: set[str] = set()
         """Peers that say that they have dialled, and have not."""
         self.dropped = False
         """True if dials are dropped without an answer."""
         self.mapper: FakeMapper | None = None
         self.watcher: ReachWatcher
+
+    def neighbours(self) -> list[Neighbour]:
+        return self.around
+
+    def listening(self) -> list[tuple[str, int]]:
+        return [(HOME, PORT)]
 
     def make_mapper(self, on_mapped: Callable[[Mapped | None], None]) -> FakeMapper:
         self.mapper = FakeMapper(on_mapped)
@@ -128,9 +134,7 @@ async def stage(
                 await mine.dial(server.addresses[0], timeout=5.0)
             found.watcher = ReachWatcher(
                 mine,
-                neighbours=lambda: found.neighbours,
-                listening=lambda: [(HOME, PORT)],
-                relays=lambda: found.relays,
+                cast(Connecting, found),
                 on_change=lambda reachability, addresses: found.told.append((reachability, addresses)),
                 announce=announce,
             )
@@ -238,7 +242,7 @@ class TestMapping:
 
     async def test_nothing_is_mapped_on_one_machine(self, autojump_clock: MockClock) -> None:
         def local(found: Stage) -> None:
-            found.neighbours = [Neighbour(peer_id=ALICE.peer_id, host="127.0.0.1")]
+            found.around = [Neighbour(peer_id=ALICE.peer_id, host="127.0.0.1")]
 
         async with stage(local) as found:
             await trio.sleep(1000.0)
@@ -246,7 +250,7 @@ class TestMapping:
             assert not found.mapper.ports
 
     async def test_peer_that_stays_alone_maps_its_port(self, autojump_clock: MockClock) -> None:
-        async with stage(lambda found: found.neighbours.clear()) as found:
+        async with stage(lambda found: found.around.clear()) as found:
             await trio.sleep(ALONE_SECONDS / 2)
             assert found.mapper is not None
             assert not found.mapper.ports
@@ -255,7 +259,7 @@ class TestMapping:
 
     async def test_peer_with_a_public_address_maps_nothing(self, autojump_clock: MockClock) -> None:
         def public(found: Stage) -> None:
-            found.neighbours.clear()
+            found.around.clear()
             found.hosts = [OUTER]
 
         async with stage(public) as found:
@@ -300,7 +304,7 @@ class TestShortages:
         """A peer that is alone asks whether it has a public address, before it maps a port."""
 
         def alone(found: Stage) -> None:
-            found.neighbours.clear()
+            found.around.clear()
 
         async with stage(alone) as found:
             await trio.sleep(CALM_LOOK_SECONDS)

@@ -8,25 +8,28 @@ from hypothesis import strategies as st
 
 from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.sources import prefix_of
+from p2pavg.net.nat.reach.facts import Neighbour
 from p2pavg.net.nat.relay.choice import (
     MAX_DISTRUSTED,
     RELAYS_WANTED,
-    RelayCandidate,
     RelayRecord,
     addresses_of_relay,
     choose_relays,
 )
 
+
+def candidate(peer_id: str, host: str) -> Neighbour:
+    return Neighbour(peer_id=peer_id, host=host, port=1)
+
+
 names = st.sampled_from([f"peer {number}" for number in range(8)])
 hosts = st.sampled_from(["198.51.100.1", "198.51.100.2", "203.0.113.1", "192.0.2.1", "2001:db8::1"])
-candidates = st.lists(
-    st.builds(RelayCandidate, names, hosts), max_size=10, unique_by=lambda each: each.peer_id
-)
+candidates = st.lists(st.builds(candidate, names, hosts), max_size=10, unique_by=lambda each: each.peer_id)
 
 
 @given(candidates, st.sets(names, max_size=3), st.dictionaries(names, st.floats(0, 20)), st.integers(0, 4))
 def test_only_free_candidates_are_chosen_and_no_more_than_are_missing(
-    known: list[RelayCandidate], held: set[str], avoided: dict[str, float], wanted: int
+    known: list[Neighbour], held: set[str], avoided: dict[str, float], wanted: int
 ) -> None:
     now = 10.0
     chosen = choose_relays("me", known, held, avoided, now, wanted)
@@ -38,14 +41,14 @@ def test_only_free_candidates_are_chosen_and_no_more_than_are_missing(
 
 
 @given(candidates)
-def test_relays_are_in_different_networks_if_there_are_two(known: list[RelayCandidate]) -> None:
+def test_relays_are_in_different_networks_if_there_are_two(known: list[Neighbour]) -> None:
     chosen = choose_relays("me", known, (), {}, 0.0, 2)
     networks = {each.peer_id: prefix_of(each.host) for each in known}
     assert len({networks[peer_id] for peer_id in chosen}) == min(2, len(set(networks.values())))
 
 
 @given(candidates, names)
-def test_a_second_relay_is_in_another_network_than_the_first(known: list[RelayCandidate], first: str) -> None:
+def test_a_second_relay_is_in_another_network_than_the_first(known: list[Neighbour], first: str) -> None:
     networks = {each.peer_id: prefix_of(each.host) for each in known}
     chosen = choose_relays("me", known, {first}, {}, 0.0, 2)
     if first in networks and len(set(networks.values())) > 1:
@@ -53,7 +56,7 @@ def test_a_second_relay_is_in_another_network_than_the_first(known: list[RelayCa
 
 
 def test_the_peers_of_a_run_spread_over_its_relays() -> None:
-    relays = [RelayCandidate(f"relay {number}", f"198.51.{number}.1") for number in range(10)]
+    relays = [candidate(f"relay {number}", f"198.51.{number}.1") for number in range(10)]
     chosen = Counter(
         relay for peer in range(500) for relay in choose_relays(f"peer {peer}", relays, (), {}, 0.0)
     )
@@ -63,7 +66,7 @@ def test_the_peers_of_a_run_spread_over_its_relays() -> None:
 
 
 def test_the_order_of_the_candidates_does_not_matter() -> None:
-    relays = [RelayCandidate(f"relay {number}", f"198.51.{number}.1") for number in range(10)]
+    relays = [candidate(f"relay {number}", f"198.51.{number}.1") for number in range(10)]
     assert choose_relays("me", relays, (), {}, 0.0) == choose_relays("me", relays[::-1], (), {}, 0.0)
 
 

@@ -15,9 +15,6 @@ from p2pavg.net.transport import DirectLaneHandler, PeerId
 
 logger = logging.getLogger(__name__)
 
-# The sender closes an idle lane first. If the receiver did, the next message might be on its way already.
-_INBOUND_IDLE_SECONDS = IDLE_LANE_SECONDS + 60.0
-
 
 class InboundLanes:
     """The lanes on which other peers send to this process."""
@@ -98,7 +95,8 @@ class InboundLanes:
 
     async def _has_something(self, lane: TlsLane) -> bool:
         """Wait for bytes and for a handler. Return false if the lane has ended, or was idle for too long."""
-        with trio.move_on_after(_INBOUND_IDLE_SECONDS):
+        # The sender closes an idle lane first. If the receiver did, the next message might be on its way already.
+        with trio.move_on_after(1.1 * IDLE_LANE_SECONDS):
             if lane.aborted:
                 return False
             self._idle[lane] = None

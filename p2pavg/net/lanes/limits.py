@@ -21,7 +21,6 @@ MAX_UNEXPECTED_PER_PEER = 2
 MAX_UNEXPECTED = 16
 IDLE_LANE_SECONDS = 600.0
 MAX_NOWHERE = 1024
-SKIPPED_SECONDS = 5.0  # a search that skips every way takes one round trip
 
 
 class IdleLanes:

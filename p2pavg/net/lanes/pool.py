@@ -55,7 +55,7 @@ from functools import partial
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import GLANCE_SECONDS, REPLY_SECONDS, RETRY_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, GLANCE_SECONDS, REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.base.threads.processor import ProcessorWait, ThreadWaits, never_waits
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.addresses import direct
@@ -77,7 +77,7 @@ from p2pavg.net.lanes.halfway import (
     next_message,
 )
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
-from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
+from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, IdleLanes, Nowhere
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.limits.dial_policy import NOT_REACHED
@@ -228,7 +228,9 @@ class LaneKeeper:
 
     def _remember(self, search: LaneSearch, reason: str) -> None:
         if search.futile:
-            self._nowhere.add(search.peer_id, reason, RETRY_SECONDS if search.costly else SKIPPED_SECONDS)
+            # A search that skips every way takes one round trip, and a look at the routers may show one.
+            seconds = RETRY_SECONDS if search.costly else CALM_LOOK_SECONDS
+            self._nowhere.add(search.peer_id, reason, seconds)
 
     async def _find(self, search: LaneSearch) -> TlsLane:
         try:

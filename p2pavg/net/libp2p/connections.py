@@ -40,14 +40,13 @@ from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.nat.reach.facts import Endpoint, Neighbour
 from p2pavg.net.nat.relay.choice import RelayRecord
-from p2pavg.net.nat.relay.service import open_circuit
+from p2pavg.net.nat.relay.service import CIRCUIT_SECONDS, open_circuit
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
 MAX_FOUND = 1024  # addresses, so that invented peers take no memory; at an older one, a refusal proves no end
 NOTICE_SECONDS = 0.1
-ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 
 
 class ConnectionObserver(Protocol):
@@ -193,7 +192,7 @@ class Connections:
         identity, works = ID.from_string(peer_id), trio.Event() if works is None else works
         try:
             if initiator:
-                with trio.fail_after(ADOPT_SECONDS):
+                with trio.fail_after(CIRCUIT_SECONDS):
                     await self._swarm.adopt(carrier, identity, works, initiator=True)
                 return
             # It was not accepted by a listener, but costs as much, so it counts like any inbound connection.

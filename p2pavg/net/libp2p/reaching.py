@@ -7,7 +7,7 @@ A connection through a relay is an ordinary connection of libp2p. So all protoco
 router takes part from the first second. What follows improves the way without disturbing what is under way:
 
 * A direct connection to the same peer is preferred by every stream that is opened after it.
-* The relayed connection ends when its last stream has ended, and not before LINGER_DIAL_SECONDS: the other side may be
+* The relayed connection ends when its last stream has ended, and not before QUICK_REPLY_SECONDS: the other side may be
   opening a stream on it at this moment. The connection of a dial-back ends in the same way.
 * The peer that opened a relayed connection tries again and again to replace it by a direct one, while it is in use.
 
@@ -22,12 +22,13 @@ import logging
 import trio
 
 from p2pavg.base.errors import ClosedError, UnreachableError, is_shortage
+from p2pavg.base.limits import MAX_TIMEOUT_SECONDS, QUICK_REPLY_SECONDS
 from p2pavg.net.addresses import direct
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.limits.sources import is_loopback, parse_host, version_of
 from p2pavg.net.nat.punch.meeting import Puncher
-from p2pavg.net.nat.punch.service import PunchService
+from p2pavg.net.nat.punch.service import ALL_TRIES_SECONDS, PunchService
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.reachability import NOT_ASKED, Reachability
 from p2pavg.net.nat.reach.service import ReachService
@@ -39,13 +40,10 @@ from p2pavg.net.transport import PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
-LINGER_DIAL_SECONDS = 5.0
 SETTLE_DIAL_SECONDS = 4.0
-TRY_DIRECT_SECONDS = 30.0
 # The pauses before each try. At first, a peer may not know its router yet; later, one of the two may have moved.
 PAUSES = (0.0, 1.0, 3.0, 10.0, 30.0, 120.0, 300.0)
 _IDLE_LOOKS = 2
-_RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
 
 
 class Reaching:
@@ -231,9 +229,9 @@ class Reaching:
                 addresses = direct(self.addresses)
                 try:
                     if self.reachability.dialable and addresses:
-                        await self.punches.ask_to_dial(peer_id, addresses, timeout=TRY_DIRECT_SECONDS)
+                        await self.punches.ask_to_dial(peer_id, addresses, timeout=ALL_TRIES_SECONDS)
                     else:
-                        await self.punches.connect(peer_id, timeout=TRY_DIRECT_SECONDS)
+                        await self.punches.connect(peer_id, timeout=ALL_TRIES_SECONDS)
                 except (UnreachableError, ClosedError) as error:
                     logger.debug("%s stays behind a relay: %s", peer_id, error)
                 else:
@@ -251,11 +249,12 @@ class Reaching:
 
     async def _close_when_idle(self, muxed: GuardedYamux) -> None:
         try:
-            with trio.move_on_after(_RETIRE_SECONDS):
+            # A stream that lasts longer than any round does not keep a relay busy for ever.
+            with trio.move_on_after(MAX_TIMEOUT_SECONDS):
                 # Idle twice in a row: the other side may still read a stream that has ended here.
                 idle = 0
                 while idle < _IDLE_LOOKS and not muxed.event_closed.is_set():
-                    await trio.sleep(LINGER_DIAL_SECONDS / _IDLE_LOOKS)
+                    await trio.sleep(QUICK_REPLY_SECONDS / _IDLE_LOOKS)
                     idle = 0 if muxed.streams else idle + 1
             # Looked at again after the wait: if the direct connection has ended meanwhile, this one is the
             # only way left.

@@ -14,15 +14,13 @@ import trio
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import UnreachableError, is_shortage
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.net.addresses import parse_address_of
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_policy import DialBudget, DialPolicy, Network
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)
-
-# The interfaces are listed this often: they change when a laptop moves or a VPN starts. Listing takes 0.3 ms.
-INTERFACES_SECONDS = 30.0
 
 # Threads that look up names. A look-up that hangs occupies one for a minute. trio's own 40 threads belong to the
 # program.
@@ -114,7 +112,8 @@ class DialGate:
 
     def _notice_interfaces(self) -> None:
         if trio.current_time() >= self._interfaces_until:
-            self._interfaces_until = trio.current_time() + INTERFACES_SECONDS
+            # They change when a laptop moves or a VPN starts. Listing them takes 0.3 ms.
+            self._interfaces_until = trio.current_time() + CALM_LOOK_SECONDS
             try:
                 self.policy.own_networks = own_networks()
             except OSError as error:

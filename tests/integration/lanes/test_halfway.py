@@ -122,7 +122,7 @@ class TestNoPunch:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A peer learns what its router allows when it has met others."""
-        monkeypatch.setattr(pool, "SKIPPED_SECONDS", 0.0)
+        monkeypatch.setattr(pool, "CALM_LOOK_SECONDS", 0.0)
         async with two_behind_routers() as (here, there):
             behind_a_router(there, BEHIND_A_SYMMETRIC_ROUTER)
             with pytest.raises(UnreachableError, match="the other peer takes part in no punch"):

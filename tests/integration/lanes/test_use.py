@@ -162,7 +162,7 @@ async def test_lanes_that_stay_idle_are_dropped(side: str, monkeypatch: pytest.M
     if side == "sender":
         monkeypatch.setattr(pool, "IDLE_LANE_SECONDS", 0.0)
     else:
-        monkeypatch.setattr(inbound, "_INBOUND_IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(inbound, "IDLE_LANE_SECONDS", 0.0)
     async with pair() as (here, there):
         lane = await lane_to(here, there)
         here.keep_lane(lane)

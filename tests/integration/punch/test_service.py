@@ -200,7 +200,7 @@ class TestHostileAskers:
 
     @watched
     async def test_a_try_without_a_signal_holds_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(service, "SERVE_PUNCHES_SECONDS", 0.2)
+        monkeypatch.setattr(service, "ALL_TRIES_SECONDS", 0.2)
         async with two_sides() as (here, there):
             before = descriptors()
             stream = await hostile_stream(here, there)

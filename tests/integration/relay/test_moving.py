@@ -60,7 +60,6 @@ class TestRelaysThatEnd:
     ) -> None:
         """It is killed, or a router has forgotten the connection: no byte comes any more, and no reset."""
         monkeypatch.setattr(reservations, "RELAY_PING_SECONDS", 0.1)
-        monkeypatch.setattr(reservations, "PING_ANSWER_SECONDS", 0.1)
         caplog.set_level(logging.INFO, logger="p2pavg")
         async with open_host(LOOPBACK) as relay, open_host() as here:
 
@@ -72,6 +71,7 @@ class TestRelaysThatEnd:
             relay.serve(PROTOCOL, fall_silent)
             await here.dial(relay.addresses[0], timeout=TIMEOUT)
             await eventually(lambda: bool(here.addresses))
+            monkeypatch.setattr(reservations, "QUICK_REPLY_SECONDS", 0.1)
             await eventually(lambda: not here.addresses)
             await eventually(lambda: not here.is_connected(relay.peer_id))
             assert "the reservation is lost at" in caplog.text
@@ -81,7 +81,7 @@ class TestRelaysThatEnd:
     async def test_a_peer_that_falls_silent_loses_its_reservation(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(service, "RELAY_SILENCE_SECONDS", 0.2)
+        monkeypatch.setattr(service, "RELAY_PING_SECONDS", 0.1)
         async with open_relay() as relay, open_host() as here:
             give_up_relays(here)
             await here.dial(relay.addresses[0], timeout=TIMEOUT)
@@ -160,7 +160,7 @@ async def hold_on(host: Libp2pTransport, relay: Libp2pTransport) -> None:
 
 @pytest.fixture
 def soon_retired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaching, "LINGER_DIAL_SECONDS", 0.05)
+    monkeypatch.setattr(reaching, "QUICK_REPLY_SECONDS", 0.05)
 
 
 def is_only_direct(here: Libp2pTransport, there: Libp2pTransport) -> Callable[[], bool]:

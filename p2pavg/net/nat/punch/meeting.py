@@ -47,7 +47,6 @@ from p2pavg.net.limits.rate import Accounts, TokenBucket
 from p2pavg.net.limits.sources import version_of
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.plan import (
-    MAX_BUSY_SECONDS,
     MAX_MESSAGE_BYTES,
     Endpoint,
     PunchAnswer,
@@ -226,7 +225,7 @@ class Puncher:
             async with self._half_of(stream.remote, propose) as half:
                 # The asker subtracts this from the round trip, from which it computes when the two begin.
                 busy = trio.current_time() - began
-                await send_message(stream, PunchAnswer("", half.own, min(busy, MAX_BUSY_SECONDS)).encode())
+                await send_message(stream, PunchAnswer("", half.own, min(busy, REPLY_SECONDS)).encode())
                 Sync.decode(await _next(stream))
                 reason = ""
                 try:

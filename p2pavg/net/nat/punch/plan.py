@@ -16,6 +16,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
 from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host, version_of
@@ -38,7 +39,6 @@ from p2pavg.net.nat.reach.reachability import Reachability
 PROTOCOL = "/p2pavg/punch/2"
 MAX_MESSAGE_BYTES = 4096
 MAX_ADDRESSES = 6
-MAX_BUSY_SECONDS = 10.0
 MAX_REASON = 500
 _MAX_ENDPOINTS = 2  # one for each version of IP
 
@@ -61,12 +61,12 @@ class PunchAnswer(Message, frozen=True, tag="answer"):
     """The answer to a proposal: the endpoint of the peer that answers, or a ``refusal``, which is the reason.
 
     ``busy`` is the time in seconds that the peer has needed for its answer. The asker does not count it as a part of
-    the round trip.
+    the round trip, and waits no longer than that for an answer.
     """
 
     refusal: str = ""
     endpoint: Endpoint | None = None
-    busy: Annotated[float, Meta(ge=0.0, le=MAX_BUSY_SECONDS)] = 0.0
+    busy: Annotated[float, Meta(ge=0.0, le=REPLY_SECONDS)] = 0.0
 
     def __post_init__(self) -> None:
         cut(self, refusal=MAX_REASON)

@@ -36,8 +36,8 @@ from p2pavg.net.transport import PeerId, Stream, Transport, send_message
 
 logger = logging.getLogger(__name__)
 
-# All tries of a peer that is asked. Each wait within them has a bound of its own.
-SERVE_PUNCHES_SECONDS = 45.0
+# All tries of a punch, at either peer. Each wait within them has a bound of its own.
+ALL_TRIES_SECONDS = 30.0
 
 
 class PunchService:
@@ -112,7 +112,7 @@ class PunchService:
     # -- the peer that is asked
 
     async def _serve(self, stream: Stream) -> None:
-        with trio.move_on_after(SERVE_PUNCHES_SECONDS):
+        with trio.move_on_after(ALL_TRIES_SECONDS):
             message = await receive_bounded(stream)
             if message is None:
                 return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import zip_longest
 
+from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.net.nat.reach.reachability import PUNCHABLE_BARRIERS, Barrier, Probes
@@ -157,12 +158,6 @@ Endpoint = tuple[str, int]
 ENOUGH = 2
 """Peers that are asked about an endpoint, and failures that are believed while there are others to ask."""
 
-# A port that works is checked again after 5 minutes. One that does not is checked after 2 minutes, because its user may
-# be opening it now.
-WORKS_SECONDS = 300.0
-FAILS_SECONDS = 120.0
-SAME_CHECK_SECONDS = 60.0  # within which the votes of one check arrive
-
 
 @dataclass(frozen=True, slots=True)
 class _Vote:
@@ -186,8 +181,8 @@ class DialBacks:
         """Note the result of one dial-back."""
         votes = self._votes.setdefault(endpoint, {})
         votes[peer_id] = _Vote(prefix_of(peer_host), reached, now)
-        # Older ones count until there are ENOUGH new ones.
-        new = {peer: vote for peer, vote in votes.items() if vote.at > now - SAME_CHECK_SECONDS}
+        # Older ones count until there are ENOUGH new ones. The votes of one check arrive before a peer is asked again.
+        new = {peer: vote for peer, vote in votes.items() if vote.at > now - RETRY_SECONDS}
         if len(new) >= ENOUGH:
             self._votes[endpoint] = new
 
@@ -224,8 +219,9 @@ class DialBacks:
         votes = self._votes.get(endpoint, {}).values()
         if not votes:
             return float("-inf")
-        reached = any(vote.reached for vote in votes)
-        return max(vote.at for vote in votes) + (WORKS_SECONDS if reached else FAILS_SECONDS)
+        # A port that does not work is checked again sooner, because its user may be opening it now.
+        checks = 5 if any(vote.reached for vote in votes) else 2
+        return max(vote.at for vote in votes) + checks * RETRY_SECONDS
 
     def keep_hosts(self, hosts: Collection[str]) -> None:
         """Forget the endpoints at all other hosts."""

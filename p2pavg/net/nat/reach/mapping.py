@@ -9,7 +9,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import UnreachableError
-from p2pavg.base.limits import FAREWELL_SECONDS
+from p2pavg.base.limits import FAREWELL_SECONDS, RETRY_SECONDS
 from p2pavg.net.nat.reach.facts import Mapped
 from p2pavg.net.nat.reach.gateway import Granted, NatPmp, Pcp
 from p2pavg.net.nat.reach.upnp import Upnp
@@ -24,9 +24,6 @@ CHECK_MAPPING_SECONDS = 20.0
 
 SHORTEST_LEASE = 60
 """A router that grants less is not followed below it: a mapping that was lost is made again at the next check."""
-
-ASK_ROUTER_AGAIN_SECONDS = 300.0
-"""The time until routers that have refused, or were not there, are asked again."""
 
 
 class MappingClient(Protocol):
@@ -68,9 +65,8 @@ class PortMapper:
     async def run(self, port: int) -> None:
         """Keep a listening port mapped until cancelled. Then the mapping is removed, within FAREWELL_SECONDS.
 
-        A router that is absent or refuses is reported in one INFO line, and is asked again after
-        ASK_ROUTER_AGAIN_SECONDS. A call that is cancelled while the router is making the mapping leaves it behind for
-        its lease.
+        A router that is absent or refuses is reported in one INFO line, and is asked again after five minutes. A call
+        that is cancelled while the router is making the mapping leaves it behind for its lease.
         """
         while True:
             reasons = []
@@ -84,7 +80,8 @@ class PortMapper:
                 break
             else:
                 self._log(f"the router maps no port: {'; '.join(reasons)}")
-                await trio.sleep(ASK_ROUTER_AGAIN_SECONDS)
+                # Rarely: each time costs a search, and a router seldom learns to map ports.
+                await trio.sleep(5 * RETRY_SECONDS)
 
     async def _hold(self, client: MappingClient, port: int, host: str, granted: Granted) -> None:
         """Renew a mapping until the router has lost it or does not answer any more."""

@@ -32,7 +32,7 @@ import psutil
 import trio
 
 from p2pavg.base.errors import UnreachableError, is_shortage
-from p2pavg.base.limits import CALM_LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
@@ -52,12 +52,6 @@ _MOST_PROBES = 2
 
 _FAR6 = "2001:200::1"
 """An address of another network (WIDE, Japan). Nothing is sent to it: the system is asked for the way there."""
-
-INBOUND_SECONDS = 2.0
-"""The time in which a connection must be seen after a peer says that it has dialled back."""
-
-ALONE_SECONDS = 10.0
-"""A peer that is connected to no other one for this time maps its port, so that others can join by it."""
 
 
 class Connecting(Protocol):
@@ -287,7 +281,7 @@ class ReachWatcher:
             answer = await ask_dial_back(self._transport, peer.peer_id, question.port)
             if answer.outcome is DialBackOutcome.REACHED:
                 # The answer may overtake the connection, whose handshake is not over here yet.
-                with trio.move_on_after(INBOUND_SECONDS):
+                with trio.move_on_after(2 * ROUND_TRIPS_SECONDS):
                     await awaited.seen.wait()
         finally:
             del self._awaited[peer.peer_id]
@@ -333,7 +327,8 @@ class ReachWatcher:
         if self._mapper is None or self._mapping is not None:
             return
         # With peers around, they tell whether a router is there. A peer that is alone has none to ask.
-        alone = self._alone_since is not None and trio.current_time() >= self._alone_since + ALONE_SECONDS
+        # By then, a peer that it has dialled has answered.
+        alone = self._alone_since is not None and trio.current_time() >= self._alone_since + REPLY_SECONDS
         has_public_host = any(not is_private(host) and ":" not in host for host in self._seen_hosts)
         if not (self.knowledge.behind_router or (alone and not has_public_host)):
             return

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import CALM_LOOK_SECONDS, RETRY_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, CALM_LOOK_SECONDS, QUICK_REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import CircuitAddress
 from p2pavg.net.nat.reach.watcher import Connecting, ReachWatcher
 from p2pavg.net.nat.relay.choice import addresses_of_relay, choose_relays
@@ -30,10 +30,6 @@ from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, sen
 
 logger = logging.getLogger(__name__)
 
-ASK_RELAY_SECONDS = 6.0
-PING_ANSWER_SECONDS = 6.0  # of one ping; a dead relay is noticed within two pings and this
-_LOST_SECONDS = 2.0
-"""A relay that was lost may have been restarted, or this peer may have changed its network."""
 MAX_AVOIDED = 256
 
 _FAILURES = (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError)
@@ -115,13 +111,13 @@ class Reservations:
         held = False
         try:
             with self._asked[relay]:
-                with trio.move_on_after(ASK_RELAY_SECONDS):
-                    stream = await self._transport.open_stream(relay, PROTOCOL, timeout=ASK_RELAY_SECONDS)
+                with trio.move_on_after(QUICK_REPLY_SECONDS):
+                    stream = await self._transport.open_stream(relay, PROTOCOL, timeout=QUICK_REPLY_SECONDS)
                     addresses = await self._reserve(stream)
                     held = True
                 # The time is over. The relay may have made the reservation: the reset below ends it there.
                 if stream is None or not held:
-                    raise UnreachableError(f"no answer within {ASK_RELAY_SECONDS:.0f} s")
+                    raise UnreachableError(f"no answer within {QUICK_REPLY_SECONDS:.0f} s")
                 self._held[relay] = addresses
                 logger.info("this peer is reachable through the relay %s", relay)
                 self._watcher.relayed_by(self.relays, self.addresses)
@@ -129,7 +125,8 @@ class Reservations:
         except _FAILURES as error:
             if held and self._held.keys() <= {relay}:
                 self._ask_all_again()
-            self._avoid(relay, _LOST_SECONDS if held else RETRY_SECONDS)
+            # One that was lost may have been restarted, or this peer may have changed its network.
+            self._avoid(relay, 2 * ASK_AGAIN_SECONDS if held else RETRY_SECONDS)
             logger.info("%s at %s: %s", "the reservation is lost" if held else "no reservation", relay, error)
         finally:
             if stream is not None:
@@ -157,19 +154,22 @@ class Reservations:
         return addresses
 
     async def _ping(self, stream: Stream) -> None:
-        """Exchange pings with a relay until it is lost. Raises the reason."""
+        """Exchange pings with a relay until it is lost, and raise the reason.
+
+        A dead relay is noticed within two pings and the time for an answer.
+        """
         heard = _RelayLife(trio.current_time())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._receive, stream, heard, nursery.cancel_scope)
             # Both tasks may fail at once when the connection ends, so neither raises: a nursery would raise a group.
             try:
-                while trio.current_time() <= heard.at + RELAY_PING_SECONDS + PING_ANSWER_SECONDS:
+                while trio.current_time() <= heard.at + RELAY_PING_SECONDS + QUICK_REPLY_SECONDS:
                     await send_message(stream, RelayPing().encode())
                     await trio.sleep(RELAY_PING_SECONDS)
                 # The connection is dead, or a router has forgotten it: nothing else would notice that for minutes.
                 await stream.reset_connection()
                 heard.end = heard.end or UnreachableError(
-                    f"no answer to a ping within {PING_ANSWER_SECONDS:.0f} s"
+                    f"no answer to a ping within {QUICK_REPLY_SECONDS:.0f} s"
                 )
             except _FAILURES as error:
                 heard.end = heard.end or error

@@ -20,7 +20,6 @@ from p2pavg.net.nat.punch.meeting import (
 )
 from p2pavg.net.nat.punch.plan import (
     LONGEST_ROUND_TRIP,
-    MAX_BUSY_SECONDS,
     DialMe,
     Endpoint,
     PunchAnswer,
@@ -90,7 +89,7 @@ HOST_AND_PORT = ("203.0.113.1", 4001)
         (PunchAnswer, ("answer", "", None, 0.0), "either an endpoint or a refusal"),
         (PunchAnswer, ("answer", "no", HOST_AND_PORT, 0.0), "either an endpoint or a refusal"),
         (PunchAnswer, ("answer", "", HOST_AND_PORT, -0.1), ">= 0.0"),
-        (PunchAnswer, ("answer", "", HOST_AND_PORT, MAX_BUSY_SECONDS * 2), "<= 10.0"),
+        (PunchAnswer, ("answer", "", HOST_AND_PORT, 20.0), "<= 10.0"),
         (PunchAnswer, ("answer", "", HOST_AND_PORT, float("nan")), ">= 0.0"),
         (PunchAnswer, ("answer", "x" * 501, None, 0.0), "another way"),
         (PunchVerdict, ("verdict", "x" * 501), "another way"),

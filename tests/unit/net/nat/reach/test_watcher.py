@@ -13,12 +13,12 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import UnreachableError
-from p2pavg.base.limits import CALM_LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, REPLY_SECONDS
 from p2pavg.net.nat.reach import watcher
 from p2pavg.net.nat.reach.facts import Mapped, Neighbour
 from p2pavg.net.nat.reach.reachability import Kind, Reachability
 from p2pavg.net.nat.reach.service import ReachService
-from p2pavg.net.nat.reach.watcher import ALONE_SECONDS, Connecting, ReachWatcher, machine_hosts
+from p2pavg.net.nat.reach.watcher import Connecting, ReachWatcher, machine_hosts
 from p2pavg.net.nat.reach.whoami import SeenEndpoint
 from p2pavg.net.transport import Stream
 from p2pavg.testing import MemoryNetwork
@@ -251,10 +251,10 @@ class TestMapping:
 
     async def test_peer_that_stays_alone_maps_its_port(self, autojump_clock: MockClock) -> None:
         async with stage(lambda found: found.around.clear()) as found:
-            await trio.sleep(ALONE_SECONDS / 2)
+            await trio.sleep(REPLY_SECONDS / 2)
             assert found.mapper is not None
             assert not found.mapper.ports
-            await trio.sleep(ALONE_SECONDS)
+            await trio.sleep(REPLY_SECONDS)
             assert found.mapper.ports == [PORT]
 
     async def test_peer_with_a_public_address_maps_nothing(self, autojump_clock: MockClock) -> None:
@@ -309,7 +309,7 @@ class TestShortages:
         async with stage(alone) as found:
             await trio.sleep(CALM_LOOK_SECONDS)
             found.failure = OSError(errno.EMFILE, "Too many open files")
-            await trio.sleep(3 * ALONE_SECONDS)
+            await trio.sleep(3 * REPLY_SECONDS)
             assert found.mapper is not None
             assert found.mapper.ports == [PORT]
 

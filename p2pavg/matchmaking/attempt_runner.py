@@ -125,15 +125,15 @@ class AttemptRunner:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                transport = self._context.transport
-                transport.watch_connections(self._connected)
                 nursery.start_soon(self._announce)
                 nursery.start_soon(self._keep_time)
                 try:
-                    with trio.move_on_after(ATTEMPT_SECONDS):
+                    with (
+                        self._context.transport.watching_connections(self._connected),
+                        trio.move_on_after(ATTEMPT_SECONDS),
+                    ):
                         await self._done.wait()
                 finally:
-                    transport.unwatch_connections(self._connected)
                     self._nursery = None  # streams outlive the attempt, but their messages start no new tasks
                     nursery.cancel_scope.cancel()
         finally:

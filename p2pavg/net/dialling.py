@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import trio
@@ -54,14 +55,22 @@ class Dialler:
         self._connections = connections
         self._attempts: dict[PeerId, _Attempt] = {}
         self._changed = trio.Event()
-        self.watchers: list[Callable[[PeerId], None]] = []
-        """Functions that are called with the peer of each new connection."""
+        self._watchers: list[Callable[[PeerId], None]] = []
 
     def connected(self, peer_id: PeerId) -> None:
         """Note a new connection, whichever side has made it."""
         self._wake()
-        for tell in tuple(self.watchers):
+        for tell in tuple(self._watchers):
             tell(peer_id)
+
+    @contextmanager
+    def watching(self, connected: Callable[[PeerId], None]) -> Iterator[None]:
+        """See :meth:`Transport.watching_connections`."""
+        self._watchers.append(connected)
+        try:
+            yield
+        finally:
+            self._watchers.remove(connected)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import trio
 
@@ -188,8 +190,17 @@ class DirectLane(abc.ABC):
         """
 
 
-DirectLaneHandler = Callable[[DirectLane], Awaitable[None]]
-"""Reads whole messages from a lane that has bytes to read, and returns between two. An exception ends the lane."""
+class LaneHost(Protocol):
+    """Reads the inbound lanes of a transport."""
+
+    async def serve_lane(self, lane: DirectLane) -> None:
+        """Read whole messages from a lane that has bytes to read, and return between two. An exception ends the lane.
+
+        The lane is idle at each call.
+        """
+
+    def wants_lane(self, peer_id: PeerId) -> bool:
+        """Return whether lanes of a peer are expected now. Other peers get only a few."""
 
 
 class Transport(abc.ABC):
@@ -257,12 +268,11 @@ class Transport(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        """Call ``connected`` with the peer of each new connection, whichever side makes it. It must not raise."""
+    def watching_connections(self, connected: Callable[[PeerId], None]) -> AbstractContextManager[None]:
+        """Call ``connected`` with the peer of each new connection while the block runs, whichever side makes it.
 
-    @abc.abstractmethod
-    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        """End a :meth:`watch_connections`."""
+        It must not raise.
+        """
 
     @abc.abstractmethod
     async def disconnect(self, peer_id: PeerId) -> None:
@@ -281,14 +291,8 @@ class Transport(abc.ABC):
                 has answered a call. Companions have priority.
         """
 
-    def serve_lanes(  # noqa: B027 - a network without lanes is complete
-        self, handler: DirectLaneHandler, *, wanted: Callable[[PeerId], bool] | None = None
-    ) -> None:
-        """Call ``handler`` with each idle inbound lane that has bytes to read. Before this call, lanes wait.
-
-        Args:
-            wanted: returns whether lanes of a peer are expected now. Other peers get only a few. ``None`` expects all.
-        """
+    def serve_lanes(self, host: LaneHost) -> None:  # noqa: B027 - a network without lanes is complete
+        """Let ``host`` read each inbound lane from now on. Before this call, lanes wait."""
 
     async def open_lane(
         self,

@@ -159,7 +159,7 @@ class Peer:
         # Before this peer calls any other one: a peer that is called may call back at once.
         if not only_asks:
             self._serve()
-        self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
+        self._transport.serve_lanes(self.lobby)
         self.lobby.on_members = self._remember_members
         await self.context.nursery.start(self.records.run)
         # Without an address, this peer is the first of a network, and other peers come to it.

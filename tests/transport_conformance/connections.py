@@ -136,12 +136,13 @@ async def an_inbound_connection_serves_as_well(around: Surroundings) -> None:
 async def both_ends_are_told_of_a_new_connection(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there):
         told: dict[str, list[str]] = {here.peer_id: [], there.peer_id: []}
-        for each in (here, there):
-            each.watch_connections(told[each.peer_id].append)
-        await assert_serves(here, there)
-        await eventually(lambda: bool(told[there.peer_id]))
-        assert told == {here.peer_id: [there.peer_id], there.peer_id: [here.peer_id]}
-        here.unwatch_connections(told[here.peer_id].append)
+        with (
+            here.watching_connections(told[here.peer_id].append),
+            there.watching_connections(told[there.peer_id].append),
+        ):
+            await assert_serves(here, there)
+            await eventually(lambda: bool(told[there.peer_id]))
+            assert told == {here.peer_id: [there.peer_id], there.peer_id: [here.peer_id]}
         await here.disconnect(there.peer_id)
         await eventually(lambda: not there.is_connected(here.peer_id))
         await assert_serves(here, there)

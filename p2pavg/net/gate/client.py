@@ -7,8 +7,8 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -163,11 +163,13 @@ class GateTransport(Transport):
     def answers(self, peer_id: PeerId, seconds: float) -> bool:
         return self._answered.get(peer_id, -math.inf) > trio.current_time() - seconds
 
-    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
+    @contextmanager
+    def watching_connections(self, connected: Callable[[PeerId], None]) -> Iterator[None]:
         self._watchers.append(connected)
-
-    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._watchers.remove(connected)
+        try:
+            yield
+        finally:
+            self._watchers.remove(connected)
 
     async def disconnect(self, peer_id: PeerId) -> None:
         try:

@@ -206,17 +206,15 @@ class Gate:
             async for each in news:
                 await send_message(socket, each.encode())
 
-        # Before the first look: a connection that is made in between would be told by neither.
-        self._transport.watch_connections(connected)
         try:
-            with self._attached, bare_exceptions():
+            # Before the first look: a connection that is made in between would be told by neither.
+            with self._transport.watching_connections(connected), self._attached, bare_exceptions():
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(poll)
                     nursery.start_soon(send)
                     await self._receive_news(socket)
                     nursery.cancel_scope.cancel()
         finally:
-            self._transport.unwatch_connections(connected)
             self._news, self._served = None, set()
 
     def _tell(self, news: Message) -> None:

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -205,7 +205,7 @@ class TlsAcceptor:
         Raises:
             OSError: the other side is gone, or has shown another certificate.
         """
-        return await _secured(self.own.client_context, certificate, plain, ticket.hex())
+        return await self._secured(certificate, plain, ticket.hex())
 
     async def welcome(self, certificate: bytes, plain: socket.socket) -> TlsConnection:
         """Do the server's handshake on a connection whose other end must have this certificate.
@@ -215,20 +215,19 @@ class TlsAcceptor:
         Raises:
             OSError: the other side is gone, or has shown another certificate.
         """
-        return await _secured(self.own.server_context, certificate, plain, None)
+        return await self._secured(certificate, plain, None)
 
-
-async def _secured(
-    context: Callable[[bytes], ssl.SSLContext], certificate: bytes, plain: socket.socket, name: str | None
-) -> TlsConnection:
-    try:
-        connection = TlsConnection(context(certificate), plain, server_name=name)
-    except BaseException:
-        # Making the context may fail before anything else owns the socket.
-        plain.close()
-        raise
-    await connection.shake_hands(lambda: certificate)
-    return connection
+    async def _secured(self, certificate: bytes, plain: socket.socket, name: str | None) -> TlsConnection:
+        """Do the handshake of the client if there is a name, or else of the server."""
+        try:
+            make = self.own.server_context if name is None else self.own.client_context
+            connection = TlsConnection(make(certificate), plain, server_name=name)
+        except BaseException:
+            # Making the context may fail before anything else owns the socket.
+            plain.close()
+            raise
+        await connection.shake_hands(lambda: certificate)
+        return connection
 
 
 async def _connect(address: Multiaddr) -> socket.socket:

@@ -7,7 +7,7 @@ the sender had dialled. Each end still trusts exactly the one certificate that t
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, Unreachab
 from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.lanes.acceptor import TICKET_BYTES, TlsAcceptor
 from p2pavg.net.lanes.certificates import check_certificate
+from p2pavg.net.lanes.inbound import InboundLanes, Slot
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.plan import PeerAddress, PunchProposal
@@ -171,9 +172,11 @@ class Halfway:
 
     Args:
         puncher: shared with the punches of libp2p connections; ``None`` if this transport makes no punches.
+        inbound: gets the lanes that other peers ask for.
     """
 
-    def __init__(self, doorway: TlsAcceptor, puncher: Puncher | None) -> None:
+    def __init__(self, doorway: TlsAcceptor, puncher: Puncher | None, inbound: InboundLanes) -> None:
+        self._inbound = inbound
         self._doorway = doorway
         self._puncher = puncher
 
@@ -198,23 +201,21 @@ class Halfway:
         greet = partial(self._doorway.greet, offer.certificate, offer.ticket)
         return await self._puncher.ask(stream, greet)
 
-    async def answer(
-        self, stream: Stream, certificate: bytes, admit: Callable[[TlsConnection], None], *, made: bool
-    ) -> None:
+    async def answer(self, stream: Stream, certificate: bytes, slot: Slot) -> None:
         """Meet the sender, as the receiver, after its Meet was read.
 
         Args:
             certificate: the sender's.
-            admit: takes over the connection.
-            made: true if an earlier way has made a lane already.
+            slot: the place of the lane, unless an earlier way has made one already.
         """
-        refusal = "an earlier way has made a lane" if made else self.refusal
+        refusal = "an earlier way has made a lane" if slot.used else self.refusal
         await send_message(stream, LaneVerdict(3, refusal).encode())
         if self._puncher is None or refusal:
             return
 
         async def let_in(plain: socket.socket) -> None:
-            admit(await self._doorway.welcome(certificate, plain))
+            # Adopted before the other peer hears of the success: it may use the lane at once.
+            self._inbound.adopt(await self._doorway.welcome(certificate, plain), slot)
 
         propose = PunchProposal.decode(await next_message(stream))
         await self._puncher.take_part(stream, propose, let_in)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import trio
 
@@ -11,7 +10,7 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.net.lanes.limits import IDLE_LANE_SECONDS, InboundSlots
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
-from p2pavg.net.transport import DirectLaneHandler, PeerId
+from p2pavg.net.transport import LaneHost, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +25,12 @@ class InboundLanes:
         """Idle lanes, the least recently used first."""
         self._nursery = nursery
         self._closed = False
-        self._handler: DirectLaneHandler | None = None
-        self._handler_set = trio.Event()
+        self._host_set = trio.Event()
 
-    def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None) -> None:
+    def serve(self, host: LaneHost) -> None:
         """Serve inbound lanes, see :meth:`Transport.serve_lanes`."""
-        self._handler = handler
-        if wanted is not None:
-            self.slots.wanted = wanted
-        self._handler_set.set()
+        self.slots.host = host
+        self._host_set.set()
 
     def close(self) -> None:
         """Abort every lane, and accept no more."""
@@ -46,14 +42,14 @@ class InboundLanes:
         """Return the reason for which the peer may have no lane now; empty if it may have one."""
         if self._closed:
             return "its transport is closing"
-        if self.slots.is_full() and self.slots.wanted(peer_id):
+        if self.slots.is_full() and self.slots.wants(peer_id):
             self._drop_an_idle_one()
         return self.slots.refusal(peer_id)
 
     def _drop_an_idle_one(self) -> None:
         """Drop an idle lane to make room for a member of a group. Its sender makes a new lane when it needs one."""
         for lane in self._idle:
-            if not self.slots.wanted(lane.remote):
+            if not self.slots.wants(lane.remote):
                 del self._idle[lane]
                 self._give_back(lane)
                 lane.abort()
@@ -87,9 +83,9 @@ class InboundLanes:
             self.slots.give_back(lane.remote)
 
     async def _handle(self, lane: TlsLane) -> None:
-        assert self._handler is not None
+        assert self.slots.host is not None
         before = lane.bytes_received
-        await self._handler(lane)
+        await self.slots.host.serve_lane(lane)
         if lane.bytes_received == before and not lane.aborted:
             raise ClosedError("its handler read nothing")  # the loop would call it without end
 
@@ -104,8 +100,8 @@ class InboundLanes:
             self._idle.pop(lane, None)
             if lane.has_ended():
                 return False
-            if self._handler is None:  # for an event that is set, trio would make a turn of the event loop
-                await self._handler_set.wait()
+            if self.slots.host is None:  # for an event that is set, trio would make a turn of the event loop
+                await self._host_set.wait()
             return True
         return False
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 
 import trio
 
 from p2pavg.base.errors import UnreachableError
 from p2pavg.net.lanes.tls_lane import TlsLane
-from p2pavg.net.transport import PeerId
+from p2pavg.net.transport import LaneHost, PeerId
 
 MAX_IDLE_PER_PEER = 4
 MAX_IDLE = 128
@@ -73,18 +72,22 @@ class InboundSlots:
     def __init__(self, share: float = 1.0) -> None:
         self._taken: Counter[PeerId] = Counter()
         self._share = share
-        self.wanted: Callable[[PeerId], bool] = lambda _: True
-        """A function that returns true if lanes of a peer are expected now."""
+        self.host: LaneHost | None = None
+        """Reads the lanes, and says of which peers they are expected."""
+
+    def wants(self, peer_id: PeerId) -> bool:
+        """Return whether lanes of a peer are expected now."""
+        return self.host is None or self.host.wants_lane(peer_id)
 
     def refusal(self, peer_id: PeerId) -> str:
         """Return the reason for which the peer may have no more lanes; empty if it may."""
-        wanted = self.wanted(peer_id)
+        wanted = self.wants(peer_id)
         most = MAX_INBOUND_PER_PEER if wanted else MAX_UNEXPECTED_PER_PEER
         if self._taken[peer_id] >= most:
             return f"the sender holds {most} lanes already" + (
                 "" if wanted else ", and is in no group with this peer now"
             )
-        unwanted = sum(count for other, count in self._taken.items() if not self.wanted(other))
+        unwanted = sum(count for other, count in self._taken.items() if not self.wants(other))
         if not wanted and unwanted >= MAX_UNEXPECTED:
             return "the sender is in no group with this peer now"
         if self.is_full():

@@ -50,7 +50,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import trio
 
@@ -85,7 +84,7 @@ from p2pavg.net.limits.first_messages import FirstMessages
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.transport import (
     DirectLane,
-    DirectLaneHandler,
+    LaneHost,
     PeerId,
     Stream,
     Transport,
@@ -129,10 +128,10 @@ class LaneKeeper:
         self._nursery = nursery
         self._doorway = doorway
         self._dialled_addresses = dialled_addresses
-        self._halfway = Halfway(doorway, puncher)
         self._closed = False
         self._outbound: dict[TlsLane, trio.CancelScope] = {}
         self._inbound = InboundLanes(nursery, share)
+        self._halfway = Halfway(doorway, puncher, self._inbound)
         self._searches: dict[trio.CancelScope, LaneSearch] = {}
         self._excusing = False
         self._idle = IdleLanes()
@@ -342,9 +341,9 @@ class LaneKeeper:
 
     # -- the receiver's side
 
-    def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None = None) -> None:
+    def serve(self, host: LaneHost) -> None:
         """Serve inbound lanes, see :meth:`Transport.serve_lanes`."""
-        self._inbound.serve(handler, wanted)
+        self._inbound.serve(host)
 
     async def _answer(self, stream: Stream) -> None:
         with trio.move_on_after(REPLY_SECONDS), bare_exceptions():
@@ -401,8 +400,7 @@ class LaneKeeper:
                     await self._dial_back(stream, ask, back, slot)
                     back_is_over = True
                 case Meet():
-                    admit = partial(self._inbound.adopt, slot=slot)
-                    await self._halfway.answer(stream, ask.certificate, admit, made=slot.used)
+                    await self._halfway.answer(stream, ask.certificate, slot)
                     return
                 case _:
                     raise RemoteProtocolError("the sender wants to be dialled back once more")

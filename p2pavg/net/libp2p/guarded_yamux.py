@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import trio
@@ -166,13 +166,12 @@ class GuardedYamux(Yamux):
             raise RawConnError(f"{self.peer_id} has gone: {error}") from error
         if started is WriteStart.WHOLE:
             return
-        write = self.finish_frame if started is WriteStart.PART else partial(super()._write_frame, data)
         # A peer that asks for replies and reads none would fill the memory with them.
         if self._replies >= MAX_REPLIES:
             # RawConnError ends the connection. After any other error, libp2p goes on reading.
             raise RawConnError(f"{self.peer_id} asks for replies faster than it reads them")
         self._replies += 1
-        self._nursery.start_soon(self._reply, write)
+        self._nursery.start_soon(self._reply, data, started)
 
     def _may_reply_at_once(self) -> bool:
         """Return whether the reader may write one more reply before it reads from the socket again.
@@ -187,9 +186,9 @@ class GuardedYamux(Yamux):
         self._replied += 1
         return self._replied <= MAX_REPLIES_AT_ONCE
 
-    async def _reply(self, write: Callable[[], Awaitable[None]]) -> None:
+    async def _reply(self, data: bytes, started: WriteStart) -> None:
         try:
-            await write()
+            await (self.finish_frame() if started is WriteStart.PART else super()._write_frame(data))
         except (IOException, MuxedStreamError) as error:
             logger.debug("a reply to %s was not sent: %r", self.peer_id, error)
         except Exception:

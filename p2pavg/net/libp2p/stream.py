@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import cast
 
 import trio
@@ -187,11 +185,8 @@ class Libp2pStream(Stream):
             return
         self._piece_bytes = WRITE_PIECE_BYTES
         done = trio.Event()
-        write = (
-            self._muxed.finish_frame if started is WriteStart.PART else partial(self._net_stream.write, piece)
-        )
         # In the transport's nursery, so the write outlives a caller that is cancelled.
-        self._lifetime.nursery.start_soon(self._finish_write, write, done)
+        self._lifetime.nursery.start_soon(self._finish_write, piece, started, done)
         await done.wait()
 
     def _start_write(self, piece: bytes) -> WriteStart:
@@ -203,10 +198,13 @@ class Libp2pStream(Stream):
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
             return WriteStart.NOTHING
 
-    async def _finish_write(self, write: Callable[[], Awaitable[None]], done: trio.Event) -> None:
+    async def _finish_write(self, piece: bytes, started: WriteStart, done: trio.Event) -> None:
         try:
             with trio.move_on_after(STALL_SECONDS) as scope:
-                await write()
+                if started is WriteStart.PART:
+                    await self._muxed.finish_frame()
+                else:
+                    await self._net_stream.write(piece)
             if scope.cancelled_caught:
                 self._unwritable = f"{self.remote} took no data for {STALL_SECONDS:.0f} s"
                 await self._give_up()

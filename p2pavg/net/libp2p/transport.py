@@ -49,7 +49,7 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import trio
 from libp2p.custom_types import TProtocol
@@ -76,7 +76,7 @@ from p2pavg.net.libp2p.stream import Libp2pStream, Lifetime, is_of_the_network
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.nat.reach.reachability import Reachability
-from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
+from p2pavg.net.transport import DirectLane, LaneHost, PeerId, Stream, StreamHandler, Transport
 
 
 def check_free(address: Multiaddr) -> None:
@@ -154,11 +154,8 @@ class Libp2pTransport(Transport):
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
         return self._reaching.path_to(peer_id)
 
-    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._connections.dialler.watchers.append(connected)
-
-    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._connections.dialler.watchers.remove(connected)
+    def watching_connections(self, connected: Callable[[PeerId], None]) -> AbstractContextManager[None]:
+        return self._connections.dialler.watching(connected)
 
     def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:
         self._connections.remember(peer_id, companion=companion)
@@ -247,10 +244,8 @@ class Libp2pTransport(Transport):
     async def disconnect(self, peer_id: PeerId) -> None:
         await self._connections.disconnect(peer_id)
 
-    def serve_lanes(
-        self, handler: DirectLaneHandler, *, wanted: Callable[[PeerId], bool] | None = None
-    ) -> None:
-        self._lanes.serve(handler, wanted)
+    def serve_lanes(self, host: LaneHost) -> None:
+        self._lanes.serve(host)
 
     async def open_lane(
         self, peer_id: PeerId, *, addresses: Sequence[str] = (), timeout: float

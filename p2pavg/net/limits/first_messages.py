@@ -8,7 +8,7 @@ sender's network afterwards (:mod:`p2pavg.net.limits.call_budget`), and a sender
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from types import coroutine
 from typing import Any, TypeVar
@@ -86,14 +86,10 @@ class Handshakes:
 
     Args:
         budget: ``None``: one with the usual rates.
-        clock: returns the processor seconds of this thread.
     """
 
-    def __init__(
-        self, budget: CallBudget | None = None, clock: Callable[[], float] = time.thread_time
-    ) -> None:
+    def __init__(self, budget: CallBudget | None = None) -> None:
         self._budget = budget or CallBudget()
-        self._clock = clock
 
     async def wait_for_turn(self, source: str) -> None:
         """Wait until the network of a host, or a relay, has paid its debt. The caller bounds the wait."""
@@ -103,7 +99,7 @@ class Handshakes:
 
     async def run(self, source: str, handshake: Coroutine[Any, Any, T]) -> T:
         """Return the result of a handshake. If it fails or is cancelled, charge its processor time to ``source``."""
-        meter = _Meter(self._clock)
+        meter = _Meter()
         try:
             return await meter.run(handshake)
         except BaseException:
@@ -114,8 +110,7 @@ class Handshakes:
 class _Meter:
     """The processor time of one coroutine, without that of the tasks that run while it waits."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.seconds = 0.0
 
     @coroutine
@@ -125,14 +120,14 @@ class _Meter:
         error: BaseException | None = None
         try:
             while True:
-                began = self._clock()
+                began = time.thread_time()
                 try:
                     wanted = metered.send(value) if error is None else metered.throw(error)
                 except StopIteration as end:
                     result: T = end.value
                     return result
                 finally:
-                    self.seconds += self._clock() - began
+                    self.seconds += time.thread_time() - began
                 value, error = None, None
                 try:
                     value = yield wanted

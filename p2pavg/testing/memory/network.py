@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Literal
 
@@ -137,11 +137,8 @@ class MemoryTransport(Transport):
     def is_connected(self, peer_id: PeerId) -> bool:
         return peer_id in self._ends
 
-    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._dialler.watchers.append(connected)
-
-    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
-        self._dialler.watchers.remove(connected)
+    def watching_connections(self, connected: Callable[[PeerId], None]) -> AbstractContextManager[None]:
+        return self._dialler.watching(connected)
 
     async def disconnect(self, peer_id: PeerId) -> None:
         for end in self._ends.get(peer_id, [])[:]:

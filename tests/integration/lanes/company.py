@@ -1,6 +1,6 @@
 """Helpers of the tests of direct lanes: hosts on loopback, and receivers."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager, suppress
 
 import psutil
@@ -23,6 +23,21 @@ async def pair() -> AsyncIterator[tuple[Libp2pTransport, Libp2pTransport]]:
 
 
 in_thread = trio.to_thread.run_sync
+
+
+class Serving:
+    """A host of lanes that reads them by a function, and expects those of some peers, or of all."""
+
+    def __init__(
+        self, read: Callable[[DirectLane], Awaitable[None]], wanted: Container[str] | None = None
+    ) -> None:
+        self.read, self.wanted = read, wanted
+
+    async def serve_lane(self, lane: DirectLane) -> None:
+        await self.read(lane)
+
+    def wants_lane(self, peer_id: str) -> bool:
+        return self.wanted is None or peer_id in self.wanted
 
 
 class Inbox:
@@ -76,7 +91,7 @@ def keeper(host: Libp2pTransport) -> LaneKeeper:
 async def assert_goes_on(host: Libp2pTransport) -> None:
     """Assert that a host still serves streams and lanes to a new peer."""
     inbox = Inbox()
-    host.serve_lanes(inbox)
+    host.serve_lanes(Serving(inbox))
     async with open_host() as stranger:
         await assert_serves(stranger, host)
         await post(await lane_to(stranger, host), b"hello")

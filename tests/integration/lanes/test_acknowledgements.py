@@ -8,7 +8,7 @@ from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched
-from tests.integration.lanes.company import in_thread, keeper, lane_to, pair, post, read_message
+from tests.integration.lanes.company import Serving, in_thread, keeper, lane_to, pair, post, read_message
 
 
 class Receives:
@@ -46,7 +46,7 @@ async def cancelled_before_the_answer(lane: TlsLane) -> None:
 async def test_no_acknowledgement_before_the_receiver_sends_it() -> None:
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"hello")
         done: list[bool] = []
@@ -69,7 +69,7 @@ async def test_an_early_acknowledgement_counts() -> None:
     """The receiver's acknowledgement may arrive before the last write has returned."""
     async with pair() as (here, there):
         inbox = Receives()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         for _ in range(3):
             await post(lane, b"hello")
@@ -84,7 +84,7 @@ async def test_an_unacknowledged_lane_is_not_reused(waited: bool) -> None:
     """The next user would take the acknowledgement for its own, also if the last user was cancelled."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"first")
         if waited:
@@ -104,7 +104,7 @@ async def test_a_kept_lane_is_reused_after_its_late_acknowledgement() -> None:
     """The acknowledgement of the last use does not acknowledge the next use."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"first")
         await cancelled_before_the_answer(lane)
@@ -128,7 +128,7 @@ async def test_a_receiver_that_drops_the_lane_at_the_end_has_not_acknowledged(wh
     """Bytes that the operating system has taken are lost with the connection."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"hello")
         await inbox.read.acquire()
@@ -155,7 +155,7 @@ async def test_a_receiver_that_drops_the_lane_at_the_end_has_not_acknowledged(wh
 async def test_a_lane_that_this_process_drops_is_not_acknowledged() -> None:
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"hello")
         async with trio.open_nursery() as nursery:
@@ -176,7 +176,7 @@ async def test_a_byte_other_than_the_acknowledgement_ends_the_lane(word: bytes) 
     async with pair() as (here, there):
         inbox = Receives()
         inbox.word = word
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"hello")
         with pytest.raises(StreamBrokenError):
@@ -196,7 +196,7 @@ async def test_a_lane_with_a_surplus_acknowledgement_is_not_reused() -> None:
     """A second acknowledgement would acknowledge bytes that are not sent yet."""
     async with pair() as (here, there):
         inbox = Receives()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"hello")
         await lane.acknowledged()

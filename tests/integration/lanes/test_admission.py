@@ -32,6 +32,7 @@ from tests.integration.hosts import (
 )
 from tests.integration.lanes.company import (
     Inbox,
+    Serving,
     assert_goes_on,
     descriptors,
     in_thread,
@@ -62,7 +63,7 @@ def without_certificate() -> ssl.SSLContext:
 
 async def assert_refused(host: Libp2pTransport, context: ssl.SSLContext, name: str | None) -> None:
     delivered = Inbox()
-    host.serve_lanes(delivered)
+    host.serve_lanes(Serving(delivered))
     with pytest.raises(OSError, match=r"(?i)alert|reset|unrecognized|certificate|pipe|unknown|EOF"):
         await in_thread(call, port_of(host), context, name)
     await eventually(lambda: not host._tcp.undecided)
@@ -132,7 +133,7 @@ async def test_a_ticket_is_valid_for_one_lane() -> None:
         stream, offer = await offered(here, there, own)
         context = own.client_context(offer.certificate)
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         plain = socket.create_connection(("127.0.0.1", port_of(there)))
         connection = await in_thread(lambda: context.wrap_socket(plain, server_hostname=offer.ticket.hex()))
         with connection:

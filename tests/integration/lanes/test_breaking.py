@@ -11,7 +11,15 @@ from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenErr
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched
-from tests.integration.lanes.company import assert_goes_on, in_thread, keeper, lane_to, pair, until_still
+from tests.integration.lanes.company import (
+    Serving,
+    assert_goes_on,
+    in_thread,
+    keeper,
+    lane_to,
+    pair,
+    until_still,
+)
 
 
 @watched
@@ -32,7 +40,7 @@ async def test_abort_wakes_blocked_threads() -> None:
         woken.append(str(caught.value))
 
     async with pair() as (here, there):
-        there.serve_lanes(never_read)
+        there.serve_lanes(Serving(never_read))
         lane = await lane_to(here, there)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(in_thread, flood, lane)
@@ -64,7 +72,7 @@ async def test_abort_wakes_a_receiver() -> None:
             raise
 
     async with pair() as (here, there):
-        there.serve_lanes(read)
+        there.serve_lanes(Serving(read))
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"half")
         await reading.wait()
@@ -100,7 +108,7 @@ async def test_a_stream_that_ends_early_is_broken() -> None:
             raise
 
     async with pair() as (here, there):
-        there.serve_lanes(read)
+        there.serve_lanes(Serving(read))
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"half")
         lane.abort()
@@ -122,7 +130,7 @@ async def test_an_exception_of_a_handler_ends_its_lane(
 
     caplog.set_level(logging.DEBUG, "p2pavg.net.lanes.inbound")
     async with pair() as (here, there):
-        there.serve_lanes(fail)
+        there.serve_lanes(Serving(fail))
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"x")
         await eventually(lambda: lane.aborted)
@@ -141,7 +149,7 @@ async def test_a_handler_that_reads_nothing_ends_its_lane() -> None:
         calls.append(lane)
 
     async with pair() as (here, there):
-        there.serve_lanes(read_nothing)
+        there.serve_lanes(Serving(read_nothing))
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"x")
         await eventually(lambda: lane.aborted)

@@ -12,7 +12,7 @@ from p2pavg.net.lanes import pool
 from p2pavg.net.lanes.halfway import PROTOCOL
 from p2pavg.net.transport import DirectLane, Stream
 from tests.integration.hosts import LOOPBACK, assert_serves, eventually, open_host, watched
-from tests.integration.lanes.company import descriptors, in_thread, keeper, lane_to, pair
+from tests.integration.lanes.company import Serving, descriptors, in_thread, keeper, lane_to, pair
 
 
 @watched
@@ -76,7 +76,7 @@ async def test_closing_ends_idle_and_busy_lanes() -> None:
         pass
     before = descriptors()
     async with trio.open_nursery() as nursery, pair() as (here, there):
-        there.serve_lanes(read)
+        there.serve_lanes(Serving(read))
         idle, busy, waiting = [await lane_to(here, there) for _ in range(3)]
         here.keep_lane(idle)
         await in_thread(waiting.send, b"x")

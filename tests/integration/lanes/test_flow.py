@@ -14,7 +14,7 @@ from p2pavg.base.errors import StreamBrokenError
 from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched
-from tests.integration.lanes.company import in_thread, lane_to, pair, until_still
+from tests.integration.lanes.company import Serving, in_thread, lane_to, pair, until_still
 
 
 class Flood:
@@ -88,7 +88,7 @@ class Drain:
 async def test_a_sender_goes_on_when_the_other_side_reads() -> None:
     async with pair() as (here, there):
         drain = Drain()
-        there.serve_lanes(drain)
+        there.serve_lanes(Serving(drain))
         lane = await lane_to(here, there)
         flood = Flood(lane)
         async with trio.open_nursery() as nursery:
@@ -107,7 +107,7 @@ async def test_a_sender_goes_on_when_the_other_side_reads() -> None:
 async def test_abort_wakes_a_sender_that_waits_for_room() -> None:
     async with pair() as (here, there):
         drain = Drain()
-        there.serve_lanes(drain)
+        there.serve_lanes(Serving(drain))
         lane = await lane_to(here, there)
         flood = Flood(lane)
         async with trio.open_nursery() as nursery:
@@ -148,7 +148,7 @@ class Few:
 async def test_a_short_read_in_trio_leaves_later_bytes_unread() -> None:
     async with pair() as (here, there):
         few = Few()
-        there.serve_lanes(few)
+        there.serve_lanes(Serving(few))
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"abc")
         await eventually(lambda: few.has_read(3))
@@ -163,7 +163,7 @@ async def test_a_short_read_in_trio_leaves_later_bytes_unread() -> None:
 async def test_a_short_read_in_trio_that_ends_early_raises() -> None:
     async with pair() as (here, there):
         few = Few()
-        there.serve_lanes(few)
+        there.serve_lanes(Serving(few))
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"abc")
         await eventually(lambda: few.has_read(3))
@@ -199,7 +199,7 @@ async def test_bytes_that_were_sent_from_the_loop_arrive_and_are_acknowledged() 
         data = bytes(range(256)) * 16
         swallow = Swallow(len(data))
         swallow.let.set()
-        there.serve_lanes(swallow)
+        there.serve_lanes(Serving(swallow))
         lane = await lane_to(here, there)
         for _ in range(3):
             await lane.send_from_loop(data)
@@ -212,7 +212,7 @@ async def test_bytes_that_were_sent_from_the_loop_arrive_and_are_acknowledged() 
 async def test_a_full_lane_holds_up_the_task_that_sends_and_not_the_loop() -> None:
     async with pair() as (here, there):
         swallow = Swallow(FULL)
-        there.serve_lanes(swallow)
+        there.serve_lanes(Serving(swallow))
         lane, done = await lane_to(here, there), trio.Event()
 
         async def send() -> None:
@@ -232,7 +232,7 @@ async def test_a_full_lane_holds_up_the_task_that_sends_and_not_the_loop() -> No
 @watched
 async def test_a_lane_is_dropped_if_it_is_sent_to_half_way() -> None:
     async with pair() as (here, there):
-        there.serve_lanes(Swallow(FULL))
+        there.serve_lanes(Serving(Swallow(FULL)))
         lane = await lane_to(here, there)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lane.send_from_loop, bytes(FULL))
@@ -244,7 +244,7 @@ async def test_a_lane_is_dropped_if_it_is_sent_to_half_way() -> None:
 @watched
 async def test_abort_wakes_a_task_that_sends() -> None:
     async with pair() as (here, there):
-        there.serve_lanes(Swallow(FULL))
+        there.serve_lanes(Serving(Swallow(FULL)))
         lane, broken = await lane_to(here, there), trio.Event()
 
         async def send() -> None:

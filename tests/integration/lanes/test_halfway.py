@@ -21,7 +21,7 @@ from p2pavg.net.nat.punch.sockets import FreshPort, punch
 from p2pavg.net.nat.reach.reachability import Reachability
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
-from tests.integration.lanes.company import Inbox, descriptors, keeper, lane_to, offered, post
+from tests.integration.lanes.company import Inbox, Serving, descriptors, keeper, lane_to, offered, post
 from tests.integration.punch.peers import BEHIND_A_ROUTER, BEHIND_A_SYMMETRIC_ROUTER, Router
 
 
@@ -30,7 +30,7 @@ def behind_a_router(host: Libp2pTransport, own: Reachability = BEHIND_A_ROUTER) 
     host._reaching.addresses = (f"/ip4/203.0.113.9/tcp/1/p2p/{host.peer_id}/p2p-circuit/p2p/{host.peer_id}",)
     lanes = keeper(host)
     lanes._dialled_addresses = lambda _: ()
-    lanes._halfway = Halfway(lanes._doorway, Router(own).puncher(host._connections.gate))
+    lanes._halfway = Halfway(lanes._doorway, Router(own).puncher(host._connections.gate), lanes._inbound)
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ async def two_behind_routers() -> AsyncIterator[tuple[Libp2pTransport, Libp2pTra
 async def test_a_lane_over_a_punch_carries_bytes_and_is_kept() -> None:
     async with two_behind_routers() as (here, there):
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await post(lane, b"half-way" * 100_000)
         assert await inbox.messages.receive() == b"half-way" * 100_000
@@ -60,7 +60,7 @@ async def test_a_lane_over_a_punch_carries_bytes_and_is_kept() -> None:
 @watched
 async def test_each_lane_has_ports_of_its_own_and_a_place_of_its_own() -> None:
     async with two_behind_routers() as (here, there):
-        keeper(there)._inbound.slots.wanted = lambda _: False
+        there.serve_lanes(Serving(Inbox(), wanted=()))
         lanes = [await lane_to(here, there) for _ in range(limits.MAX_UNEXPECTED_PER_PEER)]
         assert len({lane._connection.tls for lane in lanes}) == len(lanes)
         assert keeper(there)._inbound.slots._taken[here.peer_id] == len(lanes)

@@ -11,7 +11,7 @@ from p2pavg.net.lanes import limits, pool
 from p2pavg.testing import MemoryNetwork
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import LOOPBACK, eventually, open_host, seeds, watched
-from tests.integration.lanes.company import Inbox, assert_goes_on, in_thread, keeper, lane_to, pair
+from tests.integration.lanes.company import Inbox, Serving, assert_goes_on, in_thread, keeper, lane_to, pair
 
 
 @watched
@@ -51,7 +51,7 @@ async def test_a_peer_of_no_group_gets_few_lanes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(limits, "MAX_UNEXPECTED", 3)
     expected: set[str] = set()
     async with pair() as (here, there), open_host() as third, open_host() as member:
-        there.serve_lanes(Inbox(), wanted=expected.__contains__)
+        there.serve_lanes(Serving(Inbox(), wanted=expected))
         for _ in range(limits.MAX_UNEXPECTED_PER_PEER):
             await lane_to(here, there)
         with pytest.raises(UnreachableError, match="in no group with this peer"):
@@ -70,11 +70,12 @@ async def test_idle_lanes_of_other_peers_make_room_for_a_member(monkeypatch: pyt
     monkeypatch.setattr(limits, "MAX_INBOUND", 3)
     async with pair() as (here, there), open_host() as member:
         expected = {here.peer_id}
-        there.serve_lanes(Inbox(), wanted=lambda peer_id: peer_id in expected)
+        there.serve_lanes(Serving(Inbox(), wanted=expected))
         lanes = [await lane_to(here, there) for _ in range(3)]
         with pytest.raises(UnreachableError, match="there are 3 lanes already"):
             await lane_to(member, there)
-        expected = {member.peer_id}
+        expected.clear()
+        expected.add(member.peer_id)
         await lane_to(member, there)
         await eventually(lambda: [lane.has_ended() for lane in lanes] == [True, False, False])
 
@@ -125,6 +126,6 @@ def is_socket(number: int) -> bool:
 
 async def test_a_network_may_have_no_lanes() -> None:
     async with MemoryNetwork().transport(Ed25519Signer(next(seeds))) as here:
-        here.serve_lanes(Inbox())
+        here.serve_lanes(Serving(Inbox()))
         with pytest.raises(UnreachableError, match="this network has no direct lanes"):
             await here.open_lane("another peer", timeout=1.0)

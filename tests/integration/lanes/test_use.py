@@ -12,14 +12,14 @@ from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import assert_checked_while_idle, eventually, watched
-from tests.integration.lanes.company import Inbox, in_thread, keeper, lane_to, pair, post
+from tests.integration.lanes.company import Inbox, Serving, in_thread, keeper, lane_to, pair, post
 
 
 @watched
 async def test_bytes_arrive_whole_and_in_order() -> None:
     async with pair() as (here, there):
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         bodies = [os.urandom(size) for size in (1, 0, 16_383, 16_385, 1_000_003, 5 * 1024 * 1024 + 7)]
         for body in bodies:
@@ -35,7 +35,7 @@ async def test_bytes_arrive_whole_and_in_order() -> None:
 async def test_the_system_checks_both_ends_of_an_idle_lane() -> None:
     """A lane whose mapping a router has forgotten would make the next round fail."""
     async with pair() as (here, there):
-        there.serve_lanes(inbox := Inbox())
+        there.serve_lanes(Serving(inbox := Inbox()))
         await post(await lane_to(here, there), b"hello")
         await inbox.messages.receive()
         for host in (here, there):
@@ -61,7 +61,7 @@ async def test_the_event_loop_moves_bytes_whole_and_in_order() -> None:
         await lane.acknowledge_from_loop()
 
     async with pair() as (here, there):
-        there.serve_lanes(take)
+        there.serve_lanes(Serving(take))
         lane = await lane_to(here, there)
         assert lane.is_local
         for body in bodies:
@@ -75,7 +75,7 @@ async def test_the_event_loop_moves_bytes_whole_and_in_order() -> None:
 async def test_a_kept_lane_is_reused() -> None:
     async with pair() as (here, there):
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         first = await lane_to(here, there)
         for number in range(5):
             await post(first, bytes([number]))
@@ -94,7 +94,7 @@ async def test_lanes_wait_until_a_handler_is_set() -> None:
     async with pair() as (here, there):
         await post(await lane_to(here, there), b"early")
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         assert await inbox.messages.receive() == b"early"
 
 
@@ -103,7 +103,7 @@ async def test_already_decrypted_bytes_wake_the_handler() -> None:
     """Two messages are in one TLS record, so the socket is not readable again after the first."""
     async with pair() as (here, there):
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await in_thread(lane.send, 2 * ((1).to_bytes(8, "big") + b"x"))
         assert [await inbox.messages.receive() for _ in range(2)] == [b"x", b"x"]
@@ -113,7 +113,7 @@ async def test_already_decrypted_bytes_wake_the_handler() -> None:
 async def test_an_idle_lane_whose_receiver_has_closed_is_dropped() -> None:
     async with pair() as (here, there):
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         here.keep_lane(lane)
         await eventually(lambda: len(keeper(there).lanes) == 1)
@@ -147,7 +147,7 @@ async def test_a_lane_that_has_just_closed_is_not_reused(monkeypatch: pytest.Mon
 async def test_an_idle_lane_whose_sender_has_closed_is_dropped() -> None:
     async with pair() as (here, there):
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         lane = await lane_to(here, there)
         await eventually(lambda: len(keeper(there).lanes) == 1)
         lane.abort()
@@ -176,7 +176,7 @@ async def test_two_peers_open_lanes_to_each_other_at_once() -> None:
         inboxes = {}
         for host in (here, there):
             inboxes[host.peer_id] = Inbox()
-            host.serve_lanes(inboxes[host.peer_id])
+            host.serve_lanes(Serving(inboxes[host.peer_id]))
 
         async def talk(one: Libp2pTransport, other: Libp2pTransport) -> None:
             body = one.peer_id.encode() * 20_000

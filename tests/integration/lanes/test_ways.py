@@ -16,14 +16,14 @@ from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream, receive_message, send_message
 from tests.integration.hosts import LOOPBACK, TIMEOUT, hide, open_host, watched
-from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
+from tests.integration.lanes.company import Inbox, Serving, keeper, lane_to, pair, post
 
 
 @watched
 async def test_a_receiver_that_cannot_be_dialled_dials_back() -> None:
     async with open_host(LOOPBACK) as here, open_host() as there:
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         await there.dial(here.addresses[0], timeout=TIMEOUT)
         lane = await lane_to(here, there)
         await post(lane, b"by another way" * 100_000)
@@ -99,7 +99,7 @@ async def test_a_request_with_such_a_certificate_costs_its_stream_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with pair() as (here, there):
-        there.serve_lanes(Inbox())
+        there.serve_lanes(Serving(Inbox()))
         stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
         ask = LaneRequest(unreadable(here.peer_id))
         await send_message(stream, ask.encode())

@@ -22,7 +22,7 @@ from tests.integration.hosts import (
     open_host,
     watched,
 )
-from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
+from tests.integration.lanes.company import Inbox, Serving, keeper, lane_to, pair, post
 from tests.integration.punch.peers import kept
 
 
@@ -67,7 +67,7 @@ async def test_streams_and_lanes_go_on_over_a_punched_connection() -> None:
         await assert_serves(here, there)
 
         inbox = Inbox()
-        there.serve_lanes(inbox)
+        there.serve_lanes(Serving(inbox))
         here._reaching.addresses = there._reaching.addresses = ()
         assert here._connections.dialled_addresses(there.peer_id) == [], "no other connection gets in there"
         await post(await lane_to(here, there), b"hello")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import trio
 
@@ -51,10 +52,7 @@ class Reaches(Transport):
     def is_connected(self, peer_id: str) -> bool:
         raise NotImplementedError
 
-    def watch_connections(self, connected: Callable[[str], None]) -> None:
-        raise NotImplementedError
-
-    def unwatch_connections(self, connected: Callable[[str], None]) -> None:
+    def watching_connections(self, connected: Callable[[str], None]) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     async def disconnect(self, peer_id: str) -> None:

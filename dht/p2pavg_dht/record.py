@@ -9,9 +9,10 @@ No I/O, no clock.
 
 import math
 import struct
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -49,7 +50,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     key: bytes
     publisher: str
     sequence: int
-    expiration_time: float
+    expiration_time: Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
     value: bytes
     signature: bytes
 

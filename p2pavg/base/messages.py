@@ -13,7 +13,6 @@ its fields. Every byte of it may be hostile:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -26,6 +25,7 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.formats import PeerText
 
 _MAX_ERROR_CHARS = 200
+_MAX_KIND = 64  # bytes of the name with which a message begins
 MAX_COUNT = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """A number of things, which fits into eight bytes."""
@@ -88,7 +88,7 @@ def decoded(data: bytes, kinds: Any) -> Any:
     """Read a message of one of several kinds.
 
     Args:
-        kinds: a class of messages, or a union of such classes, each with a tag.
+        kinds: a class of messages, a union of such classes, each with a tag, or a tuple of bounded fields.
 
     Raises:
         RemoteProtocolError: ``data`` is no message of these kinds, or not written as :meth:`Message.encode` writes it.
@@ -97,7 +97,7 @@ def decoded(data: bytes, kinds: Any) -> Any:
         message = _decoder(kinds).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # msgspec quotes the peer as it is, which would end up in logs, terminals and the reason of a loss.
-        said = f"no {getattr(kinds, '__name__', 'message')}: {error}"
+        said = f"no {kinds.__name__ if isinstance(kinds, type) else 'message'}: {error}"
         raise RemoteProtocolError(PeerText(said[:_MAX_ERROR_CHARS])) from None
     if _encoder.encode(message) != data:
         raise RemoteProtocolError(f"a {type(message).__name__} that is written in another way than its own")
@@ -147,42 +147,9 @@ def cut(message: Message, **most: int) -> None:
         msgspec.structs.force_setattr(message, name, PeerText(value) if isinstance(value, str) else value)
 
 
-# ---------------------------------------------------------------------- fields without a struct
-
-_MAX_ITEMS = 256  # no message holds a longer list; a roster has at most 128 members
-_MAX_TEXT = 4096
-_MAX_BINARY = 8192
-_MAX_KIND = 64  # bytes of the name with which a message begins
-
-
 def pack(*fields: Any) -> bytes:
-    """Return fields as the bytes of one array: for digests, signatures and messages that are no structs yet."""
+    """Return fields as the bytes of one array: for digests, signatures and records in messages."""
     return _encoder.encode(fields)
-
-
-def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
-    """Decode a message into its fields, each exactly of the given type (``tuple`` for any list).
-
-    Nothing is allocated that the schema does not allow.
-
-    Raises:
-        RemoteProtocolError: the message does not match the types, or is not msgpack.
-    """
-    try:
-        fields = msgpack.unpackb(
-            message,
-            use_list=False,
-            max_str_len=_MAX_TEXT,
-            max_bin_len=_MAX_BINARY,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=0,
-            max_ext_len=0,
-        )
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message: {error!r}") from None
-    if type(fields) is not tuple or len(fields) != len(types):
-        raise RemoteProtocolError(f"a message of {len(types)} fields was expected")
-    return checked(fields, types)
 
 
 def first_text(message: bytes) -> str:
@@ -204,19 +171,3 @@ def first_text(message: bytes) -> str:
     if type(first) is not str:
         raise RemoteProtocolError(f"a message that begins with {type(first).__name__}")
     return first
-
-
-def checked(fields: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
-    """Return ``fields`` if each has exactly its type and every float is finite.
-
-    Raises:
-        RemoteProtocolError: a field does not match.
-    """
-    if len(fields) != len(types):
-        raise RemoteProtocolError(f"{len(types)} fields were expected, not {len(fields)}")
-    for position, (field, wanted) in enumerate(zip(fields, types, strict=True)):
-        if type(field) is not wanted:
-            raise RemoteProtocolError(f"field {position} is {type(field).__name__}, not {wanted.__name__}")
-        if isinstance(field, float) and not math.isfinite(field):
-            raise RemoteProtocolError(f"field {position} is not finite")
-    return fields

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -30,7 +30,6 @@ from p2pavg.group.reach import Reach
 from p2pavg.group.shares import MemberLink
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
 from p2pavg_dht.identity import MAX_ADDRESSES, check_addresses
-from p2pavg_dht.record import unpack as unpack_record
 
 _KEY_DOMAIN = "p2pavg/ready/6"  # new with each protocol of an exchange: peers of two protocols form no group
 _Metric = Annotated[float, Meta(ge=-MAX_METRIC, le=MAX_METRIC)]
@@ -208,14 +207,13 @@ def read_candidate(record: Record) -> Candidate:
     return Candidate(peer_id=record.publisher, record=record, **fields)
 
 
-def read_signed_candidate(fields: Any) -> Candidate:
-    """Read a candidate from the fields of a record in a message, and check its signature.
+def read_signed_candidate(record: Record) -> Candidate:
+    """Read a candidate from a record in a message, and check its signature.
 
     Raises:
-        RemoteProtocolError: the record is malformed or forged.
+        RemoteProtocolError: the record is forged, or no candidate.
     """
     try:
-        record = unpack_record(fields)
         # Before the value is read: a leader passes on the candidates of others, and could change them.
         verify(record)
     except RecordError as error:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from typing import TypeAlias, assert_never
+from typing import Annotated, TypeAlias, assert_never
+
+from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS, MAX_MEMBERS
-from p2pavg.base.messages import checked, pack, unpack
+from p2pavg.base.messages import Message
 from p2pavg.base.numbers import bounded_weights, lower_median
 from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
@@ -30,8 +32,6 @@ from p2pavg.group.shares import (
 )
 from p2pavg.group.topology import BUTTERFLY, Butterfly, Gossip, Hierarchical, Star, Topology
 from p2pavg_dht import Record
-from p2pavg_dht.record import pack as pack_record
-from p2pavg_dht.record import unpack as unpack_record
 
 # Sites: members that reduce among themselves before they exchange sums with other sites. Pure: no I/O, no clock.
 #
@@ -398,17 +398,26 @@ class Roster:
 
     def pack(self) -> bytes:
         """Return the canonical encoding of the roster."""
-        return pack(
-            tuple(pack_record(member.record) for member in self.members),
+        return _PackedRoster(
+            tuple(member.record for member in self.members),
             self.shares,
             self.proposal,
             tuple(index for index, member in enumerate(self.members) if member.peer_id in self.observers),
-        )
+        ).encode()
 
     @cached_property
     def group_id(self) -> bytes:
         """SHA-256 of the roster: 32 bytes in the header of every stream of this group."""
         return hashlib.sha256(_ROSTER_DOMAIN + self.pack()).digest()
+
+
+class _PackedRoster(Message, frozen=True):
+    """A roster as it is sent and hashed. Its numbers may still be impossible, and its records forged."""
+
+    records: Annotated[tuple[Record, ...], Meta(max_length=MAX_MEMBERS)]
+    shares: Annotated[tuple[int, ...], Meta(max_length=MAX_MEMBERS)]
+    proposal: int
+    observing: Annotated[tuple[int, ...], Meta(max_length=MAX_MEMBERS)]
 
 
 def read_roster(packed: bytes) -> Roster:
@@ -417,33 +426,24 @@ def read_roster(packed: bytes) -> Roster:
     Raises:
         RemoteProtocolError: the roster is malformed, forged or impossible.
     """
-    records, shares, proposal, observing = unpack(packed, tuple, tuple, int, tuple)
-    if len(records) > MAX_MEMBERS:
-        raise RemoteProtocolError(f"a roster of {len(records)} members")
-    checked(shares, (int,) * len(shares))
-    if observing != tuple(
-        sorted(set(checked(observing, (int,) * len(observing))) & set(range(len(records))))
-    ):
+    said = _PackedRoster.decode(packed)
+    if said.observing != tuple(sorted(set(said.observing) & set(range(len(said.records))))):
         raise RemoteProtocolError("a roster whose observers do not fit its members")
-    members = tuple(map(read_signed_candidate, records))
-    observers = frozenset(members[index].peer_id for index in observing)
-    return Roster(members=members, shares=shares, proposal=proposal, observers=observers)
+    members = tuple(map(read_signed_candidate, said.records))
+    observers = frozenset(members[index].peer_id for index in said.observing)
+    return Roster(members=members, shares=said.shares, proposal=said.proposal, observers=observers)
 
 
-def records_of_roster(packed: bytes) -> list[Record]:
-    """Return the members' records in a roster's bytes, before anything of them is checked.
+def records_of_roster(packed: bytes) -> tuple[Record, ...]:
+    """Return the members' records in a roster's bytes, before their signatures are checked.
 
     Raises:
         RemoteProtocolError: the roster is malformed, or has members of different runs.
-        RecordError: a record is malformed.
     """
-    records, *_ = unpack(packed, tuple, tuple, int, tuple)
-    if len(records) > MAX_MEMBERS:
-        raise RemoteProtocolError(f"a roster of {len(records)} members")
-    found = list(map(unpack_record, records))
-    if len({record.key for record in found}) > 1:
+    records = _PackedRoster.decode(packed).records
+    if len({record.key for record in records}) > 1:
         raise RemoteProtocolError("a roster of peers of different runs")
-    return found
+    return records
 
 
 def _median(values: Sequence[float]) -> float:

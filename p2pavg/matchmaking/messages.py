@@ -12,23 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Raw
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.formats import PeerText
-from p2pavg.base.limits import MAX_GROUP_SIZE
-from p2pavg.base.messages import pack, unpack
+from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MEMBERS
+from p2pavg.base.messages import Hash, cut, decoded, pack
+from p2pavg.base.messages import Message as BaseMessage
 from p2pavg.group.candidate import Candidate, read_signed_candidate
 from p2pavg.group.roster import Roster, read_roster, records_of_roster
 from p2pavg_dht import PeerIdError, Record, RecordError, public_key_of, verify
 from p2pavg_dht.record import MAX_WIRE_BYTES
-from p2pavg_dht.record import pack as pack_record
-from p2pavg_dht.record import unpack as unpack_record
 
 PROTOCOL = "/p2pavg/match/3.0.0"
 MAX_REASON_CHARS = 300
 MAX_FIRST_BYTES = MAX_WIRE_BYTES + 16
 """Of the first message of a stream: its kind, and one record."""
+_Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,14 @@ class Declined:
     over: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderStatus:
+class LeaderStatus(BaseMessage, frozen=True):
     """I still lead, with ``ready_peers`` members that want the result. This withdraws any earlier proposal.
 
     ``decided``: my deadline has passed with too few members.
     """
 
-    ready_peers: int
+    # A group of observers takes one contributor more.
+    ready_peers: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE + 1)]
     decided: bool
 
 
@@ -83,26 +85,26 @@ class GroupProposal:
     roster: Roster
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
+class Accept(BaseMessage, frozen=True):
     """I take part in this group, and in no other until you withdraw the proposal."""
 
-    group_id: bytes
+    group_id: Hash
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(BaseMessage, frozen=True):
     """I do not take part."""
 
-    group_id: bytes
-    reason: str
+    group_id: Hash
+    reason: _Reason
+
+    def __post_init__(self) -> None:
+        cut(self, reason=MAX_REASON_CHARS)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCommit:
+class GroupCommit(BaseMessage, frozen=True):
     """All members have accepted: the exchange begins."""
 
-    group_id: bytes
+    group_id: Hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class First:
         Raises:
             RemoteProtocolError: the record is forged, or no candidate.
         """
-        return self.kind(read_signed_candidate(pack_record(self.record)))
+        return self.kind(read_signed_candidate(self.record))
 
 
 def read_first(data: bytes) -> First:
@@ -161,11 +163,8 @@ def read_first(data: bytes) -> First:
     kind = _kind_of(data)
     if kind is not JoinRequest and kind is not Nudge:
         raise RemoteProtocolError(f"a join stream began with {kind.__name__}")
-    try:
-        # Nothing but the kind and one record is read: verifying a signature for any stranger would cost too much.
-        return First(kind, unpack_record(unpack(data[1:], tuple)[0]))
-    except RecordError as error:
-        raise RemoteProtocolError(str(error)) from None
+    # Nothing but the kind and one record is read: verifying a signature for any stranger would cost too much.
+    return First(kind, *decoded(data[1:], _ONE_RECORD))
 
 
 def encode(message: Message) -> bytes:
@@ -173,20 +172,15 @@ def encode(message: Message) -> bytes:
     kind = bytes([_KINDS.index(type(message))])
     match message:
         case JoinRequest(me) | Nudge(me) | Joined(me):
-            return kind + pack(pack_record(me.record))
+            return kind + pack(me.record)
         case Declined(reason, leader, taken, over):
             # Receivers take a longer reason for a breach of the protocol.
-            return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader), taken, over)
-        case LeaderStatus(ready_peers, decided):
-            return kind + pack(ready_peers, decided)
+            return kind + pack(reason[:MAX_REASON_CHARS], leader.record if leader else (), taken, over)
+        case Disband(reason, leader):
+            return kind + pack(reason[:MAX_REASON_CHARS], leader.record if leader else ())
         case GroupProposal(roster):
             return kind + roster.pack()
-        case Accept(group_id) | GroupCommit(group_id):
-            return kind + pack(group_id)
-        case Refuse(group_id, reason):
-            return kind + pack(group_id, reason[:MAX_REASON_CHARS])
-        case Disband(reason, leader):
-            return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader))
+    return kind + message.encode()
 
 
 def decode(data: bytes, kinds: Collection[type[Message]] | None = None) -> Message:
@@ -201,31 +195,26 @@ def decode(data: bytes, kinds: Collection[type[Message]] | None = None) -> Messa
     kind, body = _kind_of(data, kinds), data[1:]
     # Each names its sender's present attempt, which may be later than the one in its record.
     if kind is JoinRequest or kind is Nudge or kind is Joined:
-        return kind(read_signed_candidate(unpack(body, tuple)[0]))
+        return kind(read_signed_candidate(*decoded(body, _ONE_RECORD)))
     if kind is Declined:
         # The leader's record is signed by the leader itself.
         # The taken peers are only named, and their names may be false.
-        reason, leader, taken, over = unpack(body, str, tuple, tuple, bool)
-        return Declined(_reason(reason), _read_optional(leader), _peer_ids(taken), over)
-    if kind is LeaderStatus:
-        ready_peers, decided = unpack(body, int, bool)
-        if not 1 <= ready_peers <= MAX_GROUP_SIZE + 1:  # a group of observers takes one contributor more
-            raise RemoteProtocolError(f"a group of {ready_peers}")
-        return LeaderStatus(ready_peers, decided)
+        reason, leader, taken, over = decoded(body, _DECLINED)
+        return Declined(PeerText(reason), _read_optional(leader), _peer_ids(taken), over)
+    if kind is Disband:
+        reason, leader = decoded(body, _DISBAND)
+        return Disband(PeerText(reason), _read_optional(leader))
     if kind is GroupProposal:
         # A leader can invent no member: each candidate in a roster has that member's own signature.
         return GroupProposal(read_roster(body))
-    if kind is Refuse:
-        group_id, reason = unpack(body, bytes, str)
-        return Refuse(_group_id(group_id), _reason(reason))
-    if kind is Disband:
-        reason, leader = unpack(body, str, tuple)
-        return Disband(_reason(reason), _read_optional(leader))
-    if kind is Accept or kind is GroupCommit:
-        # Both are about a roster that both sides have, so its id is enough.
-        return kind(_group_id(unpack(body, bytes)[0]))
-    raise AssertionError(f"{kind.__name__} has no reader")
+    assert issubclass(kind, BaseMessage)
+    return kind.decode(body)
 
+
+_ONE_RECORD = tuple[Record]
+_DECLINED = tuple[_Reason, Raw, Annotated[tuple[str, ...], Meta(max_length=MAX_MEMBERS)], bool]
+_DISBAND = tuple[_Reason, Raw]
+_NO_RECORD = b"\x90"  # an empty array
 
 # A kind's place in this list is its number on the wire.
 _KINDS: tuple[type[Message], ...] = (
@@ -255,10 +244,7 @@ def records_in(data: bytes, kinds: Collection[type[Message]] | None = None) -> S
     # The other kinds have one record at most.
     if _kind_of(data, kinds) is not GroupProposal:
         return ()
-    try:
-        return records_of_roster(data[1:])
-    except RecordError as error:
-        raise RemoteProtocolError(str(error)) from None
+    return records_of_roster(data[1:])
 
 
 def check_signature(record: Record) -> None:
@@ -279,33 +265,16 @@ def _kind_of(data: bytes, kinds: Collection[type[Message]] | None = None) -> typ
     return kind
 
 
-def _pack_optional(leader: Candidate | None) -> tuple[Any, ...]:
-    return () if leader is None else pack_record(leader.record)
+def _read_optional(leader: Raw) -> Candidate | None:
+    data = bytes(leader)
+    return None if data == _NO_RECORD else read_signed_candidate(decoded(data, Record))
 
 
-def _read_optional(fields: tuple[Any, ...]) -> Candidate | None:
-    return read_signed_candidate(fields) if fields else None
-
-
-def _reason(text: str) -> PeerText:
-    if len(text) > MAX_REASON_CHARS:
-        raise RemoteProtocolError("a reason of too many characters")
-    return PeerText(text)
-
-
-def _group_id(group_id: bytes) -> bytes:
-    if len(group_id) != 32:
-        raise RemoteProtocolError("a group id that is not 32 bytes")
-    return group_id
-
-
-def _peer_ids(fields: tuple[Any, ...]) -> tuple[str, ...]:
-    for peer_id in fields:
-        if type(peer_id) is not str:
-            raise RemoteProtocolError("a peer id that is no text")
+def _peer_ids(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
         try:
             # Only what can be a peer's id is remembered, and shown in logs.
-            public_key_of(peer_id)
+            public_key_of(name)
         except PeerIdError as error:
             raise RemoteProtocolError(str(error)) from None
-    return fields
+    return names

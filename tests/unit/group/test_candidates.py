@@ -18,7 +18,6 @@ from p2pavg.base.limits import (
 from p2pavg.group.candidate import read_candidate, read_signed_candidate, ready_key
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import share_cutter
-from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, KEY, SIGNERS, candidate, record_of, signed
 
 ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
@@ -44,7 +43,7 @@ def test_runs_schemas_and_rules_have_different_keys() -> None:
 
 def test_a_signed_candidate_is_read_back() -> None:
     me = candidate(3, weight=0.5, bandwidth=12.5, codec="int8:256", addresses=("/a/b", "/c"))
-    again = read_signed_candidate(pack_record(me.record))
+    again = read_signed_candidate(me.record)
     assert again == me
     assert (again.peer_id, again.deadline, again.weight, again.bandwidth) == (
         SIGNERS[3].peer_id,
@@ -58,12 +57,12 @@ def test_a_signed_candidate_is_read_back() -> None:
 
 def test_state_tags_and_metrics_are_read_back() -> None:
     me = candidate(3, state=b"step 7", tags=("gpu", "fp16"), metrics={"loss": 2.5, "accuracy": 1.0})
-    again = read_signed_candidate(pack_record(me.record))
+    again = read_signed_candidate(me.record)
     assert again == me
     assert (again.state, again.tags) == (b"step 7", ("gpu", "fp16"))
     assert again.metrics == (("accuracy", 1.0), ("loss", 2.5)), "names in order: one encoding"
     assert again.norm == 0.0
-    assert read_signed_candidate(pack_record(candidate(3, norm=2.5).record)).norm == 2.5
+    assert read_signed_candidate(candidate(3, norm=2.5).record).norm == 2.5
 
 
 def test_a_peer_without_a_weight_may_still_want_the_result() -> None:
@@ -156,7 +155,7 @@ def test_a_genuine_record_with_an_invalid_field_is_refused(fields: tuple[object,
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
     with pytest.raises(RemoteProtocolError, match=reason):
-        read_signed_candidate(pack_record(record))
+        read_signed_candidate(record)
 
 
 def test_a_withdrawn_record_is_no_candidate() -> None:
@@ -207,7 +206,7 @@ def test_peers_that_can_be_dialled_come_before_punchable_ones_and_these_before_r
     found = sorted([auxiliary, unknown, relayed, punched, dialled], key=lambda each: each.order)
     assert found == [dialled, punched, relayed, unknown, auxiliary]
     assert unknown.reach is Reach.RELAYED
-    assert read_signed_candidate(pack_record(punched.record)).reach is Reach.PUNCHABLE
+    assert read_signed_candidate(punched.record).reach is Reach.PUNCHABLE
 
 
 def test_a_peer_may_sign_that_it_does_not_know_its_bandwidth() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 from msgspec import Meta, inspect
 
@@ -38,7 +40,7 @@ class Other(Message, frozen=True, tag="other"):
 def classes() -> list[type[Message]]:
     root = Path(p2pavg.__file__).parent
     for path in root.rglob("*.py"):
-        if "(Message, frozen=True" in path.read_text(encoding="utf-8"):
+        if "Message, frozen=True" in path.read_text(encoding="utf-8"):
             importlib.import_module(".".join(("p2pavg", *path.relative_to(root).with_suffix("").parts)))
 
     def below(kind: type[Message]) -> Iterator[type[Message]]:
@@ -142,6 +144,31 @@ def test_other_fields_are_refused(fields: tuple[Any, ...], reason: str) -> None:
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decoded(data, Sample | Other)
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd\xff\xff\xff\xff", b"\x91\xdd\x7f\xff\xff\xff", b"\x91\xc6\x7f\xff\xff\xff"]
+)
+def test_a_false_length_costs_no_memory(head: bytes) -> None:
+    tracemalloc.start()
+    try:
+        for kind in (
+            Sample,
+            tuple[Sample],
+            tuple[msgspec.Raw],
+            tuple[Annotated[tuple[str, ...], Meta(max_length=4)]],
+        ):
+            with pytest.raises(RemoteProtocolError):
+                decoded(head + bytes(1000), kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_the_bytes_of_fields_never_change() -> None:
+    packed = pack(1, -1, "ü", b"\0\xff", 0.5, True, (), (2, ("x",)))
+    assert packed.hex() == "9801ffa2c3bcc40200ffcb3fe0000000000000c390920291a178"
 
 
 @pytest.mark.parametrize("kind", ["\x1b[2J", "a\nb", "\u202e", "x" * 5000])

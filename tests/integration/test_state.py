@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -20,6 +21,7 @@ from p2pavg.peer.peer import Peer
 from p2pavg.state.donor import serving
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import Offered
+from p2pavg.state.joiner.answers import RequestOwner
 from p2pavg.state.joiner.sessions import Sessions, open_sessions
 from p2pavg.testing import LocalSwarm
 from tests.integration.hosts import LOOPBACK, eventually, watched
@@ -150,15 +152,7 @@ async def test_a_joiner_that_reads_nothing_from_its_lane_loses_its_session(
 
         peers[0].lobby.tickets[session._ticket] = (peers[1].id, hold)
         for first in range(0, 56, 8):
-            session.ask_pieces(
-                KIND,
-                blob.id,
-                first,
-                [1 << 20] * 8,
-                take=lambda *_: None,
-                came=lambda _: None,
-                ended=lambda _: None,
-            )
+            session.ask_pieces(Mock(RequestOwner), KIND, blob.id, first, [1 << 20] * 8)
         await session.ended.wait()
         assert len(held[0].sent) < 40
         await eventually(lambda: not state_threads())

@@ -103,21 +103,16 @@ class StateService:
                 await send_message(stream, Welcome("").encode())
                 welcomed = True
             if welcomed:
-                await self._session(stream, hello).run()
+                await DonorSession(self._context, stream, hello, self).run()
 
-    def _session(self, stream: Stream, hello: SessionHello) -> DonorSession:
-        def source() -> tuple[Offered, ...]:
-            run = self._runs.get(hello.key)
-            return () if run is None else tuple(run.offered)
-
-        def refusal() -> str:
-            return self._unfit(stream.remote, hello)
-
-        return DonorSession(self._context, stream, source, hello.ticket, refusal=refusal)
+    def offered(self, hello: SessionHello) -> tuple[Offered, ...]:
+        """Return what the run of a hello holds now. From any thread."""
+        run = self._runs.get(hello.key)
+        return () if run is None else tuple(run.offered)
 
     def _refusal(self, peer_id: PeerId, hello: SessionHello) -> str:
         """Return the reason for which a joiner is not welcomed; empty if it is."""
-        if why := self._unfit(peer_id, hello):
+        if why := self.unfit(peer_id, hello):
             return why
         if self._served[peer_id] >= MAX_SESSIONS_PER_PEER:
             return f"it has {MAX_SESSIONS_PER_PEER} sessions already"
@@ -125,7 +120,7 @@ class StateService:
             return f"this peer serves {MAX_SESSIONS} joiners already"
         return ""
 
-    def _unfit(self, peer_id: PeerId, hello: SessionHello) -> str:
+    def unfit(self, peer_id: PeerId, hello: SessionHello) -> str:
         """Return the reason for which a peer may not have the states of a run; empty if it may."""
         run = self._runs.get(hello.key)
         if run is None:

@@ -26,7 +26,7 @@ from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, Unreachab
 from p2pavg.base.limits import LOOK_SECONDS, QUICK_REPLY_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
-from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane, Stream, receive_message
+from p2pavg.net.transport import LENGTH_BYTES, Buffer, DirectLane, PeerId, Stream, receive_message
 from p2pavg.runs.context import PeerContext
 from p2pavg.state.donor.uploads import OnSent
 from p2pavg.state.messages import (
@@ -36,6 +36,7 @@ from p2pavg.state.messages import (
     Cancel,
     Frame,
     FrameKind,
+    SessionHello,
     encode_frame,
     encode_refusal,
     of_the_remote,
@@ -85,29 +86,30 @@ _Outgoing = tuple[bytes, Buffer, Offered | None]
 """The header of a frame, what follows it, and whose it is."""
 
 
+class OfferedStates(Protocol):
+    """The states of this peer's runs: :class:`p2pavg.state.donor.service.StateService`."""
+
+    def offered(self, hello: SessionHello) -> tuple[Offered, ...]:
+        """Return what the run of a hello holds now; nothing when its last user has left. From any thread."""
+
+    def unfit(self, peer_id: PeerId, hello: SessionHello) -> str:
+        """Return the reason for which a peer may not have the states of the run; empty if it may."""
+
+
 class DonorSession:
     """Serves one joiner that was welcomed.
 
     Args:
-        source: returns what the run holds now, from any thread; nothing when the last of its users has left.
-        ticket: of the direct lane that the joiner waits for; empty if it wants none.
-        refusal: returns the reason for which the joiner is served no longer; empty if it is.
+        hello: the joiner's. With a ticket in it, the joiner waits for a direct lane.
     """
 
     def __init__(
-        self,
-        context: PeerContext,
-        stream: Stream,
-        source: Callable[[], tuple[Offered, ...]],
-        ticket: bytes,
-        *,
-        refusal: Callable[[], str],
+        self, context: PeerContext, stream: Stream, hello: SessionHello, states: OfferedStates
     ) -> None:
         self._context = context
-        self._refusal = refusal
         self._stream = stream
-        self._source = source
-        self._ticket = ticket
+        self._hello = hello
+        self._states = states
         self._pending: dict[int, AskManifest | AskPieces] = {}
         self._sending = trio.Lock()
         self._used_at = trio.current_time()
@@ -137,7 +139,7 @@ class DonorSession:
         """End the session when nothing is asked, when the joiner takes nothing, or may no longer have it."""
         while True:
             await trio.sleep(LOOK_SECONDS)
-            if why := self._refusal():
+            if why := self._states.unfit(self._stream.remote, self._hello):
                 logger.info("%s is sent no more of a state: %s", self._stream.remote, why)
                 scope.cancel()
             now = trio.current_time()
@@ -189,7 +191,7 @@ class DonorSession:
             self._pending.pop(request.number, None)
 
     def _manifest(self, request: AskManifest) -> tuple[bytes | None, Offered | None]:
-        for offered in self._source():
+        for offered in self._states.offered(self._hello):
             if found := offered.holdings.manifest(request.kind, request.blob_id):
                 return found, offered
         return None, None
@@ -202,12 +204,12 @@ class DonorSession:
             await self._over_lane(lane, requests)
             return
         async for request in requests:
-            frames = self._frames(request)
+            frames = self.frames(request)
             while (frame := await self._context.run_in_thread(next, frames, None)) is not None:
                 await self._send_on_stream(*frame)
-            self._pending.pop(request.number, None)
+            self.answered(request)
 
-    def _frames(self, request: AskPieces) -> Iterator[_Outgoing]:
+    def frames(self, request: AskPieces) -> Iterator[_Outgoing]:
         """Yield the answer to a request, one piece at a time, in any thread."""
         for index in range(request.first, request.first + request.count):
             # Looked at before each piece: the joiner may have cancelled, because another donor was faster.
@@ -221,8 +223,12 @@ class DonorSession:
             piece, offered = found
             yield encode_frame(Frame(FrameKind.PIECE, request.number, index, len(piece))), piece, offered
 
+    def answered(self, request: AskPieces) -> None:
+        """Note that all of an answer was sent. From any thread."""
+        self._pending.pop(request.number, None)
+
     def _piece(self, request: AskPieces, index: int) -> tuple[memoryview, Offered] | None:
-        for offered in self._source():
+        for offered in self._states.offered(self._hello):
             piece = offered.holdings.piece(request.kind, request.blob_id, index)
             if piece is not None:
                 # A copy of one piece: with a view, a slow joiner would keep the whole snapshot in memory
@@ -241,7 +247,10 @@ class DonorSession:
                 await self._send_in_time(data)
                 return
             for piece, seconds in _in_steps(data, offered):
-                await _give_way(offered.is_busy, seconds)
+                # While a round exchanges, for some seconds at most.
+                until = trio.current_time() + seconds
+                while trio.current_time() < until and offered.is_busy():  # noqa: ASYNC110 - only a function tells
+                    await trio.sleep(_BUSY_SECONDS)
                 # Taken after the wait for a round, because rounds take their bytes from the same limit.
                 await trio.sleep(offered.upload.delay(len(piece)))
                 await self._send_in_time(piece)
@@ -254,7 +263,7 @@ class DonorSession:
             raise StreamBrokenError(f"{self._stream.remote} takes the pieces of a state too slowly")
 
     async def _open_lane(self) -> DirectLane | None:
-        if not self._ticket:
+        if not self._hello.ticket:
             return None
         try:
             # For a direct lane to come about; then the pieces go over the stream.
@@ -264,11 +273,13 @@ class DonorSession:
             return None
 
     async def _over_lane(self, lane: DirectLane, requests: trio.MemoryReceiveChannel[AskPieces]) -> None:
-        use = self._use = LaneUse(lane, self._frames, lambda number: self._pending.pop(number, None))
+        use = self._use = LaneUse(lane, self)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(use.hand_over, requests)
-                await in_own_thread(lambda: use.run(self._ticket), stop=use.stop, name="p2pavg-state-send")
+                await in_own_thread(
+                    lambda: use.run(self._hello.ticket), stop=use.stop, name="p2pavg-state-send"
+                )
             # The session does not wait for long:
             # the transport awaits the acknowledgement of a lane that it gets back without it.
             with trio.move_on_after(QUICK_REPLY_SECONDS):
@@ -283,25 +294,14 @@ class DonorSession:
 
 
 class LaneUse:
-    """One session's use of one direct lane. :meth:`run` blocks, in a thread of its own.
+    """One session's use of one direct lane. :meth:`run` blocks, in a thread of its own."""
 
-    Args:
-        frames: yields the answer to a request.
-        done: is told the number of each request that is answered.
-    """
-
-    def __init__(
-        self,
-        lane: DirectLane,
-        frames: Callable[[AskPieces], Iterator[_Outgoing]],
-        done: Callable[[int], object],
-    ) -> None:
+    def __init__(self, lane: DirectLane, session: DonorSession) -> None:
         self.finished = False
         """True when everything was sent: the lane may be used again."""
         self._sends_since = math.inf
         self._lane = lane
-        self._frames = frames
-        self._done = done
+        self._session = session
         self._requests: queue.SimpleQueue[AskPieces | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
 
@@ -335,10 +335,10 @@ class LaneUse:
         header = LaneHeader(ticket, Lane.STATE).encode()
         self._send(len(header).to_bytes(LENGTH_BYTES, "big") + header)
         while (request := self._requests.get()) is not None:
-            for frame, piece, offered in self._frames(request):
+            for frame, piece, offered in self._session.frames(request):
                 self._send(frame)
                 self._send_piece(piece, offered)
-            self._done(request.number)
+            self._session.answered(request)
         self._send(encode_frame(Frame(FrameKind.END, 0, 0, 0)))
         self.finished = True
 
@@ -346,16 +346,13 @@ class LaneUse:
         if offered is None:
             return
         for piece, seconds in _in_steps(data, offered):
-            self._give_way(offered.is_busy, seconds)
+            waited = 0.0
+            while waited < seconds and offered.is_busy():
+                self._pause(_BUSY_SECONDS)
+                waited += _BUSY_SECONDS
             self._pause(offered.upload.delay(len(piece)))
             self._send(piece)
             offered.on_sent(self._lane.remote, len(piece))
-
-    def _give_way(self, is_busy: Callable[[], bool], seconds: float) -> None:
-        waited = 0.0
-        while waited < seconds and is_busy():
-            self._pause(_BUSY_SECONDS)
-            waited += _BUSY_SECONDS
 
     def _pause(self, seconds: float) -> None:
         if seconds and self._stopped.wait(seconds):
@@ -385,10 +382,3 @@ def _in_steps(data: Buffer, offered: Offered) -> Iterator[tuple[memoryview, floa
     for start in range(0, len(view), size):
         waits = 0.0 if start % spared else YIELD_SECONDS * min(len(view) - start, spared) / spared
         yield view[start : start + size], waits
-
-
-async def _give_way(is_busy: Callable[[], bool], seconds: float) -> None:
-    """Wait while a round exchanges, for some seconds at most."""
-    until = trio.current_time() + seconds
-    while trio.current_time() < until and is_busy():  # noqa: ASYNC110 - only a function tells
-        await trio.sleep(_BUSY_SECONDS)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
 
 from p2pavg.base.errors import P2PAvgError, RemoteProtocolError, StateError
+from p2pavg.base.threads.workers import ToLoop
 from p2pavg.state.messages import (
     FRAME_BYTES,
     MAX_NUMBER,
@@ -31,30 +33,33 @@ class DonorRefusedError(P2PAvgError):
     """A donor does not give what it was asked for. The message is its reason."""
 
 
-class DonorRequest:
-    """One request to a donor. Its owner hears of it on the event loop.
+class RequestOwner(Protocol):
+    """Uses what a donor answers."""
 
-    Args:
-        take: called in the reading thread with each piece; raises WrongPieceError if it is not the blob's.
-        came: called after each piece, with its index.
-        ended: called once, with the error that has ended the request, or ``None``.
-    """
+    def take(self, index: int, piece: memoryview) -> None:
+        """Keep a piece; called in the thread that reads. Raises WrongPieceError if the piece is not the blob's."""
+
+    def came(self, request: DonorRequest, index: int) -> None:
+        """Note that a piece was taken; called on the event loop, and after :meth:`ended` if the session broke then."""
+
+    def ended(self, request: DonorRequest, error: Exception | None) -> None:
+        """Note that a request has ended, with an error or without; called once for each, on the event loop."""
+
+
+class DonorRequest:
+    """One request to a donor."""
 
     def __init__(
         self,
         number: int,
+        owner: RequestOwner,
         *,
-        came: Callable[[int], None] = lambda _index: None,
-        ended: Callable[[Exception | None], None],
-        take: Callable[[int, memoryview], None] | None = None,
         first: int = 0,
         sizes: Sequence[int] = (),
         max_manifest_bytes: int = 0,
     ) -> None:
         self.number = number
-        self.take = take
-        self.came = came
-        self.on_end = ended
+        self.owner = owner
         self.first = first
         self.sizes = sizes
         """Bytes of each piece that is asked for; empty if the manifest is."""
@@ -62,18 +67,18 @@ class DonorRequest:
         self.given = 0
         """Pieces that have come."""
         self.manifest = b""
+        self.about: Any = None
+        """For its owner alone, which finds again what it has asked for."""
         self.cancelled = False
         """True if nothing of it is used any more."""
+        self.has_ended = False
+        """True if its owner was told so, or is about to be."""
 
 
 class PendingRequests:
-    """The requests of one session that are not answered yet.
+    """The requests of one session that are not answered yet."""
 
-    Args:
-        report: schedules a function on the event loop, from any thread.
-    """
-
-    def __init__(self, report: Callable[..., None]) -> None:
+    def __init__(self, report: ToLoop) -> None:
         self.on_idle: Callable[[], None] = lambda: None
         """Called on the event loop when nothing is asked any more."""
         self._report = report
@@ -140,9 +145,8 @@ class PendingRequests:
     def _take(self, request: DonorRequest, index: int, piece: memoryview) -> None:
         request.given += 1
         if not request.cancelled:
-            assert request.take is not None
             try:
-                request.take(index, piece)
+                request.owner.take(index, piece)
             except StateError as error:  # our disk is full: not the donor's fault
                 request.cancelled = True
                 self._end(request, error, forget=False)
@@ -150,7 +154,7 @@ class PendingRequests:
                 self._end(request, error)
                 raise
             else:
-                self._report(request.came, index)
+                self._report(request.owner.came, request, index)
         if request.given == len(request.sizes):
             self._end(request, None)
 
@@ -163,8 +167,9 @@ class PendingRequests:
         if forget:
             with self._lock:
                 self._requests.pop(request.number, None)
-        on_end, request.on_end = request.on_end, lambda _error: None
-        self._report(on_end, error)
+        if not request.has_ended:
+            request.has_ended = True
+            self._report(request.owner.ended, request, error)
         if not self._requests:
             self._report(self.on_idle)
 

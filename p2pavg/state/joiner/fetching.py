@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import trio
 
@@ -332,21 +331,23 @@ class BlobDownload:
                 self._give_up(use, str(use.session.error))
                 return
             decision = self._plan.next(use.peer_id, trio.current_time())
+            wanted, range_ = self._wanted, None
             match decision:
-                case FetchManifest():
-                    use.requests[None] = use.session.ask_manifest(
-                        self._wanted.kind,
-                        self._wanted.blob_id,
-                        self._wanted.max_manifest_bytes,
-                        partial(self._manifest_ended, use),
-                    )
-                case Range():
-                    self._ask_range(use, decision)
                 case WaitUntil(until):
                     with trio.move_on_at(until):
                         await changed.wait()
-            if not isinstance(decision, WaitUntil):
-                logger.debug("%s: %s", use.peer_id, decision)
+                    continue
+                case FetchManifest():
+                    request = use.session.ask_manifest(
+                        self, wanted.kind, wanted.blob_id, wanted.max_manifest_bytes
+                    )
+                case Range(first, count):
+                    assert self._manifest is not None
+                    range_, sizes = decision, self._manifest.sizes[first : first + count]
+                    request = use.session.ask_pieces(self, wanted.kind, wanted.blob_id, first, sizes)
+            use.requests[range_] = request
+            request.about = use, range_
+            logger.debug("%s: %s", use.peer_id, decision)
 
     def _give_up(self, use: _Use, reason: str) -> None:
         """Ask a donor for nothing more for now."""
@@ -368,16 +369,6 @@ class BlobDownload:
         self._notify()
 
     # ------------------------------------------------------------------ the manifest
-
-    def _manifest_ended(self, use: _Use, error: Exception | None) -> None:
-        request = use.requests.pop(None, None)
-        # The request was cancelled, another donor was faster, or the download is over.
-        if request is None or self._manifest is not None or self._nursery is None:
-            return
-        if error is None:
-            self._nursery.start_soon(self._judge, use, request.manifest)
-        else:
-            self._give_up(use, _reason(error))
 
     async def _judge(self, use: _Use, data: bytes) -> None:
         """Read the manifest that a donor has sent, and begin to fetch pieces."""
@@ -430,39 +421,43 @@ class BlobDownload:
             self._end()
         self._notify()
 
-    # ------------------------------------------------------------------ pieces
+    # ------------------------------------------------------------------ answers to requests
 
-    def _ask_range(self, use: _Use, range_: Range) -> None:
+    def take(self, index: int, piece: memoryview) -> None:
+        """Verify a piece and keep it, in the thread that reads."""
         assert self._keeping is not None
-        assert self._manifest is not None
-        use.requests[range_] = use.session.ask_pieces(
-            self._wanted.kind,
-            self._wanted.blob_id,
-            range_.first,
-            self._manifest.sizes[range_.first : range_.first + range_.count],
-            # In the thread that reads. The two below are called on the event loop.
-            take=self._keeping.take,
-            came=partial(self._came, use, range_),
-            ended=partial(self._range_ended, use, range_),
-        )
+        self._keeping.take(index, piece)
 
-    def _came(self, use: _Use, range_: Range, index: int) -> None:
+    def came(self, request: DonorRequest, index: int) -> None:
+        """Note a piece, and ask no other donor for it."""
+        use: _Use
+        use, range_ = request.about
         now = trio.current_time()
         if self._used.get(use.peer_id) is use:
             self._plan.observe(use.peer_id, use.session.received, now)
         # Also from a donor that was given up meanwhile: the piece is verified and kept already.
         for useless in self._plan.came(use.peer_id, range_, index, now):
             for other in self._used.values():
-                if (request := other.requests.get(useless)) is not None:
+                if (slower := other.requests.get(useless)) is not None:
                     # A piece came from another donor first. The slower one is not made to send the rest of
                     # the range.
-                    other.session.cancel(request)
+                    other.session.cancel(slower)
         if self._plan.complete:
             self._end()
         self._notify()
 
-    def _range_ended(self, use: _Use, range_: Range, error: Exception | None) -> None:
-        request = use.requests.pop(range_, None)
+    def ended(self, request: DonorRequest, error: Exception | None) -> None:
+        """Note the end of a request: its manifest is read, its donor is given up or excluded, or nothing is to do."""
+        use, range_ = request.about
+        # Not if another donor was faster, or the download is over.
+        was_wanted = use.requests.pop(range_, None) is not None
+        if range_ is None:
+            if was_wanted and self._manifest is None and self._nursery is not None:
+                if error is None:
+                    self._nursery.start_soon(self._judge, use, request.manifest)
+                else:
+                    self._give_up(use, _reason(error))
+            return
         # Even if the request was cancelled meanwhile: a wrong piece is a lie, whenever it comes.
         if isinstance(error, WrongPieceError):
             self._exclude(use, str(error))
@@ -470,7 +465,7 @@ class BlobDownload:
         elif isinstance(error, StateError):
             self._end(error)
         # A request that this peer has cancelled may end with any error. That is no fault of the donor.
-        elif error is not None and request is not None and not request.cancelled:
+        elif error is not None and was_wanted and not request.cancelled:
             self._give_up(use, _reason(error))
         self._plan.ended(use.peer_id, range_, trio.current_time())
         self._notify()

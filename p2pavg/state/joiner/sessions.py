@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
@@ -24,7 +24,7 @@ from p2pavg.net.blame import guarded
 from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import DirectLane, PeerId, Stream, receive_message, send_message
 from p2pavg.runs.context import PeerContext
-from p2pavg.state.joiner.answers import DonorRequest, PendingRequests
+from p2pavg.state.joiner.answers import DonorRequest, PendingRequests, RequestOwner
 from p2pavg.state.messages import (
     ENDINGS,
     MAX_WELCOME_BYTES,
@@ -87,29 +87,18 @@ class JoinerSession:
 
     # ------------------------------------------------------------------ requests
 
-    def ask_manifest(
-        self, kind: int, blob_id: bytes, max_bytes: int, ended: Callable[[Exception | None], None]
-    ) -> DonorRequest:
+    def ask_manifest(self, owner: RequestOwner, kind: int, blob_id: bytes, max_bytes: int) -> DonorRequest:
         """Ask for a manifest of at most ``max_bytes``, which the request has when it has ended without an error."""
-        request = DonorRequest(self._answers.next_number(), ended=ended, max_manifest_bytes=max_bytes)
+        request = DonorRequest(self._answers.next_number(), owner, max_manifest_bytes=max_bytes)
         self._begin(request, AskManifest(request.number, kind, blob_id))
         return request
 
     def ask_pieces(
-        self,
-        kind: int,
-        blob_id: bytes,
-        first: int,
-        sizes: Sequence[int],
-        *,
-        take: Callable[[int, memoryview], None],
-        came: Callable[[int], None],
-        ended: Callable[[Exception | None], None],
+        self, owner: RequestOwner, kind: int, blob_id: bytes, first: int, sizes: Sequence[int]
     ) -> DonorRequest:
-        """Ask for consecutive pieces of these sizes; see :class:`~p2pavg.state.joiner.answers.DonorRequest`."""
-        number = self._answers.next_number()
-        request = DonorRequest(number, take=take, came=came, ended=ended, first=first, sizes=sizes)
-        self._begin(request, AskPieces(number, kind, blob_id, first, len(sizes)))
+        """Ask for consecutive pieces of these sizes."""
+        request = DonorRequest(self._answers.next_number(), owner, first=first, sizes=sizes)
+        self._begin(request, AskPieces(request.number, kind, blob_id, first, len(sizes)))
         return request
 
     def cancel(self, request: DonorRequest) -> None:

@@ -10,41 +10,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError, StateError, StreamBrokenError
+from p2pavg.base.threads.workers import ToLoop
 from p2pavg.state.joiner.answers import DonorRefusedError, DonorRequest, PendingRequests, WrongPieceError
 from p2pavg.state.messages import Frame, FrameKind, encode_frame, encode_refusal
 
 PIECES = [b"first", b"second piece", b"3"]
 
 
+class AtOnce(ToLoop):
+    """Calls at once what is to be called on the event loop."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, function: Callable[..., object], *args: object) -> None:
+        function(*args)
+
+
+class Owner:
+    """Keeps what its requests hear, or raises an error for each piece."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.kept: dict[int, bytes] = {}
+        self.indices: list[int] = []
+        self.errors: list[Exception | None] = []
+
+    def take(self, index: int, piece: memoryview) -> None:
+        if self.error is not None:
+            raise self.error
+        self.kept[index] = bytes(piece)
+
+    def came(self, _request: DonorRequest, index: int) -> None:
+        self.indices.append(index)
+
+    def ended(self, _request: DonorRequest, error: Exception | None) -> None:
+        self.errors.append(error)
+
+
 class Reading:
     """A session's answers, and what its requests have heard."""
 
-    def __init__(self) -> None:
-        self.answers = PendingRequests(lambda function, *args: function(*args))
-        self.kept: dict[int, bytes] = {}
-        self.came: list[int] = []
-        self.ended: list[Exception | None] = []
+    def __init__(self, error: Exception | None = None) -> None:
+        self.answers = PendingRequests(AtOnce())
+        self.owner = Owner(error)
         self.largest = 0
 
-    def ask_pieces(
-        self, pieces: Sequence[bytes] = PIECES, take: Callable[[int, memoryview], None] | None = None
-    ) -> DonorRequest:
-        def keep(index: int, piece: memoryview) -> None:
-            self.kept[index] = bytes(piece)
-
-        request = DonorRequest(
-            self.answers.next_number(),
-            take=take or keep,
-            came=self.came.append,
-            ended=self.ended.append,
-            first=10,
-            sizes=[len(piece) for piece in pieces],
-        )
+    def ask_pieces(self, pieces: Sequence[bytes] = PIECES, owner: Owner | None = None) -> DonorRequest:
+        sizes = [len(piece) for piece in pieces]
+        request = DonorRequest(self.answers.next_number(), owner or self.owner, first=10, sizes=sizes)
         self.answers.expect(request)
         return request
 
     def ask_manifest(self, most: int = 1000) -> DonorRequest:
-        request = DonorRequest(self.answers.next_number(), ended=self.ended.append, max_manifest_bytes=most)
+        request = DonorRequest(self.answers.next_number(), self.owner, max_manifest_bytes=most)
         self.answers.expect(request)
         return request
 
@@ -67,9 +86,9 @@ def test_pieces_are_kept_in_their_order() -> None:
     reading = Reading()
     number = reading.ask_pieces().number
     reading.receive(b"".join(framed(number, 10 + place, piece) for place, piece in enumerate(PIECES)))
-    assert reading.kept == dict(enumerate(PIECES, 10))
-    assert reading.came == [10, 11, 12]
-    assert reading.ended == [None]
+    assert reading.owner.kept == dict(enumerate(PIECES, 10))
+    assert reading.owner.indices == [10, 11, 12]
+    assert reading.owner.errors == [None]
     assert not reading.answers.waits
 
 
@@ -78,17 +97,17 @@ def test_a_manifest_is_kept() -> None:
     request = reading.ask_manifest(len(data))
     reading.receive(encode_frame(Frame(FrameKind.MANIFEST, request.number, 0, len(data))) + data)
     assert request.manifest == data
-    assert reading.ended == [None]
+    assert reading.owner.errors == [None]
 
 
 def test_a_refusal_ends_a_request() -> None:
     reading = Reading()
     number = reading.ask_pieces().number
     reading.receive(framed(number, 10, PIECES[0]) + encode_refusal(number, "it is gone"))
-    (error,) = reading.ended
+    (error,) = reading.owner.errors
     assert isinstance(error, DonorRefusedError)
     assert str(error) == "it is gone"
-    assert reading.came == [10]
+    assert reading.owner.indices == [10]
 
 
 def test_the_memory_of_a_manifest_grows_with_what_arrives() -> None:
@@ -135,26 +154,18 @@ def test_other_answers_to_a_request_for_a_manifest_are_refused(frame: Frame, rea
 
 
 def test_a_wrong_piece_ends_the_session_and_its_request_says_why() -> None:
-    reading = Reading()
-
-    def take(_index: int, _piece: memoryview) -> None:
-        raise WrongPieceError("sent nonsense")
-
-    request = reading.ask_pieces(take=take)
+    reading = Reading(WrongPieceError("sent nonsense"))
+    request = reading.ask_pieces()
     with pytest.raises(WrongPieceError):
         reading.receive(framed(request.number, 10, PIECES[0]))
-    assert [str(error) for error in reading.ended] == ["sent nonsense"]
+    assert [str(error) for error in reading.owner.errors] == ["sent nonsense"]
     reading.answers.fail(StreamBrokenError("the session ended"))
-    assert len(reading.ended) == 1, "a request ends once"
+    assert len(reading.owner.errors) == 1, "a request ends once"
 
 
 def test_a_full_disk_ends_the_request_and_not_the_session() -> None:
-    reading = Reading()
-
-    def take(_index: int, _piece: memoryview) -> None:
-        raise StateError("the disk is full")
-
-    full, other = reading.ask_pieces(take=take), reading.ask_pieces()
+    reading, disk = Reading(), Owner(StateError("the disk is full"))
+    full, other = reading.ask_pieces(owner=disk), reading.ask_pieces()
     reading.receive(
         b"".join(
             framed(request.number, 10 + place, piece)
@@ -162,8 +173,8 @@ def test_a_full_disk_ends_the_request_and_not_the_session() -> None:
             for place, piece in enumerate(PIECES)
         )
     )
-    assert [str(error) for error in reading.ended] == ["the disk is full", "None"]
-    assert reading.kept == dict(enumerate(PIECES, 10))
+    assert [str(error) for error in (*disk.errors, *reading.owner.errors)] == ["the disk is full", "None"]
+    assert reading.owner.kept == dict(enumerate(PIECES, 10))
 
 
 def test_nothing_of_a_cancelled_request_is_kept() -> None:
@@ -171,7 +182,7 @@ def test_nothing_of_a_cancelled_request_is_kept() -> None:
     request = reading.ask_pieces()
     request.cancelled = True
     reading.receive(framed(request.number, 10, PIECES[0]) + encode_refusal(request.number, "as you like"))
-    assert reading.kept == {}
+    assert reading.owner.kept == {}
     assert not reading.answers.waits
 
 
@@ -180,7 +191,7 @@ def test_the_end_of_a_session_ends_all_requests() -> None:
     for _ in range(3):
         reading.ask_pieces()
     reading.answers.fail(StreamBrokenError("gone"))
-    assert [str(error) for error in reading.ended] == ["gone"] * 3
+    assert [str(error) for error in reading.owner.errors] == ["gone"] * 3
 
 
 @given(st.binary(max_size=300))

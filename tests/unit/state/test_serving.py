@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import trio
@@ -31,10 +32,11 @@ def test_a_session_that_sends_a_piece_keeps_no_snapshot_in_memory() -> None:
     offered = Offered(shelf, RateLimit(None), lambda: False)
 
     async def serve() -> None:
-        session = DonorSession(cast(Any, None), cast(Any, None), lambda: (offered,), b"", refusal=lambda: "")
+        states = Mock(offered=Mock(return_value=(offered,)))
+        session = DonorSession(cast(Any, None), cast(Any, None), cast(Any, None), states)
         request = AskPieces(number=1, kind=BlobKind.SNAPSHOT, blob_id=offer.root, first=0, count=CHUNKS)
         session._pending[1] = request
-        frames = session._frames(request)
+        frames = session.frames(request)
         _, piece, _ = next(frames)
         assert len(piece) == CHUNK_BYTES
         assert gone() is not None, "the shelf holds it"

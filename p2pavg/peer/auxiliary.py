@@ -176,21 +176,16 @@ class _Assistance:
         self._host = host
         self._config = config
         self._helping = helping
-        self._helped: dict[bytes, trio.CancelScope] = {}
-        """The schemas whose groups take this peer in, by their ready keys."""
         # For the rounds of all schemas together: they share one link.
         self._upload, self._download = RateLimit(config.max_upload_mbps), RateLimit(config.max_download_mbps)
-        self.run = JoinedRun(host, config.run_id, config.access, self._recheck)
-
-    def _recheck(self) -> None:
-        """Let a member that is excluded leave the groups of all schemas."""
-        for matchmaker in filter(None, map(self._host.registry.find, self._helped)):
-            matchmaker.recheck()
+        self.run = JoinedRun(host, config.run_id, config.access)
 
     async def help_rounds(self) -> None:
         """Look for schemas that peers of the run average, and help the rounds of each."""
-        host, helped, helping, run_id = self._host, self._helped, self._helping, self._config.run_id
-        records = self.run.records
+        host, helping, run_id, records = self._host, self._helping, self._config.run_id, self.run.records
+        helped: dict[
+            bytes, trio.CancelScope
+        ] = {}  # the schemas whose groups take this peer in, by their ready keys
         async with (
             trio.open_nursery() as tails,
             trio.open_nursery() as nursery,
@@ -237,8 +232,8 @@ class _Assistance:
         """Publish this peer's status and read the others', as long as the block runs; yield what makes round events."""
         # Each schema has a meter of its own, and none is that of the whole link.
         watched = Telemetry(self._host, self._config, self.run, nursery, BandwidthMeter(), Role.AUXILIARY)
-        board, wall_clock = watched.boards.open(TOPIC, CALM_LOOK_SECONDS), self._host.context.wall_clock
-        self._helping.heards = HeardStatuses(board, wall_clock)
+        board = watched.boards.open(TOPIC, CALM_LOOK_SECONDS)
+        self._helping.heards = HeardStatuses(board, self._host.context)
         try:
             yield watched.reports
         finally:
@@ -308,6 +303,7 @@ class _Assistance:
             accuse=self.run.accuse,
         )
         host.registry.add(key, matchmaker)
+        self.run.matchmakers.append(matchmaker)
         logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
         try:
             with scope:
@@ -318,6 +314,7 @@ class _Assistance:
         finally:
             # Also when cancelled: a matchmaker that looks for no group would answer those that ask under the key.
             host.registry.remove(key)
+            self.run.matchmakers.remove(matchmaker)
 
 
 def most_common(entries: dict[str, RunEntry]) -> tuple[dict[bytes, RunEntry], str]:

@@ -82,13 +82,7 @@ class DecentralizedAverager:
         )
         self._rounds: Rounds | None = None
         self._expected: frozenset[str] = frozenset()
-        self._run = JoinedRun(
-            host,
-            config.run_id,
-            config.access,
-            # A member that is revoked or excluded while a group forms has to be dropped from it at once.
-            recheck=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
-        )
+        self._run = JoinedRun(host, config.run_id, config.access)
         self._sharing: StateSharing | None = None
         self._round: Round[RoundResult] | None = None
         self._watched = Telemetry(host, config, self._run, nursery, self._meter)

@@ -118,6 +118,7 @@ def open_rounds(
         site=site_of(aggregation.topology),
     )
     host.registry.add_averager(key, matchmaker, config.run_id)
+    run.matchmakers.append(matchmaker)
     entry = RunEntry(
         schema_hash=schema.hash,
         tensors=len(schema.shapes),

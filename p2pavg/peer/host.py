@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from p2pavg.runs.records.notices import NoticeSpreading, spreading_revocations
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.state.donor.service import StateService
 from p2pavg.state.history.entries import EXCLUDED, REVOKED
+from p2pavg.state.history.recording import HistoryRecorder
 from p2pavg.telemetry.hub import Events
 from p2pavg.verification.evidence.service import EvidenceService
 from p2pavg_dht import RecordNode
@@ -124,32 +125,34 @@ class JoinedRun:
 
     Args:
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
-        recheck: called when a certificate was revoked or a peer was excluded.
 
     Raises:
         ConfigError: the certificate is for another peer.
     """
 
-    def __init__(
-        self, host: Host, run_id: str, access: RunAccess | None, recheck: Callable[[], None]
-    ) -> None:
+    def __init__(self, host: Host, run_id: str, access: RunAccess | None) -> None:
+        self.matchmakers: list[Matchmaker] = []
+        """Those of this user. Each drops a member that is revoked or excluded while its group forms."""
         self._revocations: NoticeSpreading[RevocationList] | None = None
         self.membership: Membership | None = None
         if access is not None:
             self._revocations = host.registry.revocations(access)
             self.membership = Membership(access, host.id, self._revocations.known)
-            self._revocations.known.changed.append(recheck)
+            self._revocations.known.changed.append(self._recheck)
         self._host = host
         self._run_id = run_id
-        self._recheck = recheck
         self._accusations = host.evidence.join(run_id, self.membership)
-        self._accusations.changed.append(recheck)
+        self._accusations.changed.append(self._recheck)
         self.records = RunRecords(
             host.records,
             self.membership,
             host.context.wall_clock,
             excluded=self._accusations.exclusions.meets,
         )
+
+    def _recheck(self) -> None:
+        for matchmaker in self.matchmakers:
+            matchmaker.recheck()
 
     @property
     def excluded(self) -> Mapping[str, str]:
@@ -163,8 +166,8 @@ class JoinedRun:
         return self._accusations.exclusions.refuses(candidate, now)
 
     @contextmanager
-    def proofs_to(self, note: Callable[[list[tuple[str, bytes]]], None]) -> Iterator[None]:
-        """Give what proves that peers may not take part any more, by kind: now, and whenever there is more.
+    def proofs_to(self, history: HistoryRecorder) -> Iterator[None]:
+        """Give a history what proves that peers may not take part any more, by kind: now, and whenever there is more.
 
         The kinds are :data:`REVOKED` and :data:`EXCLUDED`.
         """
@@ -175,7 +178,7 @@ class JoinedRun:
             proofs = [(EXCLUDED, evidence) for evidence in exclusions.kept]
             if known is not None and known.newest.number:
                 proofs.append((REVOKED, known.newest.encode()))
-            note(proofs)
+            history.note(proofs)
 
         listeners = [self._accusations.changed, *([] if known is None else [known.changed])]
         for changed in listeners:

@@ -93,6 +93,7 @@ class Peer:
         """The events of all averagers of this peer."""
         self.greeter = Greeter(
             transport,
+            self.records,
             wall_clock=wall_clock,
             protocols=(
                 RECORDS_PROTOCOL,
@@ -102,7 +103,6 @@ class Peer:
                 STATE_PROTOCOL,
             ),
             runs=lambda: self.registry.runs,
-            contacts=lambda: self.records.contacts,
         )
         """Compares clocks and versions with other peers."""
         self.evidence = EvidenceService(context)

@@ -19,6 +19,7 @@ from p2pavg.group.roster import share_cutter
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.board import Board
 from p2pavg.state.average import Expected
 from p2pavg.state.donor.service import stored_key
@@ -79,9 +80,7 @@ def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Sche
     )
 
 
-async def _tell_uploads(
-    uploads: Uploads, run_id: str, wall_clock: Callable[[], float], emit: OnEvent
-) -> None:
+async def _tell_uploads(uploads: Uploads, run_id: str, context: PeerContext, emit: OnEvent) -> None:
     """Tell the subscribers once a second what is sent, while something is."""
     while True:
         await trio.sleep(LOOK_SECONDS)
@@ -89,7 +88,7 @@ async def _tell_uploads(
         if found is not None:
             emit(
                 StateMoved(
-                    time=wall_clock(),
+                    time=context.wall_clock(),
                     run_id=run_id,
                     direction="upload",
                     done=found.done,
@@ -135,7 +134,7 @@ async def _open_history(
                 await in_own_thread(recorder.run, stop=recorder.stop, name="p2pavg-history")
 
         nursery.start_soon(write)
-        with run.proofs_to(recorder.note):
+        with run.proofs_to(recorder):
             try:
                 yield recorder
             finally:
@@ -177,7 +176,7 @@ async def open_sharing(
             _open_history(host, run, config, schema, settings.history) as history,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(_tell_uploads, uploads, run_id, host.context.wall_clock, emit)
+            nursery.start_soon(_tell_uploads, uploads, run_id, host.context, emit)
             sharing = StateSharing(shared, board, shelf, sessions, settings.directory, history, nursery)
             try:
                 yield sharing

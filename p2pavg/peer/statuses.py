@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -12,11 +11,13 @@ from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.net.nat.reach.reachability import Reachability
+from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.board import Board, Topic
+from p2pavg.runs.records.boards import Boards
 from p2pavg.telemetry.events import PeerGone, PeerSeen
 from p2pavg.telemetry.hub import Events
 from p2pavg.telemetry.keeper import StatusKeeper
-from p2pavg.telemetry.status import PeerStatus, RunPeer, encode_status, read_status, run_peer
+from p2pavg.telemetry.status import TOPIC, PeerStatus, RunPeer, encode_status, read_status, run_peer
 
 PUBLISH_STATUS_SECONDS = 2.0
 """Shortest pause between two statuses of one peer, in runs of up to 8 peers."""
@@ -68,15 +69,15 @@ class StatusOwners:
 class HeardStatuses:
     """The statuses on a board, each read once. All methods may be called from any thread."""
 
-    def __init__(self, board: Topic, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, board: Topic, context: PeerContext) -> None:
         self._board = board
-        self._wall_clock = wall_clock
+        self._context = context
         self._lock = threading.Lock()
         self._heard: dict[str, HeardStatus] = {}
 
     def read(self) -> dict[str, HeardStatus]:
         """Return the live statuses of the other peers by peer id; leave out malformed ones."""
-        now = self._wall_clock()
+        now = self._context.wall_clock()
         with self._lock:
             found: dict[str, HeardStatus] = {}
             for peer_id, entry in self._board.entries.items():
@@ -96,39 +97,33 @@ class Statuses:
     """This peer's status, and those of the others.
 
     Args:
-        open_board: opens the run's board of statuses.
-        owners: the averagers of this peer that could publish its status.
+        boards: of the run.
         events: delivers :class:`PeerSeen` and :class:`PeerGone`.
         keeper: has this peer's status.
-        reachability: returns this peer's reachability.
+        owners: the averagers of this peer that could publish its status.
         meter: of this peer's link.
-        wall_clock: returns seconds since 1970.
     """
 
     def __init__(
         self,
-        open_board: Callable[[], Board],
+        context: PeerContext,
+        boards: Boards,
         events: Events,
         keeper: StatusKeeper,
         owners: StatusOwners,
         *,
         run_id: str,
-        peer_id: str,
-        reachability: Callable[[], Reachability],
         meter: BandwidthMeter,
-        wall_clock: Callable[[], float],
     ) -> None:
-        self._open_board = open_board
+        self.context = context
+        self._boards = boards
         self._board: Board | None = None
         self._events = events
         self._keeper = keeper
         self._owners = owners
         self._run_id = run_id
-        self._peer_id = peer_id
-        self._reachability = reachability
         self._meter = meter
-        self.wall_clock = wall_clock
-        self._began = wall_clock()
+        self._began = context.wall_clock()
         self._heards: HeardStatuses | None = None
         self._look_seconds = CALM_LOOK_SECONDS
         self._present: dict[str, str] = {}
@@ -144,7 +139,7 @@ class Statuses:
     @property
     def mine(self) -> PeerStatus:
         """This peer's present status."""
-        now, reach = self.wall_clock(), self._reachability()
+        now, reach = self.context.wall_clock(), self.context.transport.reachability
         return self._keeper.status(
             now=now,
             uptime=now - self._began,
@@ -163,7 +158,7 @@ class Statuses:
 
     def members(self) -> tuple[RunPeer, ...]:
         """Return all peers of the run that publish a status, this one first and the others by their ids."""
-        me = run_peer(self._peer_id, self.mine, self.wall_clock(), is_self=True)
+        me = run_peer(self.context.signer.peer_id, self.mine, self.context.wall_clock(), is_self=True)
         others = sorted(self.others().items())
         return (me, *(run_peer(peer_id, heard.status, heard.at) for peer_id, heard in others))
 
@@ -180,16 +175,13 @@ class Statuses:
         While another averager of this peer publishes, this one waits to take its place.
         """
         await self.is_first.wait()
-        self._board = self._open_board()
-        self._board.look_every(self._look_seconds)
-        self._heards = HeardStatuses(self._board, self.wall_clock)
-        await self._publish(self._board)
-
-    async def _publish(self, board: Board) -> None:
+        board = self._board = self._boards.open(TOPIC, self._look_seconds)
+        board.look_every(self._look_seconds)  # another user may have opened it
+        self._heards = HeardStatuses(board, self.context)
         published: tuple[int, Reachability] | None = None
         published_at = -REFRESH_STATUS_SECONDS
         while True:
-            now, state = trio.current_time(), (self._keeper.version, self._reachability())
+            now, state = trio.current_time(), (self._keeper.version, self.context.transport.reachability)
             if state != published or now >= published_at + REFRESH_STATUS_SECONDS:
                 published, published_at = state, now
                 board.publish(encode_status(self.mine))
@@ -200,7 +192,7 @@ class Statuses:
         """Emit an event for each peer that has come or gone."""
         now = {peer_id: heard.status.name for peer_id, heard in self.others().items()}
         before, self._present = self._present, now
-        at = self.wall_clock()
+        at = self.context.wall_clock()
         for peer_id in sorted(now.keys() - before.keys()):
             self._events.emit(PeerSeen(time=at, run_id=self._run_id, peer_id=peer_id, name=now[peer_id]))
         for peer_id in sorted(before.keys() - now.keys()):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import trio
 
-from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.version import __version__
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.peer.host import Host, JoinedRun
@@ -18,7 +15,7 @@ from p2pavg.runs.records.boards import Boards
 from p2pavg.telemetry.hub import Events
 from p2pavg.telemetry.keeper import StatusKeeper
 from p2pavg.telemetry.round_log import log_round
-from p2pavg.telemetry.status import MAX_STATUS_SECONDS, TOPIC, PeerStatus
+from p2pavg.telemetry.status import MAX_STATUS_SECONDS, PeerStatus
 
 
 class Telemetry:
@@ -39,35 +36,25 @@ class Telemetry:
         role: Role = Role.CONTRIBUTOR,
     ) -> None:
         self.events = Events(parent=host.events)
-        wall_clock = host.context.wall_clock
-        self.boards = Boards(
-            host.context.transport,
-            run.records,
-            run_id=config.run_id,
-            peer_id=host.id,
-            wall_clock=wall_clock,
-            nursery=nursery,
-        )
+        self.boards = Boards(host.context, run.records, run_id=config.run_id, nursery=nursery)
         self.reports = RoundReports(
             self.events,
             run_id=config.run_id,
             peer_id=host.id,
-            wall_clock=wall_clock,
+            wall_clock=host.context.wall_clock,
             excluded=lambda: run.excluded.keys(),
         )
         keeper = StatusKeeper(_first_status(config, role))
         self.events.subscribe(keeper.take)
         self.events.subscribe(log_round)
         self.statuses = Statuses(
-            partial(self.boards.open, TOPIC, CALM_LOOK_SECONDS),
+            host.context,
+            self.boards,
             self.events,
             keeper,
             host.registry.statuses,
             run_id=config.run_id,
-            peer_id=host.id,
-            reachability=lambda: host.context.transport.reachability,
             meter=meter,
-            wall_clock=wall_clock,
         )
         nursery.start_soon(self.statuses.run)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import trio
 
 from p2pavg.base.errors import ClosedError, RefusedError, UnreachableError
 from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.net.transport import PeerId, Transport
+from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.board import Board, Lasting, board_key
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.runs.records.spread_records import SpreadRecords
@@ -30,24 +32,25 @@ DEPARTURES_LOOK_SECONDS = 0.5
 MAX_CHECKS = 4  # at once
 
 
+class Companions(Protocol):
+    """Peers that this one has met: :class:`RunRecords` knows the members of the last round."""
+
+    @property
+    def companions(self) -> Sequence[Contact]:
+        """The peers with their addresses; the same object until others take their place."""
+
+
 class Departures:
-    """Watches the members of the last round.
+    """Watches companions, and tells boards of those whose process has ended.
 
     Args:
-        companions: returns the members of the last round, with their addresses; the same object until the next round.
-        departed: called with the id of a companion whose process has ended.
+        boards: by topic; more may come.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        companions: Callable[[], Sequence[Contact]],
-        departed: Callable[[PeerId], None],
-    ) -> None:
+    def __init__(self, transport: Transport, met: Companions, boards: Mapping[str, Board]) -> None:
         self._transport = transport
-        self._companions = companions
-        self._departed = departed
+        self._met = met
+        self._boards = boards
         self._checking = trio.CapacityLimiter(MAX_CHECKS)
 
     async def run(self) -> None:
@@ -56,7 +59,7 @@ class Departures:
         checked: set[PeerId] = set()
         async with trio.open_nursery() as nursery:
             while True:
-                if (present := self._companions()) is not watched:
+                if (present := self._met.companions) is not watched:
                     watched, checked = present, set()
                 for companion in watched:
                     if companion.peer_id not in checked and not self._transport.is_connected(
@@ -75,7 +78,8 @@ class Departures:
                 )
             except RefusedError as error:
                 logger.debug("%s has ended: %s", companion.peer_id, error)
-                self._departed(companion.peer_id)
+                for board in self._boards.values():
+                    board.depart(companion.peer_id)
             except (UnreachableError, ClosedError) as error:
                 logger.debug("%s cannot be reached: %s", companion.peer_id, error)
             else:
@@ -93,28 +97,19 @@ class Boards:
     Args:
         records: of the run.
         run_id: the run.
-        peer_id: this peer.
         nursery: runs the boards; it lives as long as the averager.
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        records: RunRecords,
-        *,
-        run_id: str,
-        peer_id: str,
-        wall_clock: Callable[[], float],
-        nursery: trio.Nursery,
+        self, context: PeerContext, records: RunRecords, *, run_id: str, nursery: trio.Nursery
     ) -> None:
+        self._context = context
         self._records = records
-        self._spread = SpreadRecords(records, peer_id)
+        self._spread = SpreadRecords(records, context.signer.peer_id)
         self._run_id = run_id
-        self._peer_id = peer_id
-        self._wall_clock = wall_clock
         self._nursery = nursery
         self._boards: dict[str, Board] = {}
-        self._departures = Departures(transport, companions=lambda: records.companions, departed=self._depart)
+        self._departures = Departures(context.transport, records, self._boards)
 
     def open(self, topic: str, look_seconds: float, lasts: float | None = None) -> Board:
         """Return the board of a topic; the first call for a topic begins to look for its entries.
@@ -128,8 +123,8 @@ class Boards:
             self._boards[topic] = Board(
                 self._spread if topic in SAMPLED else self._records,
                 key=board_key(self._run_id, topic),
-                peer_id=self._peer_id,
-                wall_clock=self._wall_clock,
+                peer_id=self._context.signer.peer_id,
+                wall_clock=self._context.wall_clock,
                 look_seconds=look_seconds,
                 lasting=None
                 if lasts is None
@@ -137,10 +132,6 @@ class Boards:
             )
             self._nursery.start_soon(self._boards[topic].run)
         return self._boards[topic]
-
-    def _depart(self, peer_id: str) -> None:
-        for board in self._boards.values():
-            board.depart(peer_id)
 
     def close(self, nursery: trio.Nursery) -> None:
         """Withdraw this peer's entries, in tasks of a nursery."""

@@ -21,7 +21,7 @@ from p2pavg.runs.records.hello import (
     other_versions,
     wrong_clock,
 )
-from p2pavg_dht import Contact
+from p2pavg_dht import Contact, RecordNode
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +39,23 @@ class Greeter:
     Args:
         protocols: what this peer serves.
         runs: the number of runs it takes part in.
-        contacts: peers in the network that answered lately.
+        records: knows peers in the network that answered lately.
     """
 
     def __init__(
         self,
         transport: Transport,
+        records: RecordNode,
         *,
         wall_clock: Callable[[], float],
         protocols: Sequence[str],
         runs: Callable[[], int],
-        contacts: Callable[[], Sequence[Contact]],
     ) -> None:
         self._transport = transport
         self._wall_clock = wall_clock
         self._protocols = tuple(protocols)
         self._runs = runs
-        self._contacts = contacts
+        self._records = records
         self._heard: tuple[HelloAnswer, ...] = ()
         self._looked = float("-inf")
         self._said = ""
@@ -76,7 +76,7 @@ class Greeter:
         self._looked = trio.current_time()
         heard: list[HelloAnswer] = []
         async with trio.open_nursery() as nursery:
-            for contact in tuple(self._contacts())[:ASKED_AT_ONCE]:
+            for contact in self._records.contacts[:ASKED_AT_ONCE]:
                 nursery.start_soon(self._ask, contact, heard)
         self._heard = tuple(heard)
         self._warn()

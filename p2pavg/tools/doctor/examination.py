@@ -207,10 +207,10 @@ class _Examination:
         for _ in range(network.CLOCK_TRIES):
             greeter = Greeter(
                 peer.context.transport,
+                peer.records,
                 wall_clock=self._wall_clock,  # uncorrected
                 protocols=network.PROTOCOLS,
                 runs=lambda: 0,
-                contacts=lambda: peer.records.contacts,
             )
             self._heard = max(self._heard, await greeter.poll(), key=len)
             if len(self._heard) >= min(len(peer.records.contacts), ASKED_AT_ONCE):

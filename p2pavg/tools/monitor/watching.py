@@ -38,7 +38,7 @@ class _Own:
 
     def read(self, statuses: Statuses) -> tuple[PeerStatus, float]:
         """Return the status, and when it was read."""
-        now, version = statuses.wall_clock(), statuses.version
+        now, version = statuses.context.wall_clock(), statuses.version
         # Between two readings of this peer's own status when nothing has happened to it.
         if self._read is None or self._read[0] != version or now >= self._read[1] + CALM_LOOK_SECONDS:
             self._read = version, now, statuses.mine
@@ -181,7 +181,7 @@ async def board_source(
         ConfigError: the certificate is for another peer.
     """
     context = host.context
-    with bare_exceptions(), closing(JoinedRun(host, run_id, access, recheck=lambda: None)) as run:
+    with bare_exceptions(), closing(JoinedRun(host, run_id, access)) as run:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run.run)
             whole = WholeRun(run.records)
@@ -193,9 +193,8 @@ async def board_source(
                 look_seconds=LOOK_SECONDS * whole.pauses,
             )
             nursery.start_soon(board.run)
-            contacts = _Publishers(host, board)
-            nursery.start_soon(Departures(context.transport, companions=contacts, departed=board.depart).run)
-            yield BoardSource(host, run_id, run, HeardStatuses(board, context.wall_clock), given)
+            nursery.start_soon(Departures(context.transport, _Publishers(host, board), {TOPIC: board}).run)
+            yield BoardSource(host, run_id, run, HeardStatuses(board, context), given)
             nursery.cancel_scope.cancel()
 
 
@@ -212,7 +211,8 @@ class _Publishers:
         self._known: dict[PeerId, Contact] = {}
         self._found: Sequence[Contact] = ()
 
-    def __call__(self) -> Sequence[Contact]:
+    @property
+    def companions(self) -> Sequence[Contact]:
         entries = self._board.entries
         known = {peer_id: contact for peer_id, contact in self._known.items() if peer_id in entries}
         for contact in self._host.records.contacts:

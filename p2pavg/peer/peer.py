@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 import trio
 
@@ -51,7 +50,7 @@ from p2pavg_dht import Contact, Ed25519Signer, RecordNode, Signer
 
 logger = logging.getLogger(__name__)
 
-BOOTSTRAP_SECONDS = 15.0
+BOOTSTRAP_SECONDS = 3 * QUICK_REPLY_SECONDS
 
 PEER_PROTOCOLS = frozenset(
     (
@@ -205,9 +204,10 @@ class Peer:
         # Its user named them, so their words about states count more than those of strangers.
         self.bootstrap |= contacts.keys()
         texts = [text for texts in contacts.values() for text in texts]
-        dial = partial(self._transport.dial, timeout=QUICK_REPLY_SECONDS)
         # One is enough: it names the others, and an address in a long list may be out of date.
-        await BootstrapDials(texts, dial, BOOTSTRAP_SECONDS).until_one_answers()
+        await BootstrapDials(
+            self._transport, texts, each=QUICK_REPLY_SECONDS, seconds=BOOTSTRAP_SECONDS
+        ).until_one_answers()
         async with told_while_waiting(logger, lambda seconds: _looks_up(contacts, seconds)):
             known = await self.records.join(
                 [Contact(peer_id, tuple(texts)) for peer_id, texts in contacts.items()]

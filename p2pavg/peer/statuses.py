@@ -19,10 +19,10 @@ from p2pavg.telemetry.hub import Events
 from p2pavg.telemetry.keeper import StatusKeeper
 from p2pavg.telemetry.status import TOPIC, PeerStatus, RunPeer, encode_status, read_status, run_peer
 
-PUBLISH_STATUS_SECONDS = 2.0
-"""Shortest pause between two statuses of one peer, in runs of up to 8 peers."""
 SECONDS_PER_PEER = 0.25
-"""For each peer of larger runs: so all statuses together take no more of a link."""
+"""Between two statuses of one peer, for each other peer: so all statuses together take no more of a link."""
+FEW_PEERS = 8
+"""In a smaller run, a peer pauses for as long as in one with so many others."""
 REFRESH_STATUS_SECONDS = 60.0
 """A status that nothing has changed is published again after this: its bandwidth and uptime may be new."""
 
@@ -186,7 +186,7 @@ class Statuses:
                 published, published_at = state, now
                 board.publish(encode_status(self.mine))
             self._tell()
-            await trio.sleep(max(PUBLISH_STATUS_SECONDS, SECONDS_PER_PEER * len(self._present)))
+            await trio.sleep(SECONDS_PER_PEER * max(FEW_PEERS, len(self._present)))
 
     def _tell(self) -> None:
         """Emit an event for each peer that has come or gone."""

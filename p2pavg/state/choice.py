@@ -95,7 +95,7 @@ ALIGN_SECONDS = 4.0
 """A donor hears that a snapshot is wanted within this time. All donors take the next snapshot after an update whose
 number is a multiple of as many updates as fit into this time, rounded up to a power of two: so most take the same."""
 MAX_ALIGN = 16  # a quarter of the averages that one record names
-SETTLE_OFFERS_SECONDS = 8.0
+SETTLE_OFFERS_SECONDS = 2 * ALIGN_SECONDS
 """A joiner takes a snapshot that at most half of its voters offer only after it has waited for this long, unless it is
 half of them and most peers of the run offer the same one."""
 FEW_OFFERS_SECONDS = 60.0

@@ -9,16 +9,15 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.base.limits import CALM_LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, GLANCE_SECONDS
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.board import Board
-from p2pavg.runs.records.boards import DEPARTURES_LOOK_SECONDS
 from p2pavg.testing import MemoryNetwork, run_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN, config
 
 LAST = 2
-SOON = DEPARTURES_LOOK_SECONDS + 0.5
+SOON = GLANCE_SECONDS + 0.5
 
 
 class Company:

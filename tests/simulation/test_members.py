@@ -12,14 +12,14 @@ import p2pavg
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.peer import Peer
-from p2pavg.peer.statuses import PUBLISH_STATUS_SECONDS
+from p2pavg.peer.statuses import FEW_PEERS, SECONDS_PER_PEER
 from p2pavg.runs.records.board import SAID_TTL_SECONDS
 from p2pavg.telemetry.events import AnyEvent, PeerGone, PeerSeen, RoundEnded, RoundKind, UpdateTaken
 from p2pavg.telemetry.status import key_of
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, values
 
-SOON = PUBLISH_STATUS_SECONDS + CALM_LOOK_SECONDS + 1.0
+SOON = SECONDS_PER_PEER * FEW_PEERS + CALM_LOOK_SECONDS + 1.0
 
 
 def ids(averager: p2pavg.DecentralizedAverager) -> set[str]:

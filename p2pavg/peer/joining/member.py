@@ -15,6 +15,7 @@ import trio
 from p2pavg.base.errors import BootstrapError, BusyError, ConfigError
 from p2pavg.base.files import locked
 from p2pavg.base.formats import count
+from p2pavg.base.limits import HOLD_OFF_SECONDS
 from p2pavg.net.addresses import is_circuit, parse_peer_address
 from p2pavg.net.gate.client import GateSigner, GateTransport, open_gate_transport
 from p2pavg.net.gate.messages import MAX_GATE_BYTES, TellNotice, TellUpdate
@@ -41,7 +42,6 @@ from p2pavg_dht import Ed25519Signer
 logger = logging.getLogger(__name__)
 
 REMEMBER_SECONDS = 300.0
-JOIN_AGAIN_SECONDS = 30.0
 
 
 # The peers that a peer knew when it last ran, and through which it joins the network again.
@@ -90,7 +90,7 @@ async def join_again(peer: Peer, addresses: Sequence[str]) -> None:
             await peer.join(addresses)
         except BootstrapError as error:
             logger.debug("none of the peers of the last start is there: %s", error)
-            await trio.sleep(JOIN_AGAIN_SECONDS)
+            await trio.sleep(HOLD_OFF_SECONDS)
         else:
             logger.info("joined the network again: %s answered", count(len(peer.records.contacts), "peer"))
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.base.errors import ClosedError, RefusedError, UnreachableError
-from p2pavg.base.limits import QUICK_REPLY_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, QUICK_REPLY_SECONDS
 from p2pavg.net.transport import PeerId, Transport
 from p2pavg.runs.context import PeerContext
 from p2pavg.runs.records.board import Board, Lasting, board_key
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 # peer was met, as rounds do. A peer that only loses its connection, or cannot be reached, is dialled once, and keeps
 # its entries.
 
-DEPARTURES_LOOK_SECONDS = 0.5
 MAX_CHECKS = 4  # at once
 
 
@@ -67,7 +66,7 @@ class Departures:
                     ):
                         checked.add(companion.peer_id)
                         nursery.start_soon(self._check, companion, checked)
-                await trio.sleep(DEPARTURES_LOOK_SECONDS)
+                await trio.sleep(GLANCE_SECONDS)
 
     async def _check(self, companion: Contact, checked: set[PeerId]) -> None:
         """Dial a companion once, and again only if it answers and loses its connection once more."""

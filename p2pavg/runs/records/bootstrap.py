@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
 from p2pavg.base.errors import BootstrapError, UnreachableError
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, GLANCE_SECONDS
 from p2pavg.base.threads.waits import told_while_waiting
 from p2pavg.net.addresses import parse_peer_address
+from p2pavg.net.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.1
-_MAX_PAUSE_SECONDS = 2.0
 _NO_ANSWER = "no answer"
 
 
@@ -24,15 +24,16 @@ class BootstrapDials:
     Args:
         addresses: of peers in the network, each ending in ``/p2p/<peer id>``. An address that is given twice counts
             once.
-        dial: connects to one address. Raises UnreachableError with the reason.
+        each: bound of one dial, in seconds.
         seconds: bound of all dials together.
     """
 
     def __init__(
-        self, addresses: Sequence[str], dial: Callable[[str], Awaitable[object]], seconds: float
+        self, transport: Transport, addresses: Sequence[str], *, each: float, seconds: float
     ) -> None:
+        self._transport = transport
         self._reasons = dict.fromkeys(addresses, "")
-        self._dial = dial
+        self._each = each
         self._seconds = seconds
         self._reached: list[str] = []
 
@@ -44,10 +45,10 @@ class BootstrapDials:
         """
         with trio.move_on_after(self._seconds):
             async with told_while_waiting(logger, self._progress):
-                pause = _FIRST_PAUSE_SECONDS
+                pause = GLANCE_SECONDS
                 while not await self._dial_all():
                     await trio.sleep(pause)  # its process may be starting too
-                    pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+                    pause = min(2 * pause, ASK_AGAIN_SECONDS)
         if not self._reached:
             raise BootstrapError(
                 f"no bootstrap peer could be reached within {self._seconds:.0f} s: {self._failures()}"
@@ -64,7 +65,7 @@ class BootstrapDials:
 
     async def _dial_one(self, address: str) -> None:
         try:
-            await self._dial(address)
+            await self._transport.dial(address, timeout=self._each)
         except UnreachableError as error:
             self._reasons[address] = reason_at(address, str(error))
         else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.base.limits import ROUND_TRIPS_SECONDS
+from p2pavg.base.limits import QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.net.transport import Stream, Transport, receive_message, send_message
 from p2pavg.runs.records.hello import (
     MAX_HELLO_BYTES,
@@ -26,7 +26,6 @@ from p2pavg_dht import Contact, RecordNode
 logger = logging.getLogger(__name__)
 
 ASKED_AT_ONCE = 8  # the median of eight clocks stays right with three false ones
-GREETING_SECONDS = 3.0
 GREET_AGAIN_SECONDS = 300.0  # clocks drift slowly
 FRESH_GREETING_SECONDS = 10.0  # for which answers are reused
 MIN_SECONDS_BETWEEN = 0.5  # between two questions of one peer; an honest peer asks at most every ten seconds
@@ -98,10 +97,10 @@ class Greeter:
 
     async def _ask(self, contact: Contact, heard: list[HelloAnswer]) -> None:
         stream: Stream | None = None
-        with trio.move_on_after(GREETING_SECONDS):
+        with trio.move_on_after(QUICK_REPLY_SECONDS):
             try:
                 stream = await self._transport.open_stream(
-                    contact.peer_id, PROTOCOL, addresses=contact.addresses, timeout=GREETING_SECONDS
+                    contact.peer_id, PROTOCOL, addresses=contact.addresses, timeout=QUICK_REPLY_SECONDS
                 )
                 asked = self._wall_clock()
                 await send_message(stream, QUESTION)
@@ -122,7 +121,7 @@ class Greeter:
             self._askers.popitem(last=False)
         if now < last + MIN_SECONDS_BETWEEN:
             return
-        with trio.move_on_after(GREETING_SECONDS):
+        with trio.move_on_after(QUICK_REPLY_SECONDS):
             if await receive_message(stream, max_bytes=MAX_HELLO_BYTES) is None:
                 return
             mine = PeerHello(clock=self._wall_clock(), protocols=self._protocols, runs=self._runs())

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +59,7 @@ MAX_STREAMS = 8  # that a delegate serves at once, one of each peer
 MAX_REQUEST_BYTES = MAX_TOKEN_BYTES + 16
 MAX_ANSWER_BYTES = 8192
 MAX_REASON_CHARS = 300
-REDEEM_SECONDS = 20.0
+REDEEM_SECONDS = 2 * REPLY_SECONDS
 _ONLINE = (
     "start the program on the machine that made the link, and then this one again: links work while it runs. If it"
     " runs, `p2pavg doctor` on both machines finds what lies between them; `p2pavg run link FOLDER --address` makes a"
@@ -239,9 +238,9 @@ async def redeem(transport: Transport, link: InvitationLink, *, now: float) -> t
         InvitationError: the delegate refused the link, or its answer is none.
     """
     # The program on the delegate's machine may have been started a moment ago, and not listen yet.
-    dial = partial(transport.dial, timeout=REDEEM_SECONDS)
+    dials = BootstrapDials(transport, [link.address], each=REDEEM_SECONDS, seconds=REDEEM_SECONDS)
     try:
-        await BootstrapDials([link.address], dial, REDEEM_SECONDS).until_one_answers()
+        await dials.until_one_answers()
     except BootstrapError as error:
         raise UnreachableError(
             f"the peer that made the link did not answer: {error}", remedy=_ONLINE

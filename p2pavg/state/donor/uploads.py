@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from p2pavg.base.limits import LOOK_SECONDS
 
-END_UPLOAD_SECONDS = 3.0
-"""After this time without a byte, the sending is over, and the count begins anew. It pauses while rounds exchange."""
+QUIET_REPORTS = 3
+"""After so many reports without a byte, the sending is over, and the count begins anew. It pauses while rounds
+exchange."""
 
 OnSent = Callable[[str, int], None]
 """Is told the id of a peer and the number of bytes that were sent to it, in any thread."""
@@ -40,7 +41,7 @@ class Uploads:
         self._peers: set[str] = set()
         self._done = 0
         self._looked_at = 0.0
-        self._sent_at = 0.0
+        self._quiet = 0
 
     def note(self, peer_id: str, count: int) -> None:
         """Count bytes that were sent to a peer."""
@@ -55,10 +56,11 @@ class Uploads:
             peers, self._peers = len(self._peers), set()
         seconds, self._looked_at = now - self._looked_at, now
         if not sent:
-            if not self._done or now < self._sent_at + END_UPLOAD_SECONDS:
+            self._quiet += 1
+            if not self._done or self._quiet < QUIET_REPORTS:
                 return None
             done, self._done = self._done, 0
             return Upload(done, 0.0, 0, is_over=True)
         self._done += sent
-        self._sent_at = now
+        self._quiet = 0
         return Upload(self._done, sent / max(seconds, LOOK_SECONDS / 2), peers)

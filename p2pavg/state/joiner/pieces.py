@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, STALL_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, ROUND_TRIPS_SECONDS, STALL_SECONDS
 from p2pavg.state.messages import MAX_RANGE
 
 # The donors of one blob: how fast each one is, and when it may be tried again.
@@ -25,13 +25,11 @@ from p2pavg.state.messages import MAX_RANGE
 # A donor that fails is left alone for a pause, which doubles with each failure. While other donors are there the pause
 # is longer, because they can do its work. A donor that sent a wrong piece is excluded for good.
 
-RATE_SECONDS = 3.0
-"""A rate is a mean in which what was measured so long ago counts 1/e."""
-MAX_DONOR_PAUSE_SECONDS = 30.0
 AMONG_OTHERS = 8.0
 """A pause is so many times as long while other donors are there."""
 STALLED_SECONDS = 3.0
-"""The pieces of a donor that sends no byte for so long are taken over by any donor that has nothing to do."""
+"""The pieces of a donor that sends no byte for so long are taken over by any donor that has nothing to do. A rate is a
+mean over about this time: what was measured so long ago counts 1/e."""
 DONOR_PIECE_SECONDS = 120.0
 """A donor that completes no piece for so long has failed, even if bytes come: 70 kbit/s for a piece of 1 MiB."""
 TRUSTED_FAILURES = 3
@@ -51,7 +49,7 @@ class Meter:
 
     def note(self, count: int, seconds: float) -> None:
         """Note bytes that came within some seconds."""
-        keep = math.exp(-seconds / RATE_SECONDS)
+        keep = math.exp(-seconds / STALLED_SECONDS)
         self._bytes = self._bytes * keep + count
         self._seconds = self._seconds * keep + seconds
 
@@ -134,8 +132,9 @@ class Donor:
 
     def pause(self, among_others: bool) -> float:
         """Return the seconds for which it is left alone after its last failure."""
+        # A download whose donors are all of no use for STALL_SECONDS fails: each one is tried again before.
         doubled = ASK_AGAIN_SECONDS * 2.0 ** min(self.failures - 1, 16)
-        return min(MAX_DONOR_PAUSE_SECONDS, doubled) * (AMONG_OTHERS if among_others else 1.0)
+        return min(STALL_SECONDS, doubled) * (AMONG_OTHERS if among_others else 1.0)
 
     def is_stalled(self, now: float) -> bool:
         """Return whether its pieces are to be taken over."""
@@ -158,7 +157,6 @@ RANGE_SECONDS = 1.5
 MAX_RANGES = 2
 """Ranges that one donor is asked for at once."""
 MUCH_SLOWER = 2.0
-GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
 LEAST_GAIN_SECONDS = 0.5
 """By which the piece must come sooner. For less, it is not worth sending it twice."""
 MAX_HOLDERS = 2
@@ -360,7 +358,7 @@ class Pieces:
         # From the end backwards: the slow donor comes to these pieces last.
         last = max(due, key=lambda index: (due[index], index))
         rate = donor.meter.rate
-        one = self.sizes[last] / rate if rate else GUESSED_SECONDS
+        one = self.sizes[last] / rate if rate else ROUND_TRIPS_SECONDS
         chosen: list[int] = []
         # Each piece that is taken delays the next one, so the gain is counted anew for each.
         while (
@@ -386,7 +384,7 @@ class Pieces:
             # The rate of a donor that has stalled is that of its better days.
             rate = 0.0 if other.is_stalled(now) else other.meter.rate
             # As long as its rate is not known, a donor is given the time that a new one is expected to need.
-            guessed = math.inf if other.is_stalled(now) else GUESSED_SECONDS
+            guessed = math.inf if other.is_stalled(now) else ROUND_TRIPS_SECONDS
             total = 0
             for index in (index for range_ in other.ranges for index in range_.left):
                 total += self.sizes[index]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from p2pavg.base.limits import RETRY_SECONDS
+from p2pavg.base.limits import HOLD_OFF_SECONDS, RETRY_SECONDS
 from p2pavg.group.candidate import Candidate
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.verification.evidence.accusation import Accusation, Named, Notice, is_readable
@@ -147,10 +147,9 @@ MAX_ACCUSERS = 1024
 """Peers whose records are remembered. New ones are left out while there are so many."""
 MAX_IGNORED = 4096
 """Accusers that are ignored for a lie; the one that lied longest ago is forgotten."""
-INQUIRY_RETRY_SECONDS = 15.0
-"""An accuser that gave no answer is asked again after this time, and after twice as long each further time. It may have
-been busy with showing the same evidence to others."""
 MAX_INQUIRY_RETRY_SECONDS = 3600.0
+"""The longest pause before an accuser that gave no answer is asked again. It begins with HOLD_OFF_SECONDS, and doubles:
+the accuser may have been busy with showing the same evidence to others."""
 ACCUSER_FETCHES, ACCUSER_SECONDS = 32, 30.0
 """Fetches from one accuser: so many at once, and one more each time these seconds have passed."""
 UNMET_FETCHES, UNMET_SECONDS = 16, 60.0
@@ -270,7 +269,7 @@ class Inquiries:
         """Note that an accuser could not be reached, or gave no evidence in time."""
         if (accuser := self._accusers.get(fetch.accuser)) is not None:
             accuser.not_before = now + min(
-                INQUIRY_RETRY_SECONDS * 2.0 ** min(accuser.failures, 10), MAX_INQUIRY_RETRY_SECONDS
+                HOLD_OFF_SECONDS * 2.0 ** min(accuser.failures, 10), MAX_INQUIRY_RETRY_SECONDS
             )
             accuser.failures += 1
 

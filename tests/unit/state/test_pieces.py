@@ -13,7 +13,6 @@ from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS, STALL_SECONDS
 from p2pavg.state.joiner.pieces import (
     AMONG_OTHERS,
     DONOR_PIECE_SECONDS,
-    MAX_DONOR_PAUSE_SECONDS,
     MAX_RANGES,
     STALLED_SECONDS,
     TRUSTED_FAILURES,
@@ -195,7 +194,7 @@ class TestFailures:
             pauses.append(plan.may_use_at("a") - 100.0)
             plan.failed("a", 100.0, "it is gone")
         assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
-        assert pauses[-1] == MAX_DONOR_PAUSE_SECONDS
+        assert pauses[-1] == STALL_SECONDS
 
     def test_silence_is_a_failure_only_if_something_was_asked(self) -> None:
         plan = plan_of(10, "a")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 from p2pavg.base.errors import BootstrapError, UnreachableError
+from p2pavg.net.transport import Transport
 from p2pavg.runs.records.bootstrap import BootstrapDials, reason_at
 from p2pavg_dht import Ed25519Signer
 
@@ -21,17 +23,23 @@ FIRST, SECOND, NAMED = (
 )
 
 
-def dial(answers: dict[str, float], dialled: list[str] | None = None) -> Callable[[str], Awaitable[object]]:
-    """Return a dial that reaches the named addresses at a time; others refuse. A time of infinity never answers."""
+async def dial(addresses: Sequence[str], answers: dict[str, float]) -> list[str]:
+    """Dial bootstrap addresses until one of them answers; return what was dialled, in that order.
 
-    async def to(address: str) -> None:
-        if dialled is not None:
-            dialled.append(address)
+    Args:
+        answers: the seconds after which some addresses answer; infinity never does. The others refuse.
+    """
+    dialled = []
+
+    async def one(address: str, *, timeout: float) -> None:
+        dialled.append(address)
         if address not in answers:
             raise UnreachableError(f"no connection to {address.rpartition('/')[2]}: {address}: refused")
         await trio.sleep(answers[address])
 
-    return to
+    dials = BootstrapDials(Mock(Transport, dial=one), addresses, each=5.0, seconds=15.0)
+    await dials.until_one_answers()
+    return dialled
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -41,19 +49,17 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_each_dead_address_is_named_with_its_reason(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await BootstrapDials([FIRST, SECOND], dial({SECOND: 0.1}), 15.0).until_one_answers()
+    await dial([FIRST, SECOND], {SECOND: 0.1})
     assert warnings(caplog) == [f"the bootstrap address {FIRST} is dead: refused"]
 
 
 async def test_an_address_that_is_given_twice_is_dialled_once(autojump_clock: MockClock) -> None:
-    dialled: list[str] = []
-    await BootstrapDials([FIRST, FIRST], dial({FIRST: 0.1}, dialled), 15.0).until_one_answers()
-    assert dialled == [FIRST]
+    assert await dial([FIRST, FIRST], {FIRST: 0.1}) == [FIRST]
 
 
 async def test_the_error_names_each_address_once_with_its_reason(autojump_clock: MockClock) -> None:
     with pytest.raises(BootstrapError) as caught:
-        await BootstrapDials([FIRST, SECOND], dial({}), 15.0).until_one_answers()
+        await dial([FIRST, SECOND], {})
     assert str(caught.value) == (
         f"no bootstrap peer could be reached within 15 s: {FIRST} (refused); {SECOND} (refused)"
     )
@@ -62,14 +68,14 @@ async def test_the_error_names_each_address_once_with_its_reason(autojump_clock:
 async def test_an_address_that_never_answers_has_a_reason_too(autojump_clock: MockClock) -> None:
     """Version 0.1 raised an error with empty parentheses."""
     with pytest.raises(BootstrapError, match=r"within 15 s: .* \(no answer\)"):
-        await BootstrapDials([FIRST], dial({FIRST: float("inf")}), 15.0).until_one_answers()
+        await dial([FIRST], {FIRST: float("inf")})
 
 
 async def test_the_wait_is_explained_while_it_lasts(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(BootstrapError):
-        await BootstrapDials([FIRST, NAMED], dial({NAMED: float("inf")}), 15.0).until_one_answers()
+        await dial([FIRST, NAMED], {NAMED: float("inf")})
     assert warnings(caplog) == [
         f"dialling 2 bootstrap addresses for {seconds} s, at most 15 s: {FIRST} (refused); {NAMED} (no answer)"
         for seconds in (3, 9)
@@ -79,7 +85,7 @@ async def test_the_wait_is_explained_while_it_lasts(
 async def test_a_peer_that_answers_soon_is_no_reason_for_words(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await BootstrapDials([FIRST], dial({FIRST: 2.0}), 15.0).until_one_answers()
+    await dial([FIRST], {FIRST: 2.0})
     assert warnings(caplog) == []
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from p2pavg.base.limits import HOLD_OFF_SECONDS
 from p2pavg.verification.evidence import inquiries
 from p2pavg.verification.evidence.accusation import MAX_EVIDENCE_BYTES, Named, Notice
 from p2pavg.verification.evidence.inquiries import (
     ACCUSER_FETCHES,
     ALL_FETCHES,
-    INQUIRY_RETRY_SECONDS,
     MAX_FETCHES,
     MAX_INQUIRY_RETRY_SECONDS,
     REST,
@@ -139,7 +139,7 @@ def test_an_accuser_without_an_answer_is_asked_again_ever_later() -> None:
             peer.inquiries.failed(fetch, peer.now)
             peer.inquiries.ended(fetch)
         peer.now += 1.0
-    assert pauses == [0.0, *(min(INQUIRY_RETRY_SECONDS * 2**k, MAX_INQUIRY_RETRY_SECONDS) for k in range(9))]
+    assert pauses == [0.0, *(min(HOLD_OFF_SECONDS * 2**k, MAX_INQUIRY_RETRY_SECONDS) for k in range(10))]
 
 
 def test_accusers_that_proved_a_lie_come_before_others_and_failed_ones_last() -> None:
@@ -147,7 +147,7 @@ def test_accusers_that_proved_a_lie_come_before_others_and_failed_ones_last() ->
     for accuser in ("failed", "proved", "new"):
         peer.hears(accuser, named("liar", ord(accuser[0])))
     peer.inquiries.proved(EvidenceFetch("proved", (), named("liar")))
-    peer.inquiries.failed(EvidenceFetch("failed", (), named("liar")), peer.now - 2 * INQUIRY_RETRY_SECONDS)
+    peer.inquiries.failed(EvidenceFetch("failed", (), named("liar")), peer.now - 2 * HOLD_OFF_SECONDS)
     order = []
     for _ in range(3):
         fetch = peer.next()

@@ -20,6 +20,7 @@ from p2pavg.blocking import open_averager
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.tools.cli.daemon import DaemonOptions
+from p2pavg.tools.cli.options import DisplayOptions, NetworkOptions, ServiceOptions
 from p2pavg_dht import Ed25519Signer
 
 LISTEN_ELSEWHERE: list[dict[str, Any]] = [
@@ -144,8 +145,10 @@ def test_a_run_is_open_or_has_an_authority() -> None:
             config(open_run=wrong)
 
 
-def options(**changes: Any) -> DaemonOptions:
-    return DaemonOptions(**({"listen": [], "bootstrap": [], "identity": None, "run_id": "here"} | changes))
+def options(*, open_run: bool = False, announce: list[str] = [], **network: Any) -> DaemonOptions:  # noqa: B006
+    service, display = ServiceOptions(announce=announce), DisplayOptions()
+    given: dict[str, Any] = {"network": NetworkOptions(**network), "service": service, "display": display}
+    return DaemonOptions(**given, identity=None, run_id="here", open_run=open_run)
 
 
 def test_a_daemon_stays_on_its_machine_without_open_or_a_certificate() -> None:

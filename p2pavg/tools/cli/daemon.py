@@ -16,7 +16,6 @@ from p2pavg.base.errors import ConfigError
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
-from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer.auxiliary import assist
 from p2pavg.peer.joining.carrying import carrying_job
 from p2pavg.peer.joining.home import Home
@@ -28,6 +27,7 @@ from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import RunFile, read_access, read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.runs.records.invitations import Delegate
+from p2pavg.tools.cli.options import DisplayOptions, NetworkOptions, ServiceOptions
 from p2pavg.tools.cli.training import train
 from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.jobs.versions import TrainingOptions
@@ -113,32 +113,19 @@ def read_member(
 class DaemonOptions:
     """The options of a daemon, as the commands ``p2pavg peer`` and ``p2pavg join`` have read them."""
 
-    listen: Sequence[str]
-    """Empty: see :attr:`listens`."""
-    bootstrap: Sequence[str]
+    network: NetworkOptions
+    """Without an address to listen on: see :attr:`listens`."""
+    service: ServiceOptions
+    display: DisplayOptions
     identity: str | os.PathLike[str] | None
     run_id: str | None
     """Id of the run without an authority that this peer helps, if any."""
     open_run: bool = False
     """Let a peer without a certificate leave this machine: strangers take part in all that it does."""
-    announce: Sequence[str] = ()
-    """Like ``port_mapping`` and ``relay_mbps``, see :func:`p2pavg.open_peer`."""
-    port_mapping: bool = True
-    relay_mbps: float = DEFAULT_RELAY_MBPS
     member: RunMember | None = None
     """This peer in a run that has an authority. It joins the network through the run file's addresses too."""
-    name: str = ""
-    """Name of this peer for people, which it publishes in the run that it helps."""
-    bandwidth: float | None = None
-    """Like the two limits, in Mbit/s; see :func:`p2pavg.peer.auxiliary.assist`."""
-    max_upload_mbps: float | None = None
-    max_download_mbps: float | None = None
     home: Home | None = None
     """Folder with its control socket, its port, and the peers that it knew."""
-    metrics: int | None = None
-    """Port of 127.0.0.1 at which the metrics are served; ``None``: they are not."""
-    monitor: int | None = None
-    """Port of 127.0.0.1 at which a page shows the run; ``None``: it is not shown."""
     live_view: bool = False
     """Show what this machine gives on the terminal, in place of the log."""
     only_help: bool = True
@@ -158,7 +145,7 @@ class DaemonOptions:
                 ``name``; or the peer has neither a certificate nor ``open_run``, and an address leads out of this
                 machine.
         """
-        if self.monitor is not None:
+        if self.display.monitor is not None:
             if not self.shown_run:
                 raise ConfigError("--monitor needs --run-id ID or --run FILE.run: the run to show")
             check_installed()
@@ -168,7 +155,7 @@ class DaemonOptions:
             )
         if self.files is not None and not self.files.is_dir():
             raise ConfigError(f"--files {self.files} is no folder")
-        out = way_out(self.listens, self.named, self.announce)
+        out = way_out(self.listens, self.named, self.service.announce)
         if self.open_run and self.member is not None:
             raise ConfigError("--open and --run exclude each other: a run with an authority has members")
         if out and self.member is None and not self.open_run:
@@ -177,23 +164,23 @@ class DaemonOptions:
                 " leads out of it",
                 remedy=MAKE_A_RUN,
             )
-        if self.name and not self.shown_run:
+        if self.service.name and not self.shown_run:
             raise ConfigError(
                 "--name needs --run FILE.run or --run-id NAME: a peer publishes its name in a run"
             )
         # The arguments are checked even without a run id: a limit that is out of range is a mistake either way.
         AveragingConfig(
             run_id="none" if self.run_id is None else self.run_id,
-            bandwidth=self.bandwidth,
-            max_upload_mbps=self.max_upload_mbps,
-            max_download_mbps=self.max_download_mbps,
-            name=self.name,
+            bandwidth=self.service.bandwidth,
+            max_upload_mbps=self.service.max_upload_mbps,
+            max_download_mbps=self.service.max_download_mbps,
+            name=self.service.name,
         )
 
     @property
     def listens(self) -> Sequence[str]:
         """The addresses to listen on: unless the user names some, all for a member or an open peer, else loopback."""
-        return self.listen or (EVERYWHERE if self.open_run or self.member is not None else LOOPBACK)
+        return self.network.listen or (EVERYWHERE if self.open_run or self.member is not None else LOOPBACK)
 
     @property
     def access(self) -> RunAccess | None:
@@ -209,11 +196,11 @@ class DaemonOptions:
     def named(self) -> list[str]:
         """The addresses of other peers that its user and the run file name."""
         if self.member is None:
-            return list(self.bootstrap)
+            return list(self.network.bootstrap)
         # This peer may itself be one that others bootstrap from.
         own = f"/p2p/{self.member.access.peer_id}"
         others = [address for address in self.member.run.bootstrap if not address.endswith(own)]
-        return [*self.bootstrap, *others]
+        return [*self.network.bootstrap, *others]
 
     @property
     def helps(self) -> str | None:
@@ -232,9 +219,9 @@ class DaemonOptions:
             hashes=self.agreed_jobs,
             without_fence=self.without_fence,
             files=self.files,
-            bandwidth=self.bandwidth,
-            max_upload_mbps=self.max_upload_mbps,
-            max_download_mbps=self.max_download_mbps,
+            bandwidth=self.service.bandwidth,
+            max_upload_mbps=self.service.max_upload_mbps,
+            max_download_mbps=self.service.max_download_mbps,
         )
 
 
@@ -283,9 +270,10 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
         # bootstrap from this peer, and it must not fail because none is there: it joins below.
         bootstrap=list(dict.fromkeys([*named, *remembered])) if named else (),
         identity=options.identity,
-        announce=options.announce or ([] if home is None else forwarded(home.addresses, machine_hosts())),
-        port_mapping=options.port_mapping,
-        relay_mbps=options.relay_mbps,
+        announce=options.service.announce
+        or ([] if home is None else forwarded(home.addresses, machine_hosts())),
+        port_mapping=options.service.port_mapping,
+        relay_mbps=options.service.relay_mbps,
     )
     async with AsyncExitStack() as stack:
         # In this order: everything that follows is closed before the peer that it uses.
@@ -293,11 +281,11 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
         opened = open_peer_or_asker(_listens(options, home), how, only_asks=training is not None)
         peer = await stack.enter_async_context(opened)
         await stack.enter_async_context(life.began(peer))
-        if options.metrics is not None:
+        if options.display.metrics is not None:
             runs = [run_id] if run_id else []
-            await stack.enter_async_context(serving_metrics(peer, options.metrics, runs))
-        if options.monitor is not None:
-            page = MonitorOptions(port=options.monitor)
+            await stack.enter_async_context(serving_metrics(peer, options.display.metrics, runs))
+        if options.display.monitor is not None:
+            page = MonitorOptions(port=options.display.monitor)
             shown = serve_run(peer, run_id, page, access=options.access, given=life.training)
             await stack.enter_async_context(shown)
         if options.live_view and training is None:
@@ -335,7 +323,7 @@ def _listens(options: DaemonOptions, home: Home | None) -> Sequence[str]:
     if home is None:
         return options.listens
     # Links and others' run files have the addresses of a folder of `p2pavg run create`.
-    if not options.listen and home.addresses and home.port:
+    if not options.network.listen and home.addresses and home.port:
         return listens_for(home.addresses, home.port)
     return home.listen_again(options.listens)
 
@@ -351,10 +339,10 @@ async def _help(options: DaemonOptions, peer: Peer, life: DaemonProcess) -> None
     await assist(
         peer,
         options.helps,
-        bandwidth=options.bandwidth,
-        max_upload_mbps=options.max_upload_mbps,
-        max_download_mbps=options.max_download_mbps,
+        bandwidth=options.service.bandwidth,
+        max_upload_mbps=options.service.max_upload_mbps,
+        max_download_mbps=options.service.max_download_mbps,
         access=options.access,
-        name=options.name,
+        name=options.service.name,
         helping=life.helping,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from enum import StrEnum
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Annotated
@@ -12,73 +10,8 @@ from typing import Annotated
 import typer
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.logs import LOGGERS, level_number, make_handler
-from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, naming
-from p2pavg.tools.cli.options import (
-    AnnounceOption,
-    BandwidthOption,
-    BootstrapOption,
-    DelegateOption,
-    DownloadOption,
-    ListenOption,
-    MappingOption,
-    MetricsOption,
-    MonitorOption,
-    NameOption,
-    RelayOption,
-    UploadOption,
-    VerboseOption,
-    documented,
-    with_defaults,
-)
-
-# The options of the log, for all commands.
-
-
-class LogFormat(StrEnum):
-    """The forms of the log."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevel(StrEnum):
-    """The levels of the log."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-FORMAT = typer.Option(
-    "--log-format", envvar="P2PAVG_LOG_FORMAT", help="Log lines for people, or one JSON object a line."
-)
-LEVEL = typer.Option("--log-level", envvar="P2PAVG_LOG_LEVEL", help="Log this level and those above.")
-FormatOption = Annotated[LogFormat, FORMAT]
-LevelOption = Annotated[LogLevel, LEVEL]
-COMMANDS_WITH_OPTIONS = ("peer", "join", "doctor", "monitor")
-"""Commands that have these options themselves."""
-
-
-def log_all(context: typer.Context, form: LogFormat | None, level: LogLevel | None) -> None:
-    """Take the options that stand before the command's name; a command's own ones count more."""
-    given = {"log_format": form, "log_level": level}
-    named = {name: value.value for name, value in given.items() if value is not None}
-    if not named:
-        return
-    context.default_map = dict.fromkeys(COMMANDS_WITH_OPTIONS, named)
-    if context.invoked_subcommand not in COMMANDS_WITH_OPTIONS:
-        log_to_stderr(form or LogFormat.TEXT, level or LogLevel.WARNING)
-
-
-def log_to_stderr(form: LogFormat = LogFormat.TEXT, level: LogLevel = LogLevel.INFO) -> None:
-    """Log to standard error: this library's lines from ``level`` on, and warnings of other libraries."""
-    logging.basicConfig(handlers=[make_handler(form)], level=logging.WARNING)
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(level_number(level))
-
+from p2pavg.tools.cli.options import DisplayOptions, NetworkOptions, ServiceOptions, documented, grouped
 
 RunArgument = Annotated[
     str | None,
@@ -92,36 +25,26 @@ DaemonHomeOption = Annotated[
 
 
 @configurable()
+@grouped
 @documented
 def join(
     context: typer.Context,
     run: str,
+    *,
     link: str | None = None,
     home: Path | None = None,
     identity: Path | None = None,
     certificate: Path | None = None,
-    listen: ListenOption = [],  # noqa: B006 - typer only reads it
-    bootstrap: BootstrapOption = [],  # noqa: B006
+    network: NetworkOptions,
     only_help: Annotated[bool, typer.Option("--only-help")] = False,
     yes: Annotated[bool, typer.Option("--yes")] = False,
-    job: list[str] = [],  # noqa: B006
+    job: list[str] = [],  # noqa: B006 - typer only reads it
     no_fence: Annotated[bool, typer.Option("--no-fence")] = False,
     files: Path | None = None,
-    delegate: DelegateOption = False,
-    name: NameOption = "",
-    bandwidth: BandwidthOption = None,
-    max_upload_mbps: UploadOption = None,
-    max_download_mbps: DownloadOption = None,
-    announce: AnnounceOption = [],  # noqa: B006
-    port_mapping: MappingOption = True,
-    relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
+    service: ServiceOptions,
     plain: Annotated[bool, typer.Option("--plain")] = False,
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
-    verbose: VerboseOption = False,
-    metrics: MetricsOption = None,
-    monitor: MonitorOption = None,
-    log_format: FormatOption = LogFormat.TEXT,
-    log_level: LevelOption = LogLevel.INFO,
+    display: DisplayOptions,
 ) -> None:
     """Take part in a run until Ctrl-C or SIGTERM, with a run file or an invitation link and nothing else.
 
@@ -145,7 +68,7 @@ def join(
         files (DIR): A folder that has larger files of the job, such as its base model. Others are fetched from mirrors.
         plain: Write log lines, also on a terminal, in place of the live view.
     """
-    log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
+    display.start_log()
     with naming(context):
         _check_names(run, link)
         if yes != bool(job):
@@ -164,17 +87,15 @@ def join(
             certificate=found.certificate,
             identity=found.identity,
             run_id=None,
-            delegate=delegate,
+            delegate=service.delegate,
             admits=True,
         )
         run_peer(
             DaemonOptions(
-                name=name,
-                listen=listen,
-                bootstrap=bootstrap,
+                network=network,
+                service=service.with_defaults(context, None if member is None else member.run),
+                display=display,
                 identity=found.identity,
-                announce=announce,
-                port_mapping=port_mapping,
                 run_id=None,
                 member=member,
                 home=Home(found.folder),
@@ -182,17 +103,7 @@ def join(
                 agreed_jobs=tuple(each.lower() for each in job),
                 without_fence=no_fence,
                 files=files,
-                metrics=metrics,
-                monitor=monitor,
                 live_view=not plain and sys.stdout.isatty() and sys.stderr.isatty(),
-                **with_defaults(
-                    context,
-                    None if member is None else member.run,
-                    bandwidth=bandwidth,
-                    max_upload_mbps=max_upload_mbps,
-                    max_download_mbps=max_download_mbps,
-                    relay_mbps=relay_mbps,
-                ),
             )
         )
 

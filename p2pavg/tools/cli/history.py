@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
-from p2pavg.tools.cli.daemon_commands import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
-from p2pavg.tools.cli.options import HomeOption, documented
+from p2pavg.tools.cli.options import (
+    FormatOption,
+    HomeOption,
+    LevelOption,
+    LogFormat,
+    LogLevel,
+    documented,
+    log_to_stderr,
+)
 
 app = typer.Typer(
     name="history",

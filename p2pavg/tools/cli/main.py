@@ -20,44 +20,31 @@ from p2pavg.base.errors import (
     UnreachableError,
 )
 from p2pavg.base.formats import PeerText
-from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.tools.cli.checkpoint import app as checkpoint_app
 from p2pavg.tools.cli.config_file import ConfigOption, configurable, naming
-from p2pavg.tools.cli.daemon_commands import (
-    FORMAT,
-    LEVEL,
-    FormatOption,
-    LevelOption,
-    LogFormat,
-    LogLevel,
-    files,
-    join,
-    log_all,
-    log_to_stderr,
-    status,
-    stop,
-)
+from p2pavg.tools.cli.daemon_commands import files, join, status, stop
 from p2pavg.tools.cli.history import app as history_app
 from p2pavg.tools.cli.history import archive
 from p2pavg.tools.cli.job import app as job_app
 from p2pavg.tools.cli.launch import launch
 from p2pavg.tools.cli.options import (
+    FORMAT,
+    LEVEL,
     AnnounceOption,
-    BandwidthOption,
     BootstrapOption,
-    DelegateOption,
-    DownloadOption,
+    DisplayOptions,
+    FormatOption,
     HomeOption,
-    ListenOption,
-    MappingOption,
-    MetricsOption,
-    MonitorOption,
-    NameOption,
-    RelayOption,
-    UploadOption,
+    LevelOption,
+    LogFormat,
+    LogLevel,
+    NetworkOptions,
+    ServiceOptions,
     VerboseOption,
     documented,
-    with_defaults,
+    grouped,
+    log_all,
+    log_to_stderr,
 )
 from p2pavg.tools.cli.run import app as run_app
 from p2pavg.tools.daemon.words import ExitCode
@@ -101,31 +88,21 @@ def options(
 
 @app.command()
 @configurable()
+@grouped
 @documented
 def peer(
     context: typer.Context,
-    listen: ListenOption = [],  # noqa: B006 - typer only reads it
-    bootstrap: BootstrapOption = [],  # noqa: B006
+    *,
+    network: NetworkOptions,
     identity: Path | None = None,
     run_id: str | None = None,
     open_run: Annotated[bool, typer.Option("--open", "--open-run")] = False,
     run: Path | None = None,
     certificate: Path | None = None,
-    delegate: DelegateOption = False,
-    name: NameOption = "",
-    bandwidth: BandwidthOption = None,
-    max_upload_mbps: UploadOption = None,
-    max_download_mbps: DownloadOption = None,
-    announce: AnnounceOption = [],  # noqa: B006
-    port_mapping: MappingOption = True,
-    relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
+    service: ServiceOptions,
     home: HomeOption = None,
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
-    verbose: VerboseOption = False,
-    metrics: MetricsOption = None,
-    monitor: MonitorOption = None,
-    log_format: FormatOption = LogFormat.TEXT,
-    log_level: LevelOption = LogLevel.INFO,
+    display: DisplayOptions,
 ) -> None:
     """Run a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
 
@@ -145,7 +122,7 @@ def peer(
     from p2pavg.peer.joining.home import Home
     from p2pavg.tools.cli.daemon import DaemonOptions, read_member, run_peer
 
-    log_to_stderr(log_format, LogLevel.DEBUG if verbose else log_level)
+    display.start_log()
     # An error over a value that came from a configuration file names the file.
     with naming(context):
         folder = None if home is None else Home(home)
@@ -154,31 +131,19 @@ def peer(
             folder.make()
             identity = identity or folder.identity
         member = read_member(
-            run, certificate=certificate, identity=identity, run_id=run_id, delegate=delegate
+            run, certificate=certificate, identity=identity, run_id=run_id, delegate=service.delegate
         )
         run_peer(
             DaemonOptions(
-                listen=listen,
-                bootstrap=bootstrap,
+                network=network,
+                # The run file may have values for some. The user's own have priority.
+                service=service.with_defaults(context, None if member is None else member.run),
+                display=display,
                 identity=identity,
-                announce=announce,
-                port_mapping=port_mapping,
                 run_id=run_id,
                 open_run=open_run,
                 member=member,
-                name=name,
                 home=folder,
-                metrics=metrics,
-                monitor=monitor,
-                # The run file may have values for these. The user's own have priority.
-                **with_defaults(
-                    context,
-                    None if member is None else member.run,
-                    bandwidth=bandwidth,
-                    max_upload_mbps=max_upload_mbps,
-                    max_download_mbps=max_download_mbps,
-                    relay_mbps=relay_mbps,
-                ),
             )
         )
 

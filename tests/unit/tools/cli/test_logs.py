@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from p2pavg.base.logs import LOGGERS, JsonFormatter
-from p2pavg.tools.cli import daemon_commands, main
-from p2pavg.tools.cli.daemon_commands import LogFormat, LogLevel, log_to_stderr
+from p2pavg.tools.cli import main, options
+from p2pavg.tools.cli.options import LogFormat, LogLevel, log_to_stderr
 from tests.unit.tools.cli.commands import Commands
 
 
@@ -30,7 +30,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(how)
         raise LoggedError
 
-    for module in (main, daemon_commands):
+    for module in (main, options):
         monkeypatch.setattr(module, "log_to_stderr", note)
     return found
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from p2pavg.base.errors import BusyError, ConfigError, ControlError
+from p2pavg.base.errors import BusyError, ConfigError, ControlError, P2PAvgError
 
 if sys.platform != "win32":
     import fcntl
@@ -44,12 +44,26 @@ def what_to_do(error: OSError, file: str | os.PathLike[str]) -> str:
 
 
 @contextmanager
-def _explained(what: str, file: Path) -> Iterator[None]:
-    """Raise ConfigError for an error of the system: it cannot do ``what`` to a file of the user; and what to do."""
+def naming_errors(
+    said: str, place: str | os.PathLike[str], kind: type[P2PAvgError] = ConfigError
+) -> Iterator[None]:
+    """Turn an error of the system into one that names a file or folder, and says what to do.
+
+    Args:
+        said: the beginning of its text, which names the place: ``f"cannot read {place}"``.
+        place: a file, or a folder. If a file in it is in the way, or a folder above it, the text names that one, too.
+        kind: of the error that is raised.
+    """
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot {what} {file}: {error.strerror}", remedy=what_to_do(error, file)) from None
+        named = error.filename
+        # Users know nothing of drafts.
+        if not isinstance(named, str) or _DRAFT.fullmatch(os.path.basename(named)):
+            named = os.fspath(place)
+        other = "" if named == os.fspath(place) else f" ({named})"
+        text = f"{said}: {error.strerror or error}{other}"
+        raise kind(text, remedy=what_to_do(error, named)) from None
 
 
 def create_file(file: Path, data: Buffer, *, mode: int) -> None:
@@ -79,7 +93,7 @@ def keep_file(file: Path, data: Buffer, *, mode: int) -> None:
     Raises:
         ConfigError: the file cannot be written; the message names it, and says what to do.
     """
-    with _explained("write", file):
+    with naming_errors(f"cannot write {file}", file):
         replace_file(file, data, mode=mode)
 
 
@@ -89,7 +103,7 @@ def make_folder(folder: Path) -> Path:
     Raises:
         ConfigError: it cannot be made; the message names it, and says what to do.
     """
-    with _explained("make the folder", folder):
+    with naming_errors(f"cannot make the folder {folder}", folder):
         folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -151,11 +165,9 @@ def locked(file: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    try:
+    with naming_errors(f"cannot open {file}", file, ControlError):
         # The file is never removed: a process that has it open would lock another file than one that comes later.
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ControlError(f"cannot open {file}: {error.strerror}") from None
     try:
         try:
             # The kernel frees the lock when the process ends, however it ends.
@@ -213,7 +225,7 @@ def _is_being_written(draft: Path) -> bool:
 
 def check_readable(file: Path, what: str) -> None:
     """Raise ConfigError if a file of the user is not there, or cannot be read; ``what`` is its name in the message."""
-    with _explained(f"read the {what}", file), file.open("rb") as opened:
+    with naming_errors(f"cannot read the {what} {file}", file), file.open("rb") as opened:
         opened.read(1)  # a folder can be opened on some systems
 
 
@@ -226,7 +238,7 @@ def read_text(file: Path, what: str, *, max_bytes: int) -> str:
     Raises:
         ConfigError: the file cannot be read, is too long, or is no UTF-8; the message names it.
     """
-    with _explained(f"read the {what}", file), file.open("rb") as opened:
+    with naming_errors(f"cannot read the {what} {file}", file), file.open("rb") as opened:
         data = opened.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ConfigError(f"{file} is no {what}: it has more than {max_bytes} bytes")

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import torch
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.base.files import PUBLIC, remove_drafts, replacing, what_to_do
+from p2pavg.base.files import PUBLIC, naming_errors, remove_drafts, replacing
 from p2pavg.state.layout import LENGTH_BYTES, Layout, read_header, write_header
 from p2pavg.state.snapshot import VALUES_KEY, Content, specs_of, tensors_in, values_of, values_text
 from p2pavg.state.tree import CHUNK_BYTES, ChunkDigester, root_of
@@ -81,14 +81,9 @@ class CheckpointFolder:
             raise ConfigError(f"keep must be a whole number of at least 1, got {keep!r}")
         self._directory, self._keep = Path(directory), keep
         self._damaged: set[Path] = set()
-        try:
+        with naming_errors(f"cannot keep checkpoints in {directory}", directory, StateError):
             self._directory.mkdir(parents=True, exist_ok=True)
             remove_drafts(self._directory, _NAME)
-        except OSError as error:
-            raise StateError(
-                f"cannot keep checkpoints in {self._directory}: {error.strerror}; "
-                "choose a directory that this process can write to"
-            ) from error
 
     def write(self, epoch: int, common: Content, own: Content) -> Path:
         """Write the checkpoint of an update, and remove the oldest files beyond ``keep``.
@@ -135,10 +130,8 @@ class CheckpointFolder:
         return None
 
     def _files(self) -> list[Path]:
-        try:
+        with naming_errors(f"cannot read the directory {self._directory}", self._directory, StateError):
             return [entry for entry in self._directory.iterdir() if _NAME.fullmatch(entry.name)]
-        except OSError as error:
-            raise StateError(f"cannot read the directory {self._directory}: {error.strerror}") from error
 
     def _prune(self, new: Path) -> None:
         """Remove the oldest files, never the new one. Damaged files take no other's place."""
@@ -196,17 +189,14 @@ def read(path: Path, *, verified: bool = False) -> Checkpoint:
     Raises:
         StateError: the file is damaged or no checkpoint; the message names it and says why.
     """
-    try:
-        with path.open("rb") as opened:
-            # Before the file is mapped: only a read reports a damaged disk as an error.
-            root = None if verified else _root_of_file(opened)
-            return _read(_mapped(opened), root)
-    except OSError as error:
-        raise StateError(
-            f"cannot read the checkpoint {path}: {error.strerror}", remedy=what_to_do(error, path)
-        ) from error
-    except StateError as error:
-        raise StateError(f"{path} is damaged or no checkpoint: {error}") from None
+    with naming_errors(f"cannot read the checkpoint {path}", path, StateError):
+        try:
+            with path.open("rb") as opened:
+                # Before the file is mapped: only a read reports a damaged disk as an error.
+                root = None if verified else _root_of_file(opened)
+                return _read(_mapped(opened), root)
+        except StateError as error:
+            raise StateError(f"{path} is damaged or no checkpoint: {error}") from None
 
 
 def _mapped(opened: BinaryIO) -> memoryview:

@@ -11,7 +11,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, read_text, what_to_do
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, naming_errors, read_text
 from p2pavg.base.threads.trio_thread import TrioThread
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import ONLY_ASKS
@@ -197,12 +197,8 @@ def _move_to_run(place: Home, run: RunFile, key: Path) -> tuple[Home, Path]:
             f"this user has a peer of a run {run.run_id!r} on this machine already, in {wanted}; "
             f"start the new one with --home {place.folder}, where its certificate is"
         )
-    try:
+    with naming_errors(f"cannot make the folder {wanted}", wanted):
         place.folder.rename(wanted)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {wanted}: {error.strerror}", remedy=what_to_do(error, wanted)
-        ) from None
     moved = Home(wanted)
     return moved, moved.identity if key == place.identity else key
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from p2pavg.base.errors import AddressError, ConfigError
-from p2pavg.base.files import PRIVATE, read_text, replace_file, what_to_do
+from p2pavg.base.files import PRIVATE, naming_errors, read_text, replace_file
 from p2pavg.net.addresses import parse_listen_address, parse_peer_address
 
 MAX_REMEMBERED = 32
@@ -90,14 +90,9 @@ class Home:
         Raises:
             ConfigError: it cannot be made, or other users can write to it.
         """
-        try:
+        with naming_errors(f"cannot make the folder {self.folder}", self.folder):
             self.folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
             found = self.folder.stat()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make the folder {self.folder}: {error.strerror}",
-                remedy=what_to_do(error, self.folder),
-            ) from None
         if os.name == "posix" and (found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022):
             raise ConfigError(
                 f"other users can write to the folder {self.folder}; chmod 700 it, or name another with --home"
@@ -167,13 +162,8 @@ class Home:
         return read_text(file, "file of a daemon", max_bytes=_MAX_FILE_BYTES).split()
 
     def _keep(self, name: str, line: str) -> None:
-        try:
+        with naming_errors(f"cannot write into the folder {self.folder}", self.folder):
             self._write(name, [line])
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write into the folder {self.folder}: {error.strerror}",
-                remedy=what_to_do(error, self.folder),
-            ) from None
 
     def _write(self, name: str, lines: Iterable[str]) -> None:
         replace_file(self.folder / name, "".join(f"{line}\n" for line in lines).encode(), mode=PRIVATE)

@@ -16,7 +16,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from p2pavg.base.errors import IdentityError
-from p2pavg.base.files import PRIVATE, create_file, what_to_do
+from p2pavg.base.files import PRIVATE, create_file, naming_errors
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +33,14 @@ def load_or_make_seed(path: str | os.PathLike[str] | None) -> bytes:
     if path is None:
         return secrets.token_bytes(SEED_BYTES)
     file = Path(path)
-    try:
+    with naming_errors(f"cannot read the identity {file}", file, IdentityError), suppress(FileNotFoundError):
         return _load(file, "identity")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise _wrong("read", "identity", file, error) from None
-    try:
-        file.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-        return _make(file)
-    except FileExistsError:  # two processes create one at the same time, and both use the first
-        return load_seed(file)
-    except OSError as error:
-        raise _wrong("make", "identity", file, error) from None
+    with naming_errors(f"cannot make the identity {file}", file, IdentityError):
+        try:
+            file.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            return _make(file)
+        except FileExistsError:  # two processes create one at the same time, and both use the first
+            return load_seed(file)
 
 
 _locked: set[int] = set()
@@ -107,10 +102,9 @@ def load_seed(path: str | os.PathLike[str], *, what: str = "identity") -> bytes:
     Raises:
         IdentityError: the file is missing, cannot be read, is readable by others, or holds no key.
     """
-    try:
+    # An error is, for example, a dangling symbolic link.
+    with naming_errors(f"cannot read the {what} {os.fspath(path)}", path, IdentityError):
         return _load(Path(path), what)
-    except OSError as error:  # for example a dangling symbolic link
-        raise _wrong("read", what, path, error) from None
 
 
 def make_seed(path: str | os.PathLike[str], *, what: str) -> bytes:
@@ -122,16 +116,8 @@ def make_seed(path: str | os.PathLike[str], *, what: str) -> bytes:
     Raises:
         IdentityError: there is such a file, which stays as it is, or it cannot be written.
     """
-    try:
+    with naming_errors(f"cannot make the {what} {os.fspath(path)}", path, IdentityError):
         return _make(Path(path))
-    except OSError as error:
-        raise _wrong("make", what, path, error) from None
-
-
-def _wrong(verb: str, what: str, file: str | os.PathLike[str], error: OSError) -> IdentityError:
-    return IdentityError(
-        f"cannot {verb} the {what} {os.fspath(file)}: {error.strerror}", remedy=what_to_do(error, file)
-    )
 
 
 def _load(file: Path, what: str) -> bytes:

@@ -20,7 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from p2pavg.base.errors import P2PAvgError, RemoteProtocolError, StateError
-from p2pavg.base.files import locked, what_to_do
+from p2pavg.base.files import locked, naming_errors
 from p2pavg.base.limits import STALL_SECONDS
 from p2pavg.net.transport import Buffer
 from p2pavg.state.average import LoggedAverage
@@ -135,13 +135,9 @@ class HistoryRecorder:
             BusyError: another process uses it.
         """
         directory = self._settings.directory
-        try:
+        with naming_errors(f"cannot keep a history in {directory}", directory, StateError):
             directory.mkdir(parents=True, exist_ok=True)
             self._resources.enter_context(locked(directory / LOCK_NAME))
-        except OSError as error:
-            raise StateError(
-                f"cannot keep a history in {directory}: {error.strerror}", remedy=what_to_do(error, directory)
-            ) from None
         try:
             self._continue()
         except BaseException:
@@ -200,12 +196,8 @@ class HistoryRecorder:
             )
 
     def _go_on(self, path: Path, found: RecoveredSegment) -> None:
-        try:
+        with naming_errors(f"cannot append to {path}", path, StateError):
             self._writer = SegmentWriter.go_on(path)
-        except OSError as error:
-            raise StateError(
-                f"cannot append to {path}: {error.strerror}", remedy=what_to_do(error, path)
-            ) from None
         self._path, self._rules, self._is_open = path, found.rules, True
         self._before = found.placed[0].previous
         self._leaves = [placed.hash for placed in found.placed]

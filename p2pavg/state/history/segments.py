@@ -14,7 +14,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from p2pavg.base.errors import RemoteProtocolError, StateError
-from p2pavg.base.files import PUBLIC, what_to_do
+from p2pavg.base.files import PUBLIC, naming_errors
 from p2pavg.net.transport import Buffer
 from p2pavg.state.average import PART_DIGEST_BYTES, Expected, ProvenAverage, manifest_of, read_manifest
 from p2pavg.state.history.entries import (
@@ -52,14 +52,10 @@ def segment_files(directory: Path) -> list[Path]:
     Raises:
         StateError: the folder cannot be read, or one of these names is no plain file.
     """
-    try:
+    with naming_errors(f"cannot read the history {directory}", directory, StateError):
         found = sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
         # A link would lead out of the folder, which may be a stranger's.
         odd = [path.name for path in found if path.is_symlink() or not path.is_file()]
-    except OSError as error:
-        raise StateError(
-            f"cannot read the history {directory}: {error.strerror}", remedy=what_to_do(error, directory)
-        ) from None
     if odd:
         raise StateError(f"{directory / odd[0]} is no plain file, as a segment of a history is")
     return found
@@ -98,7 +94,7 @@ class Segment:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with naming_errors(f"cannot read {path}", path, StateError):
             # Not followed: the folder may be a stranger's.
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
             with os.fdopen(descriptor, "rb") as opened:
@@ -106,10 +102,6 @@ class Segment:
                 self._map = (
                     mmap.mmap(opened.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else None
                 )
-        except OSError as error:
-            raise StateError(
-                f"cannot read {path}: {error.strerror}", remedy=what_to_do(error, path)
-            ) from None
         self._data = memoryview(self._map if self._map is not None else b"")
         begin = bytes(self._data[: len(MAGIC)])
         if begin != MAGIC:
@@ -317,15 +309,13 @@ def recover(path: Path) -> RecoveredSegment | None:
         StateError: the file cannot be read or shortened, or is no segment of this version.
     """
     found = read_segment(path)
-    try:
+    with naming_errors(f"cannot shorten {path}", path, StateError):
         if found is None:
             path.unlink()
         elif found.can_go_on and path.stat().st_size != found.placed[-1].end:
             with path.open("r+b") as opened:
                 opened.truncate(found.placed[-1].end)
                 os.fsync(opened.fileno())
-    except OSError as error:
-        raise StateError(f"cannot shorten {path}: {error.strerror}", remedy=what_to_do(error, path)) from None
     return found
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pavg.base.errors import BusyError, ConfigError, ControlError
-from p2pavg.base.files import PRIVATE, PUBLIC, create_file, locked, read_text, replace_file, what_to_do
+from p2pavg.base.files import PRIVATE, PUBLIC, create_file, keep_file, locked, naming_errors, read_text
 from p2pavg.base.limits import DAY_SECONDS
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.runs.membership.armour import (
@@ -235,11 +235,8 @@ def revoke(authority: Authority, named: Sequence[str], number: int | None) -> li
             )
         except ValueError as error:
             raise ConfigError(f"{error}; make a new run file with a new authority") from None
-        try:
-            # As a whole or not at all: half a list would be refused by every member.
-            replace_file(authority.revoked_file, revocations_text(revocations).encode(), mode=PUBLIC)
-        except OSError as error:
-            raise cannot_write(authority.revoked_file, error) from None
+        # As a whole or not at all: half a list would be refused by every member.
+        keep_file(authority.revoked_file, revocations_text(revocations).encode(), mode=PUBLIC)
     return [
         f"made {authority.revoked_file}: list number {number}, certificates in it: {len(identifiers)}",
         *(f"  revoked {each.hex()}" for each in sorted(added)),
@@ -331,18 +328,12 @@ def refuse_to_overwrite(file: Path) -> None:
 
 def write_new(file: Path, text: str, *, mode: int) -> None:
     """Write a file that does not exist yet. Raise ConfigError if it exists or cannot be written."""
-    try:
-        create_file(file, text.encode("utf-8"), mode=mode)
-    except FileExistsError:
-        refuse_to_overwrite(file)
-        raise ConfigError(f"{file} is a link to a missing file; remove it") from None
-    except OSError as error:
-        raise cannot_write(file, error) from None
-
-
-def cannot_write(file: Path, error: OSError) -> ConfigError:
-    """Return the error of a file that cannot be written, with what to do about it."""
-    return ConfigError(f"cannot write {file}: {error.strerror}", remedy=what_to_do(error, file))
+    with naming_errors(f"cannot write {file}", file):
+        try:
+            create_file(file, text.encode("utf-8"), mode=mode)
+        except FileExistsError:
+            refuse_to_overwrite(file)
+            raise ConfigError(f"{file} is a link to a missing file; remove it") from None
 
 
 def _read_ledger(authority: Authority) -> list[Certificate]:
@@ -362,14 +353,10 @@ def _add_to_ledger(authority: Authority, certificates: Sequence[Certificate]) ->
         return
     file = authority.ledger_file
     lines = "".join(map(ledger_line, certificates)).encode("ascii")
-    try:
+    with naming_errors(f"cannot write the ledger {file}", file):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE)
         with os.fdopen(descriptor, "wb") as opened:
             opened.write(lines if os.fstat(descriptor).st_size else COMMENT.encode("ascii") + lines)
             opened.flush()
             # On disk before the certificate exists: it could not be found again otherwise.
             os.fsync(descriptor)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the ledger {file}: {error.strerror}", remedy=what_to_do(error, file)
-        ) from None

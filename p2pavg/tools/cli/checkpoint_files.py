@@ -11,12 +11,11 @@ from typing import BinaryIO
 import torch
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.base.files import PUBLIC, creating, replacing, what_to_do
+from p2pavg.base.files import PUBLIC, creating, naming_errors, replacing
 from p2pavg.runs.membership.certificate import date_of
 from p2pavg.state.checkpoint import COMMON, OWN, Checkpoint, pieces_of, read
 from p2pavg.state.layout import read_header, write_header
 from p2pavg.state.snapshot import Content, specs_of, tensors_in
-from p2pavg.tools.cli.authority import cannot_write
 
 TORCH, SAFETENSORS = "torch", "safetensors"
 _TORCH_SUFFIXES = (".pt", ".pth")
@@ -87,17 +86,16 @@ def export(file: Path, output: Path, *, form: str | None, force: bool, dtype: st
     if output.exists() and not force:
         raise exists
     tensors = _tensors_in(file, dtype)
-    try:
-        with (replacing if force else creating)(output, mode=PUBLIC) as opened:
-            if form == TORCH:
-                # torch saves the whole memory of a view, here that of the file, so each tensor gets its own.
-                torch.save({name: tensor.clone() for name, tensor in tensors.items()}, opened)
-            else:
-                _write_safetensors(opened, tensors)
-    except FileExistsError:
-        raise exists from None
-    except OSError as error:
-        raise cannot_write(output, error) from None
+    with naming_errors(f"cannot write {output}", output):
+        try:
+            with (replacing if force else creating)(output, mode=PUBLIC) as opened:
+                if form == TORCH:
+                    # torch saves the whole memory of a view, here that of the file, so each tensor gets its own.
+                    torch.save({name: tensor.clone() for name, tensor in tensors.items()}, opened)
+                else:
+                    _write_safetensors(opened, tensors)
+        except FileExistsError:
+            raise exists from None
     return f"made {output}: {len(tensors)} tensors of update {read(file, verified=True).epoch}"
 
 
@@ -127,31 +125,27 @@ def export_like(file: Path, output: Path, like: Path, *, dtype: str | None = Non
                 f"{file} has the tensor {name} of shape {tuple(tensor.shape)}, and {like} {why}"
             )
         found[place] = tensor
-    try:
-        output.mkdir(parents=True)
+    with naming_errors(f"cannot write {output}", output):
+        try:
+            output.mkdir(parents=True)
+        except FileExistsError:
+            raise ConfigError(f"{output} exists; name a folder that does not") from None
         for each in sorted(like.iterdir()):
             if each.is_file() and each.suffix not in _WEIGHTS and not each.name.endswith(".index.json"):
                 shutil.copyfile(each, output / each.name)
         name = "adapter_model.safetensors" if is_adapter else "model.safetensors"
         with creating(output / name, mode=PUBLIC) as opened:
             _write_safetensors(opened, _as_dtype(found, dtype))
-    except FileExistsError:
-        raise ConfigError(f"{output} exists; name a folder that does not") from None
-    except OSError as error:
-        raise cannot_write(output, error) from None
     return f"made {output}: {len(found)} tensors, of update {read(file, verified=True).epoch}"
 
 
 def _weights_in(like: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for weights in sorted(like.glob("*.safetensors")):
-        try:
+        with naming_errors(f"cannot read {weights}", weights):
             data = weights.read_bytes()
+        try:
             found |= tensors_in(memoryview(data), read_header(memoryview(data)))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read {weights}: {error.strerror}", remedy=what_to_do(error, weights)
-            ) from None
         except StateError as error:
             raise ConfigError(f"{weights} is no file of safetensors: {error}") from None
     if not found:

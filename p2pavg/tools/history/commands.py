@@ -16,7 +16,7 @@ import trio
 import typer
 
 from p2pavg.base.errors import ConfigError, StateError
-from p2pavg.base.files import PUBLIC, create_file, keep_file, replacing
+from p2pavg.base.files import PUBLIC, create_file, keep_file, naming_errors, replacing
 from p2pavg.runs.membership.run_file import read_run_file
 from p2pavg.runs.records.identity import load_seed
 from p2pavg.state.history.receipts import Receipt, read_receipt, read_same, receipt_part, same_peers
@@ -36,7 +36,6 @@ from p2pavg.tools.history.credits_page import (
 from p2pavg.tools.history.reading import HistoryReport
 from p2pavg.tools.history.replica import Replica
 from p2pavg.tools.jobs.environment import cache_folder
-from p2pavg.tools.jobs.folder import naming_errors
 from p2pavg_dht import Ed25519Signer
 
 _SHOWN_HOLES = 5
@@ -392,7 +391,7 @@ def _of_receipt(receipt: Receipt) -> list[str]:
 
 
 def _bytes_of(file: Path) -> bytes:
-    with naming_errors("cannot be read", file):
+    with naming_errors(f"cannot read {file}", file):
         return file.read_bytes()
 
 
@@ -406,7 +405,7 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         StateError: a folder has no history, one in which something is wrong, or they are of different runs.
         ConfigError: the folder cannot be written.
     """
-    with naming_errors("cannot be made", output):
+    with naming_errors(f"cannot make {output}", output):
         output.mkdir(parents=True, exist_ok=True)
     known: set[tuple[bytes, bytes]] = set()
     there = {path.name: path for path in segment_files(output)}
@@ -445,7 +444,7 @@ def merge(output: Path, folders: Sequence[Path]) -> list[str]:
         known |= more
         target = output / path.name
         with (
-            naming_errors("cannot be copied", target),
+            naming_errors(f"cannot copy to {target}", target),
             path.open("rb") as opened,
             replacing(target, mode=PUBLIC) as copy,
         ):
@@ -487,7 +486,7 @@ def write_same(output: Path, identities: Sequence[Path]) -> str:
         ConfigError: the file exists or cannot be written.
     """
     said = same_peers([Ed25519Signer(load_seed(file)) for file in identities])
-    with naming_errors("cannot be written", output):
+    with naming_errors(f"cannot write {output}", output):
         try:
             create_file(output, said.encode(), mode=PUBLIC)
         except FileExistsError:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.files import naming_errors
 from p2pavg.tools.jobs.fence import own_roots, site_folders
-from p2pavg.tools.jobs.folder import naming_errors
 
 INSTALL_SECONDS = 3600.0
 """For all packages of a job: 5 GB at 12 Mbit/s."""
@@ -51,12 +51,12 @@ def make_environment(packages: Sequence[str] | None, folder: Path | None = None)
     python = place / "bin" / "python"
     if python.exists():
         return python
-    with naming_errors("cannot be made", folder):
+    with naming_errors(f"{folder} cannot be made", folder):
         folder.mkdir(parents=True, exist_ok=True)
         # A draft beside it: one that was cut off half way never counts as made.
         draft = Path(tempfile.mkdtemp(prefix=f"{named}.", dir=folder))
     try:
-        with naming_errors("cannot be made", place):
+        with naming_errors(f"{place} cannot be made", place):
             _install(draft, listed)
             draft.rename(place)
     except ConfigError:

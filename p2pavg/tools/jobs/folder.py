@@ -8,11 +8,10 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.files import what_to_do
+from p2pavg.base.files import naming_errors
 from p2pavg.tools.jobs.archive import MAX_ARCHIVE_BYTES, job_root, unpack_job
 from p2pavg.tools.jobs.manifest import (
     LARGER_DATA,
@@ -28,30 +27,13 @@ LEFT_OUT = frozenset({"__pycache__"})
 """Folders that are no part of a job, beside those and files whose names begin with a dot."""
 
 
-@contextmanager
-def naming_errors(what: str, place: Path) -> Iterator[None]:
-    """Turn an error of the disk into one that names the place, and the file in it.
-
-    Args:
-        what: what cannot be done, such as ``"cannot be read"``.
-        place: a file, or a folder that has it.
-    """
-    try:
-        yield
-    except OSError as error:
-        file = f" ({error.filename})" if error.filename not in (None, os.fspath(place)) else ""
-        # The remedy is for the file: the place may be a folder, as it should be.
-        remedy = what_to_do(error, error.filename or place)
-        raise ConfigError(f"{place} {what}: {error.strerror}{file}", remedy=remedy) from None
-
-
 def read_job(file: Path) -> tuple[bytes, bytes]:
     """Return the bytes of a job's file, and its root.
 
     Raises:
         ConfigError: it cannot be read, or is no job's file.
     """
-    with naming_errors("cannot be read", file), file.open("rb") as opened:
+    with naming_errors(f"{file} cannot be read", file), file.open("rb") as opened:
         data = opened.read(MAX_ARCHIVE_BYTES + 1)
     unpack_job(data)
     return data, job_root(data)
@@ -65,7 +47,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     """
     found: dict[str, bytes] = {}
     left = MAX_JOB_BYTES
-    with naming_errors("cannot be read", folder):
+    with naming_errors(f"{folder} cannot be read", folder):
         large = {file.name for file in large_files(folder)}
         for path in _files(folder):
             name = path.relative_to(folder).as_posix()
@@ -115,7 +97,7 @@ def wrong_copies(folder: Path) -> list[str]:
         ConfigError: one cannot be read.
     """
     found = []
-    with naming_errors("cannot be read", folder):
+    with naming_errors(f"{folder} cannot be read", folder):
         for file in large_files(folder):
             place = folder / file.name
             if place.is_file() and not has_bytes(place, file):
@@ -153,7 +135,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         raise ConfigError(f"{folder} exists; name a folder that does not")
     draft = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
-        with naming_errors("cannot be written", folder):
+        with naming_errors(f"{folder} cannot be written", folder):
             for name, content in files.items():
                 path = draft / name
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,11 @@ import httpx
 import trio
 
 from p2pavg.base.errors import BusyError, ConfigError, StateError
-from p2pavg.base.files import locked
+from p2pavg.base.files import locked, naming_errors
 from p2pavg.base.formats import PeerText, in_bytes
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, STALL_SECONDS
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.tools.jobs.folder import has_bytes, naming_errors
+from p2pavg.tools.jobs.folder import has_bytes
 from p2pavg.tools.jobs.manifest import LargeFile, origin_of
 
 PIECE_BYTES = 64 * 1024
@@ -92,7 +92,7 @@ class MirrorFiles:
     async def _find(self, file: LargeFile) -> Path:
         if self._own is not None:
             place = self._own / file.name
-            with naming_errors(f"cannot be read, for the job's file {file.name}", self._own):
+            with naming_errors(f"{self._own} cannot be read, for the job's file {file.name}", self._own):
                 if await _is(place, file):
                     return place.resolve()
                 is_there = place.exists()
@@ -100,7 +100,7 @@ class MirrorFiles:
                 await self._say(f"{place} is another file than the job's, and is not used")
         # With its size: a manifest that names another one must not make this machine drop what a run has.
         place = self._kept / f"{file.sha256}-{file.bytes}"
-        with naming_errors(f"cannot be written, for the job's file {file.name}", self._kept):
+        with naming_errors(f"{self._kept} cannot be written, for the job's file {file.name}", self._kept):
             self._kept.mkdir(parents=True, exist_ok=True)
             async with self._alone(place):
                 if not await _is(place, file):

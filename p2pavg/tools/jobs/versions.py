@@ -13,7 +13,7 @@ import trio
 
 from p2pavg import verify_certificate
 from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, RemoteProtocolError, StateError
-from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, read_text
+from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, naming_errors, read_text
 from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, REPLY_SECONDS, RETRY_SECONDS, START_SECONDS
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
@@ -36,7 +36,7 @@ from p2pavg.tools.daemon.life import TOTALS_SECONDS
 from p2pavg.tools.jobs.archive import unpack_job
 from p2pavg.tools.jobs.environment import cache_folder, make_environment
 from p2pavg.tools.jobs.fence import FencedPlaces, missing_fence, python_places
-from p2pavg.tools.jobs.folder import naming_errors, write_folder
+from p2pavg.tools.jobs.folder import write_folder
 from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest, read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
@@ -262,7 +262,7 @@ class JobVersions:
         shutil.rmtree(folder, ignore_errors=True)
         # Where the fence shows the larger files. Without one, links to them.
         write_folder(folder, files | dict.fromkeys(larger, b""))
-        with naming_errors("cannot be written", folder):
+        with naming_errors(f"{folder} cannot be written", folder):
             for name, place in larger.items() if has_links else ():
                 (folder / name).unlink()
                 (folder / name).symlink_to(place)
@@ -278,7 +278,7 @@ class JobVersions:
         Raises:
             ConfigError: the folder cannot be written.
         """
-        with naming_errors("cannot be written", self._home.folder):
+        with naming_errors(f"{self._home.folder} cannot be written", self._home.folder):
             return await trio.to_thread.run_sync(self._lay_out, job)
 
     def _lay_out(self, job: ReadyJob) -> FencedPlaces:

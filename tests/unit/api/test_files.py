@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tracemalloc
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.base.files import PRIVATE, PUBLIC, create_file, creating, replace_file, replacing
+from p2pavg.base.errors import StateError
+from p2pavg.base.files import PRIVATE, PUBLIC, create_file, creating, naming_errors, replace_file, replacing
 
 
 @pytest.mark.parametrize("mode", [PRIVATE, PUBLIC])
@@ -67,3 +69,12 @@ def test_what_is_written_is_not_copied(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert peak < 2**20
     assert (tmp_path / "large").read_bytes() == data
+
+
+def test_an_error_names_the_file_that_is_in_the_way_and_no_draft(tmp_path: Path) -> None:
+    inner = str(tmp_path / "folder" / "file")
+    for named, other, subject in ((inner, f" ({inner})", inner), (".x.1.0123abcd", "", str(tmp_path))):
+        with pytest.raises(StateError) as found, naming_errors("cannot", tmp_path, StateError):
+            raise OSError(errno.EIO, "I/O error", named)
+        assert str(found.value) == f"cannot: I/O error{other}"
+        assert found.value.remedy == f"check the disk of {subject}: it reports errors"

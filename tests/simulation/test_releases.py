@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,9 @@ from p2pavg.runs.membership.membership import Membership
 from p2pavg.runs.membership.revocation import NewestNotice
 from p2pavg.runs.records.notices import NoticeSpreading, poll_notices, releases_of
 from p2pavg.runs.records.run_records import RunRecords
+from p2pavg.tools.daemon.life import TOTALS_SECONDS
+from p2pavg.tools.jobs import versions as module
+from p2pavg.tools.jobs.given import read_given
 from p2pavg.tools.jobs.versions import JobVersions, TrainingOptions
 from tests.simulation.test_carrying import AUTHORITY, JOB, RELEASE, Member, members, release_of
 from tests.unit.runs.membership.runs import Authority
@@ -71,19 +75,39 @@ async def test_a_member_that_publishes_what_is_not_signed_changes_nothing(
             assert known.newest == RELEASE
 
 
+def versions_of(member: Member) -> JobVersions:
+    limits: dict[str, Any] = dict.fromkeys(("max_upload_mbps", "max_download_mbps", "bandwidth"))
+    options = TrainingOptions(hashes=(), without_fence=False, files=None, **limits)
+    return JobVersions(member.peer, member.home, member.run, member.access, options)
+
+
+async def test_a_terminal_that_was_stopped_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, printed_here = threading.Event(), False
+
+    def stopped(_: str) -> None:
+        nonlocal printed_here
+        printed_here |= threading.current_thread() is threading.main_thread()
+        goes_on.wait(5.0)
+
+    monkeypatch.setattr(module, "print_line", stopped)
+    async with members(tmp_path, 1) as (member,), trio.open_nursery() as nursery:
+        versions = versions_of(member)
+        versions.given.took("me", "group", {"me": 1.0})
+        nursery.start_soon(versions.say_given)
+        await trio.sleep(2 * TOTALS_SECONDS)
+        nursery.cancel_scope.cancel()
+    goes_on.set()
+    assert not printed_here
+    assert read_given((member.home.folder / "given").read_text()).updates == 1
+
+
 async def test_a_program_that_tells_lies_changes_nothing_and_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = TrainingOptions(
-        hashes=(),
-        without_fence=False,
-        files=None,
-        max_upload_mbps=None,
-        max_download_mbps=None,
-        bandwidth=None,
-    )
     async with members(tmp_path, 1) as (member,), trio.open_nursery() as nursery:
-        versions = JobVersions(member.peer, member.home, member.run, member.access, options)
+        versions = versions_of(member)
         send, told = trio.open_memory_channel[Any](100)
         nursery.start_soon(versions.receive, cast(Any, SimpleNamespace(told=told)))
         for notice in HOSTILE:

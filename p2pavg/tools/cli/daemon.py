@@ -13,6 +13,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ConfigError
+from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import EVERYWHERE, LOOPBACK, MAKE_A_RUN, way_out
 from p2pavg.net.nat.reach.watcher import machine_hosts
@@ -30,7 +31,7 @@ from p2pavg.runs.records.invitations import Delegate
 from p2pavg.tools.cli.options import DisplayOptions, NetworkOptions, ServiceOptions
 from p2pavg.tools.cli.training import train
 from p2pavg.tools.daemon.life import DaemonProcess
-from p2pavg.tools.jobs.versions import TrainingOptions
+from p2pavg.tools.jobs.versions import TrainingOptions, tell
 from p2pavg.tools.monitor.serving import MonitorOptions, check_installed, serve_run
 from p2pavg_dht import Ed25519Signer
 
@@ -315,7 +316,8 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             if end.is_error:
                 remedy = "tell the run's operator; `job.log` has the program's words"
                 raise ConfigError(end.why, remedy=remedy)
-            print(end.why, flush=True)
+            with trio.move_on_after(LOOK_SECONDS):  # a terminal that was stopped does not hold up the end
+                await tell(end.why)
         nursery.cancel_scope.cancel()
 
 

@@ -16,6 +16,7 @@ from p2pavg.base.errors import CertificateError, ConfigError, P2PAvgError, Remot
 from p2pavg.base.files import PRIVATE, PUBLIC, keep_file, make_folder, naming_errors, read_text
 from p2pavg.base.formats import in_bytes
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, REPLY_SECONDS, RETRY_SECONDS, START_SECONDS
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.messages import TellNotice, TellUpdate
 from p2pavg.net.gate.server import Gate
 from p2pavg.net.limits.rate import RateLimit
@@ -140,28 +141,28 @@ class JobVersions:
         """Say and keep each minute what this machine has given, until cancelled; once more then."""
         began, before = trio.current_time(), self.given.seconds
         said = ""
-
-        def keep(sentence: str) -> None:
-            try:
-                keep_file(self._given_file, self.given.text.encode(), mode=PRIVATE)
-            except ConfigError as error:  # no reason to end the training
-                logger.warning("what this machine has given is not kept: %s", error)
-            if sentence != said:
-                print_line(sentence)
-
         try:
             while True:
                 await trio.sleep(TOTALS_SECONDS)
                 self.given.seconds = before + trio.current_time() - began
-                sentence = self.given.sentence
-                # In a thread: the disk may be slow, and a terminal that was stopped with Ctrl-S waits for its user.
-                await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-                    keep, sentence, abandon_on_cancel=True
-                )
-                said = sentence
+                await trio.to_thread.run_sync(self._keep_given, self.given.text)  # the disk may be slow
+                if (sentence := self.given.sentence) != said:
+                    await tell(sentence)
+                    said = sentence
         finally:
             self.given.seconds = before + trio.current_time() - began
-            keep(self.given.sentence)
+            self._keep_given(self.given.text)
+            if self.given.sentence != said:
+                # A terminal that was stopped with Ctrl-S does not hold up the end.
+                with trio.move_on_after(LOOK_SECONDS) as scope:
+                    scope.shield = True
+                    await tell(self.given.sentence)
+
+    def _keep_given(self, text: str) -> None:
+        try:
+            keep_file(self._given_file, text.encode(), mode=PRIVATE)
+        except ConfigError as error:  # no reason to end the training
+            logger.warning("what this machine has given is not kept: %s", error)
 
     def has_newer(self, release: JobRelease) -> bool:
         """Return whether the authority has released a newer version."""
@@ -211,7 +212,11 @@ class JobVersions:
         """
         home, options = self._home, self._options
         began = trio.current_time()
-        data = await fetch_job(self._peer, home, self._run, self._access, release, _Fetched())
+        with bare_exceptions():
+            async with trio.open_nursery() as nursery:
+                shown = _Fetched(nursery)
+                data = await fetch_job(self._peer, home, self._run, self._access, release, shown)
+                nursery.cancel_scope.cancel()
         await tell(f"the job is here: {in_bytes(len(data))}, after {trio.current_time() - began:.1f} s")
         # Others get it from here also where it does not run. These are signed bytes.
         await trio.to_thread.run_sync(self._hand, release, data)
@@ -452,13 +457,14 @@ def print_line(line: str) -> None:
 
 
 class _Fetched:
-    """Says how far the fetch is, now and then."""
+    """Says how far the fetch is, now and then, in tasks of a nursery: the terminal may have been stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
         self._told = 0.0
 
     def __call__(self, progress: DownloadProgress) -> None:
         done = progress.done / progress.total if progress.total else 0.0
         if done < 1.0 and done >= self._told + 0.1:
             self._told = done
-            print_line(f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")
+            self._nursery.start_soon(tell, f"fetching the job: {done:.0%} of {in_bytes(progress.total)}")

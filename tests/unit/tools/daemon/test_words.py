@@ -43,12 +43,8 @@ def test_exit_codes_are_frozen_and_documented() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"),
-        (59.9, "59 s"),
-        (60, "1 min 0 s"),
-        (3725, "1 h 2 min"),
-        (86400 * 3 + 5, "3 d"),
-        (86400 + 3600, "1 d 1 h"),
+        *[(0, "0 s"), (59.9, "59 s"), (60, "1 min 0 s"), (3725, "1 h 2 min")],
+        *[(3 * 86400 + 5, "3 d"), (86400 + 3600, "1 d 1 h")],
     ],
 )
 def test_durations(seconds: float, text: str) -> None:

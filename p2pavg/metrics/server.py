@@ -1,7 +1,8 @@
 """The HTTP server of ``/metrics``, on this machine only unless told otherwise.
 
 The server of prometheus-client takes a thread and a file for each connection, without limit, for as long as the other
-side is silent. So the library makes the text here, and this module serves it:
+side is silent, also after its own end. It reads a head of 6 MB, and answers a page that asks under any name. A program
+that trains cannot afford that, so the library makes the text here, and this module serves it:
 
 * MAX_SCRAPES connections at once. The oldest one gives way to a new one: an honest scrape takes milliseconds, so only
   connections that are held on purpose are ever the oldest.

@@ -15,7 +15,7 @@ from p2pavg.runs.membership.sealing import NONCE_BYTES, seal, sealed_key
 from p2pavg.runs.records.notices import revocations_of
 from p2pavg.runs.records.run_entry import RunEntry, run_key
 from p2pavg.testing import MemoryNetwork, simulated_peers
-from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
+from p2pavg.testing.simulation import EPOCH, simulated_signer
 from p2pavg.tools.doctor.probes import run as probes
 from p2pavg.tools.doctor.probes.run import RunReader, unreached
 from tests.unit.runs.membership.runs import SECRET, Authority
@@ -57,7 +57,7 @@ async def test_only_members_count() -> None:
         first, _, second, *_ = others  # the second one's own certificate is on the list
         await publish(first, certificates[good], revocations_of(AUTHORITY.public).key, lists[1].encode())
         await publish(second, certificates[revoked], revocations_of(AUTHORITY.public).key, lists[0].encode())
-        reader = RunReader(doctor, "lab", FILE, simulated_clock)
+        reader = RunReader(doctor, "lab", FILE)
         found = await reader.read()
     assert found.entries == {good: ENTRY}
     assert reader.revocations is not None
@@ -73,7 +73,7 @@ async def test_only_members_count() -> None:
 
 async def test_a_run_without_revocations_and_records() -> None:
     async with simulated_peers(MemoryNetwork(), 2) as (_, doctor):
-        reader = RunReader(doctor, "lab", FILE, simulated_clock)
+        reader = RunReader(doctor, "lab", FILE)
         found = await reader.read()
     assert (dict(found.entries), dict(found.refused), found.known) == ({}, {}, 1)
     assert reader.revocations is not None
@@ -101,7 +101,7 @@ async def test_ready_peers_are_dialled() -> None:
         for peer in others:
             await peer.records.publish(run_key("open"), ENTRY.encode(), ttl=600.0)
             await peer.records.publish(*ready(peer), ttl=120.0)
-        found = await RunReader(doctor, "open", None, simulated_clock).read()
+        found = await RunReader(doctor, "open", None).read()
         assert {each.peer_id for each in found.ready} == {peer.id for peer in others}
         gone, own, _ = others
         network.crash(gone.id)
@@ -116,5 +116,5 @@ async def test_records_of_one_key_are_limited(monkeypatch: Any) -> None:
     async with simulated_peers(MemoryNetwork(), 5) as (doctor, *others):
         for peer in others:
             await peer.records.publish(run_key("open"), ENTRY.encode(), ttl=600.0)
-        found = await RunReader(doctor, "open", None, simulated_clock).read()
+        found = await RunReader(doctor, "open", None).read()
     assert len(found.entries) == 2

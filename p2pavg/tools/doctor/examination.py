@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import trio
@@ -30,6 +29,7 @@ from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
 from p2pavg.tools.doctor.probes import addresses, files, network, ports
 from p2pavg.tools.doctor.probes import run as run_probes
+from p2pavg.tools.doctor.probes.addresses import LONG_PROBE_SECONDS, QUICK_PROBE_SECONDS
 from p2pavg.tools.doctor.rules import files as file_rules
 from p2pavg.tools.doctor.rules import network as network_rules
 from p2pavg.tools.doctor.rules import run as run_rules
@@ -40,14 +40,12 @@ logger = logging.getLogger(__name__)
 
 TOTAL_SECONDS = 24.0
 """Timeout of everything; the program's start and end take some more."""
-JOIN_SECONDS = 4.0
 CLOCK_SECONDS = 3.25
-RUN_SECONDS = 4.0
-PEERS_SECONDS = 3.0
 LEARN_REACH_SECONDS = 10.0
-"""Time to learn the reachability, from joining the network on: a dial that a router drops takes half of it."""
-ANNOUNCED_SECONDS = 12.0
-BANDWIDTH_SECONDS = 4.5
+"""Time to learn the reachability, and that of announced addresses, from joining the network on: a dial that a router
+drops takes half of it."""
+SPARE_SECONDS = 0.5
+"""A check has so much more than its own wait, whose result counts when it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,29 +173,26 @@ class _Examination:
             self._findings += run_rules.judge_bandwidth([], 0, "", 0.0)
             self._findings += judge_announced(network.not_tried(options.announce), listens=listens)
             return
-        with trio.move_on_after(JOIN_SECONDS):
+        with trio.move_on_after(LONG_PROBE_SECONDS):
             await peer.join(reached)
         async with trio.open_nursery() as nursery:
-            # This check takes long, so it runs beside the others.
-            # It has a second more than its own wait, whose result counts when it ends.
-            reach = partial(self._judge_reach, peer, listens=listens)
-            nursery.start_soon(self._check, "firewall", LEARN_REACH_SECONDS + 1.0, reach)
+            # These checks take long, so they run beside the others.
+            nursery.start_soon(self._judge_reach, peer, listens)
             if options.announce:
-                announced = partial(self._judge_announced, peer, listens=listens)
-                nursery.start_soon(self._check, "announced", ANNOUNCED_SECONDS, announced)
+                nursery.start_soon(self._judge_announced, peer, listens)
             # Clocks come before the run: with a wrong clock here, its records would look expired.
             with trio.move_on_after(CLOCK_SECONDS):
                 await self._ask_clocks(peer)
             run_id = options.run_id if self._file is None else self._file.run_id
             if run_id is not None:
-                await self._check("run", RUN_SECONDS, partial(self._read_run, peer, run_id))
+                await self._read_run(peer, run_id)
             if self._run is not None:
                 # Without this result the run is judged all the same.
-                with trio.move_on_after(PEERS_SECONDS):
+                with trio.move_on_after(QUICK_PROBE_SECONDS + SPARE_SECONDS):
                     found = await run_probes.unreached(peer.context.transport, self._run.ready, self._key)
                     self._run = replace(self._run, unreached=found)
             # After the run was read, because its members are measured first.
-            await self._check("bandwidth", BANDWIDTH_SECONDS, partial(self._judge_bandwidth, peer))
+            await self._judge_bandwidth(peer)
 
     async def _ask_clocks(self, peer: Peer) -> None:
         """Ask a few peers for their clocks and versions; what is heard counts at once.
@@ -217,49 +212,53 @@ class _Examination:
                 return
             await trio.sleep(MIN_SECONDS_BETWEEN)
 
-    async def _read_run(self, peer: Peer, run_id: str) -> list[Finding]:
-        reader = run_probes.RunReader(peer, run_id, self._file, self._now)
-        try:
-            self._run = await reader.read()
-        finally:  # the list of revoked certificates is read first
-            if reader.revocations is not None:
-                self._revoked = reader.revocations.identifiers
-        return []
+    async def _read_run(self, peer: Peer, run_id: str) -> None:
+        reader = run_probes.RunReader(peer, run_id, self._file)
+        with self._checking("run", LONG_PROBE_SECONDS):
+            try:
+                self._run = await reader.read()
+            finally:  # the list of revoked certificates is read first
+                if reader.revocations is not None:
+                    self._revoked = reader.revocations.identifiers
 
-    async def _judge_reach(self, peer: Peer, *, listens: bool) -> list[Finding]:
-        own_hosts = addresses.own_hosts()
-        # A peer on this machine cannot tell how others reach it,
-        # so without one elsewhere there is nothing to wait for.
-        outside = any(
-            each.answer is DialOutcome.REACHED and network_rules.is_outside(each.host, own_hosts)
-            for each in self._dialled
-        )
-        found = await network.wait_for_reach(peer.context.transport, LEARN_REACH_SECONDS if outside else 0.0)
-        port = self._ports[0].port if self._ports else 0
-        return network_rules.judge_reach(found, own_hosts, port, listens=listens)
+    async def _judge_reach(self, peer: Peer, listens: bool) -> None:
+        with self._checking("firewall", LEARN_REACH_SECONDS + SPARE_SECONDS):
+            own_hosts = addresses.own_hosts()
+            # A peer on this machine cannot tell how others reach it,
+            # so without one elsewhere there is nothing to wait for.
+            outside = any(
+                each.answer is DialOutcome.REACHED and network_rules.is_outside(each.host, own_hosts)
+                for each in self._dialled
+            )
+            wait = LEARN_REACH_SECONDS if outside else 0.0
+            found = await network.wait_for_reach(peer.context.transport, wait)
+            port = self._ports[0].port if self._ports else 0
+            self._findings += network_rules.judge_reach(found, own_hosts, port, listens=listens)
 
-    async def _judge_announced(self, peer: Peer, *, listens: bool) -> list[Finding]:
-        tried = network.not_tried(self._options.announce)
-        if listens:
-            # It ends before this check's own timeout, so that what was found by then counts.
-            with trio.move_on_after(ANNOUNCED_SECONDS - 1.0):
-                await network.try_announced(peer, tried)
-        return judge_announced(tried, listens=listens)
+    async def _judge_announced(self, peer: Peer, listens: bool) -> None:
+        with self._checking("announced", LEARN_REACH_SECONDS + SPARE_SECONDS):
+            tried = network.not_tried(self._options.announce)
+            if listens:
+                with trio.move_on_after(LEARN_REACH_SECONDS):
+                    await network.try_announced(peer, tried)
+            self._findings += judge_announced(tried, listens=listens)
 
-    async def _judge_bandwidth(self, peer: Peer) -> list[Finding]:
-        entries = {} if self._run is None else self._run.entries
-        measured = await network.measure_some(peer, entries.keys())
-        # The longest vector of the run, and the codec with which it moves.
-        longest = max(entries.values(), key=lambda entry: entry.elements, default=None)
-        elements, codec = (0, "") if longest is None else (longest.elements, longest.codec)
-        timeout = EXCHANGE_SECONDS if self._file is None else self._file.exchange_timeout
-        return run_rules.judge_bandwidth(measured, elements, codec, timeout)
+    async def _judge_bandwidth(self, peer: Peer) -> None:
+        with self._checking("bandwidth", LONG_PROBE_SECONDS + SPARE_SECONDS):
+            entries = {} if self._run is None else self._run.entries
+            measured = await network.measure_some(peer, entries.keys())
+            # The longest vector of the run, and the codec with which it moves.
+            longest = max(entries.values(), key=lambda entry: entry.elements, default=None)
+            elements, codec = (0, "") if longest is None else (longest.elements, longest.codec)
+            timeout = EXCHANGE_SECONDS if self._file is None else self._file.exchange_timeout
+            self._findings += run_rules.judge_bandwidth(measured, elements, codec, timeout)
 
-    async def _check(self, name: str, seconds: float, check: Callable[[], Awaitable[list[Finding]]]) -> None:
-        """Make one check. If it takes too long or fails, the others go on."""
+    @contextmanager
+    def _checking(self, name: str, seconds: float) -> Iterator[None]:
+        """Bound the time of one check. If it takes longer or fails, the others go on."""
         with trio.move_on_after(seconds) as scope:
             try:
-                self._findings += await check()
+                yield
             except Exception as error:
                 logger.exception("the check of %s failed", name)
                 self._findings.append(not_known(name, f"the check itself failed: {error!r}"))

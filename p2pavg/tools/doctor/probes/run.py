@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import trio
 from msgspec.structs import replace
@@ -40,14 +40,13 @@ class RunReader:
 
     Args:
         file: the run file; ``None`` for a run that is open to anybody.
-        now: wall clock, seconds, corrected by what other peers say.
     """
 
-    def __init__(self, peer: Peer, run_id: str, file: RunFile | None, now: Callable[[], float]) -> None:
+    def __init__(self, peer: Peer, run_id: str, file: RunFile | None) -> None:
         self._peer = peer
         self._run_id = run_id
         self._file = file
-        self._now = now
+        self._now = peer.context.wall_clock
         self.revocations: RevocationList | None = None
         """The newest list of revoked certificates; ``None`` before it was looked for, and without a run file."""
         self._refused: dict[str, str] = {}

@@ -23,7 +23,7 @@ import torch
 from p2pavg.state.average import LoggedAverage
 from p2pavg.state.history.segments import segment_files
 from p2pavg.state.snapshot import read
-from p2pavg.tools.history.checking import check_history
+from p2pavg.tools.history.checking import CheckOptions, check_history
 from p2pavg.tools.history.replica import Replica
 from p2pavg_compression import resolve_codec
 from scripts.fault_search.made_history import MadeArchivist, MadeRun
@@ -129,7 +129,7 @@ def small(updates: int) -> None:
             if done % (total // 5) == 0:
                 marks.append(process.memory_info().rss / 2**20)
 
-        report = check_history(directory, on_progress=note)
+        report = check_history(directory, CheckOptions(on_progress=note))
         assert report.replayed == updates, report.faults
         seconds = time.perf_counter() - began
         print(

@@ -287,14 +287,14 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             await stack.enter_async_context(serving_metrics(peer, options.display.metrics, runs))
         if options.display.monitor is not None:
             page = MonitorOptions(port=options.display.monitor)
-            shown = serve_run(peer, run_id, page, access=options.access, given=life.training)
+            shown = serve_run(peer, run_id, page, access=options.access, daemon=life)
             await stack.enter_async_context(shown)
         if options.live_view and training is None:
             from rich.console import Console
 
             from p2pavg.tools.daemon.view import showing
 
-            await stack.enter_async_context(showing(Console(), life.status, life.run_statuses))
+            await stack.enter_async_context(showing(Console(), life))
         await stack.enter_async_context(serving_links(peer, None if member is None else member.delegate))
         if training is None and member is not None and home is not None:
             await stack.enter_async_context(carrying_job(peer, home, member.run, member.access))

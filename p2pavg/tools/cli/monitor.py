@@ -137,10 +137,8 @@ def run_monitor(
             if options is None:
                 from p2pavg.tools.monitor.terminal import show
 
-                async with (
-                    board_source(peer, run.run_id, run.access) as source,
-                    watching(source, peer.context.wall_clock) as watcher,
-                ):
+                board = board_source(peer, run.run_id, run.access)
+                async with board as source, watching(source) as watcher:
                     await show(watcher)
             else:
                 async with serve_run(peer, run.run_id, options, access=run.access) as address:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import trio
@@ -18,6 +18,7 @@ from p2pavg.base.formats import PeerText, bars, count, in_bytes, in_time
 from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import DaemonStatus
+from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.daemon.words import in_words, progress_of
 
 BARS = 32  # of the curve
@@ -28,21 +29,14 @@ SHORT_CHARS = 10
 
 
 @asynccontextmanager
-async def showing(
-    console: Console, status: Callable[[], DaemonStatus], statuses: Callable[[], Mapping[str, PeerStatus]]
-) -> AsyncIterator[None]:
-    """Show the daemon until the end of the block. Log lines are part of the view meanwhile.
-
-    Args:
-        status: returns the daemon's status.
-        statuses: returns the statuses of the run's peers.
-    """
+async def showing(console: Console, life: DaemonProcess) -> AsyncIterator[None]:
+    """Show the daemon until the end of the block. Log lines are part of the view meanwhile."""
     log = LogLines(LOG_LINES)
     with log.in_place_of_others(), Live(console=console, auto_refresh=False, transient=False) as live:
 
         async def refresh() -> None:
             while True:
-                live.update(view(status(), statuses(), tuple(log.lines)), refresh=True)
+                live.update(view(life.status(), life.run_statuses(), tuple(log.lines)), refresh=True)
                 await trio.sleep(LOOK_SECONDS)
 
         async with trio.open_nursery() as nursery:

@@ -54,6 +54,7 @@ class CheckOptions:
         run: id of the run and public key of its authority, if they are known.
         verified: names of segments that were verified before, and have not changed since.
         device: on which the updates are replayed.
+        on_progress: called with the number of updates that are done, and that of all.
     """
 
     first: int | None = None
@@ -64,31 +65,22 @@ class CheckOptions:
     run: tuple[str, bytes] | None = None
     verified: frozenset[str] = frozenset()
     device: str = "cpu"
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None
 
 
-def check_history(
-    directory: Path,
-    options: CheckOptions = CheckOptions(),
-    *,
-    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> HistoryReport:
+def check_history(directory: Path, options: CheckOptions = CheckOptions()) -> HistoryReport:
     """Check a history.
-
-    Args:
-        on_progress: called with the number of updates that are done, and that of all.
 
     Raises:
         StateError: there is no history in this folder.
     """
     with closing(HistoryReader(directory, options.run)) as reader:
-        return _Check(reader, options, on_progress).run()
+        return _Check(reader, options).run()
 
 
 class _Check:
-    def __init__(
-        self, reader: HistoryReader, options: CheckOptions, on_progress: Callable[[int, int], None]
-    ) -> None:
-        self._reader, self._options, self._on_progress = reader, options, on_progress
+    def __init__(self, reader: HistoryReader, options: CheckOptions) -> None:
+        self._reader, self._options = reader, options
         self._segments = reader.segments
         self.report = reader.report
         self._random = random.Random(options.seed)
@@ -107,7 +99,7 @@ class _Check:
         # What another archivist has, or what was replaced after a fork, must be genuine, too.
         for _ in self._checked(rest):
             self._done += 1
-            self._on_progress(self._done, total)
+            self._options.on_progress(self._done, total)
         self._check_rest(whole)
         return self.report
 
@@ -180,7 +172,7 @@ class _Check:
             if found is not None:
                 self.report.contributed.add(found.contributions.time, found.contributions.samples)
             self._done += 1
-            self._on_progress(self._done, total)
+            self._options.on_progress(self._done, total)
             name = self._segments[each.segment].name
             replica = self._taken(replica, each, found)
             if replica is None:

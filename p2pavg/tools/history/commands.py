@@ -77,16 +77,17 @@ def verify(
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {device} cannot be used: {error}") from None
     kept = VerifiedSegments(folder)
-    options = CheckOptions(
-        first=first,
-        last=last,
-        sample=sample,
-        run=run_in(run),
-        verified=frozenset() if again or sample is not None else kept.names(),
-        device=device,
-    )
     with _progress() as on_progress:
-        report = check_history(folder, options, on_progress=on_progress)
+        options = CheckOptions(
+            first=first,
+            last=last,
+            sample=sample,
+            run=run_in(run),
+            verified=frozenset() if again or sample is not None else kept.names(),
+            device=device,
+            on_progress=on_progress,
+        )
+        report = check_history(folder, options)
     if not report.faults:
         kept.keep(report.verified)
     lines = list(_said(report, options))
@@ -242,9 +243,9 @@ def _credited(
     folder: Path, run: Path | None, same: Sequence[Path]
 ) -> tuple[HistoryReport, list[CreditedPeer]]:
     statements = [read_same(_bytes_of(file)) for file in same]
-    options = CheckOptions(run=run_in(run), averages=False)
     with _progress() as on_progress:
-        report = check_history(folder, options, on_progress=on_progress)
+        options = CheckOptions(run=run_in(run), averages=False, on_progress=on_progress)
+        report = check_history(folder, options)
     found = report.contributed.credited()
     return report, contributors(found, report.excluded, statements)
 

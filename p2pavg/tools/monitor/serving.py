@@ -7,7 +7,6 @@ import re
 import secrets
 import socket
 import struct
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from p2pavg.net.limits.sources import prefix_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.host import Host
 from p2pavg.runs.membership.membership import RunAccess
+from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
 from p2pavg.tools.monitor.watching import AveragerSource, StatusSource, board_source, watching
 
@@ -235,7 +235,7 @@ async def serve_page(source: StatusSource, options: MonitorOptions) -> AsyncIter
     names = frozenset(name.lower() for name in (*options.names, options.host, socket.gethostname()))
     with _listen(options) as listener:
         port = listener.getsockname()[1]
-        async with watching(source, time.time) as watcher:
+        async with watching(source) as watcher:
             app = make_app(watcher, token=token, names=names, pages=options.pages)
             async with serving(listener, _answer_with(app)):
                 # An address to open in a browser, also for one that stands for all addresses of this machine.
@@ -299,21 +299,21 @@ async def serve_run(
     options: MonitorOptions,
     *,
     access: RunAccess | None = None,
-    given: Callable[[], str] = str,
+    daemon: DaemonProcess | None = None,
 ) -> AsyncIterator[str]:
     """Serve the pages of a run from a peer that takes no part in it; yield the address to open.
 
     Args:
         peer: a :class:`p2pavg.Peer`.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
-        given: returns what this machine has given to the run, as a sentence.
+        daemon: of this peer; see :func:`~p2pavg.tools.monitor.watching.board_source`.
 
     Raises:
         ConfigError, ListenError: see :func:`serve_page`; or the certificate is for another peer.
     """
     with bare_exceptions():
         async with (
-            board_source(peer, run_id, access, given) as source,
+            board_source(peer, run_id, access, daemon) as source,
             serve_page(source, options) as address,
         ):
             yield address

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import trio
@@ -21,6 +20,7 @@ from p2pavg.runs.records.board import Board, board_key
 from p2pavg.runs.records.boards import Departures
 from p2pavg.runs.records.spread_records import WholeRun
 from p2pavg.telemetry.status import TOPIC, PeerStatus
+from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.monitor.overview import Overview
 from p2pavg_dht import Contact
 
@@ -53,6 +53,7 @@ class AveragerSource:
     def __init__(self, averager: DecentralizedAverager) -> None:
         self.run_id = averager.config.run_id
         self.me = averager.peer_id
+        self.wall_clock = averager.statuses.wall_clock
         self._averager = averager
         self._own = _Own()
         averager.statuses.look_every(LOOK_SECONDS)
@@ -73,11 +74,12 @@ class BoardSource:
     """The statuses on a run's board, for a peer that is no peer of the run, or helps it as an auxiliary."""
 
     def __init__(
-        self, host: Host, run_id: str, run: JoinedRun, heards: HeardStatuses, given: Callable[[], str]
+        self, host: Host, run_id: str, run: JoinedRun, heards: HeardStatuses, daemon: DaemonProcess | None
     ) -> None:
         self.run_id = run_id
         self.me = host.id
-        self._given = given
+        self.wall_clock = host.context.wall_clock
+        self._daemon = daemon
         self._host = host
         self._run = run
         self._heards = heards
@@ -91,7 +93,7 @@ class BoardSource:
     @property
     def gives(self) -> str:
         """A sentence on the samples that this machine has given to the run; empty if it does not train with its job."""
-        return self._given()
+        return "" if self._daemon is None else self._daemon.training()
 
     def read(self) -> dict[str, tuple[PeerStatus, float]]:
         """Return each peer's status, and when it came; this peer's own one too, if it publishes one."""
@@ -104,31 +106,27 @@ StatusSource: TypeAlias = AveragerSource | BoardSource
 """The statuses of a run."""
 
 
-@dataclass
 class Watcher:
     """Keeps an overview of a run up to date.
 
     Args:
         source: the statuses.
-        wall_clock: returns seconds since 1970.
     """
 
-    source: StatusSource
-    wall_clock: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self.overview = Overview(self.source.run_id, me=self.source.me, begins=self.wall_clock())
+    def __init__(self, source: StatusSource) -> None:
+        self._source, self._wall_clock = source, source.wall_clock
+        self.overview = Overview(source.run_id, me=source.me, begins=source.wall_clock())
         self._changed = trio.Event()
         self._shown = (-1, 0.0, "")
         self._read()
 
     def shown(self) -> dict[str, object]:
         """Return the run as JSON values."""
-        return self.overview.shown(self.wall_clock())
+        return self.overview.shown(self._wall_clock())
 
     def text(self) -> str:
         """Return the run as JSON text, made once for all that look on at the same time."""
-        version, now = self.overview.version, self.wall_clock()
+        version, now = self.overview.version, self._wall_clock()
         # Text is made anew after this also if nothing has changed, because it carries the time.
         if self._shown[0] != version or now >= self._shown[1] + LOOK_SECONDS:
             self._shown = version, now, json.dumps(self.overview.shown(now), separators=(",", ":"))
@@ -149,18 +147,18 @@ class Watcher:
                 event.set()
 
     def _read(self) -> None:
-        now = self.wall_clock()
-        self.overview.receive(self.source.read(), now)
-        self.overview.exclude(self.source.excluded, now)
-        self.overview.give(self.source.gives)
+        now = self._wall_clock()
+        self.overview.receive(self._source.read(), now)
+        self.overview.exclude(self._source.excluded, now)
+        self.overview.give(self._source.gives)
 
 
 @asynccontextmanager
-async def watching(source: StatusSource, wall_clock: Callable[[], float]) -> AsyncIterator[Watcher]:
+async def watching(source: StatusSource) -> AsyncIterator[Watcher]:
     """Watch a run for as long as the block runs."""
     with bare_exceptions():
         async with trio.open_nursery() as nursery:
-            watcher = Watcher(source, wall_clock)
+            watcher = Watcher(source)
             nursery.start_soon(watcher.run)
             yield watcher
             nursery.cancel_scope.cancel()
@@ -168,14 +166,14 @@ async def watching(source: StatusSource, wall_clock: Callable[[], float]) -> Asy
 
 @asynccontextmanager
 async def board_source(
-    host: Host, run_id: str, access: RunAccess | None, given: Callable[[], str] = str
+    host: Host, run_id: str, access: RunAccess | None, daemon: DaemonProcess | None = None
 ) -> AsyncIterator[BoardSource]:
     """Read the statuses of a run, for as long as the block runs, without being one of its peers.
 
     Args:
         host: this peer, a :class:`p2pavg.Peer`.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
-        given: returns what this machine has given to the run, as a sentence.
+        daemon: of this peer; it knows what this machine gives to the run, if it trains with the run's job.
 
     Raises:
         ConfigError: the certificate is for another peer.
@@ -194,7 +192,7 @@ async def board_source(
             )
             nursery.start_soon(board.run)
             nursery.start_soon(Departures(context.transport, _Publishers(host, board), {TOPIC: board}).run)
-            yield BoardSource(host, run_id, run, HeardStatuses(board, context), given)
+            yield BoardSource(host, run_id, run, HeardStatuses(board, context), daemon)
             nursery.cancel_scope.cancel()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
@@ -14,6 +16,7 @@ from trio.testing import MockClock
 from p2pavg.base.formats import bars
 from p2pavg.telemetry.status import Activity, PeerStatus
 from p2pavg.tools.control.messages import DaemonStatus
+from p2pavg.tools.daemon.life import DaemonProcess
 from p2pavg.tools.daemon.view import LogLines, showing, view
 from p2pavg.tools.daemon.words import TrainingProgress, in_words, progress_of
 from tests.unit.tools.control.statuses import STATUS, status
@@ -119,7 +122,8 @@ async def test_log_lines_are_part_of_the_view_and_come_back_to_their_place(autoj
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     root = logging.getLogger()
     before = root.handlers[:]
-    async with showing(console, lambda: STATUS, dict):
+    life = cast(DaemonProcess, SimpleNamespace(status=lambda: STATUS, run_statuses=dict))
+    async with showing(console, life):
         assert len(root.handlers) == 1
         logging.getLogger("p2pavg.test").warning("look at \x1b[2J this\nsecond line")
         await trio.sleep(2.5)

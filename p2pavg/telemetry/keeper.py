@@ -9,7 +9,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MBPS, MAX_MEMBERS, MAX_METRIC, MAX_METRICS, MAX_WEIGHT
+from p2pavg.base.limits import (
+    CALM_LOOK_SECONDS,
+    MAX_GROUP_SIZE,
+    MAX_MBPS,
+    MAX_MEMBERS,
+    MAX_METRIC,
+    MAX_METRICS,
+    MAX_WEIGHT,
+)
 from p2pavg.telemetry.events import (
     AnyEvent,
     Drifted,
@@ -79,8 +87,6 @@ class SeriesHistory:
 
 
 SPEED = "samples_per_second"
-TRANSFER_SECONDS = 5.0
-"""A transfer that has not moved for this long is over."""
 
 
 class StatusKeeper:
@@ -126,7 +132,9 @@ class StatusKeeper:
         """
         with self._lock:
             # A transfer that was given up tells no end.
-            moving = {way: moved for way, moved in self._moved.items() if moved.time + TRANSFER_SECONDS > now}
+            # A transfer that has not moved for this long is over.
+            since = now - CALM_LOOK_SECONDS
+            moving = {way: moved for way, moved in self._moved.items() if moved.time > since}
             self._moved = moving
             return replace(
                 self._status,

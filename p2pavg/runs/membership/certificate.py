@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import CLOCK_SKEW_SECONDS, MAX_CERTIFICATE_BYTES, MAX_WEIGHT
+from p2pavg.base.limits import CLOCK_SKEW_SECONDS, DAY_SECONDS, MAX_CERTIFICATE_BYTES, MAX_WEIGHT
 from p2pavg.base.messages import Hash, Message, pack
 from p2pavg_dht.identity import PeerIdError, public_key_of
 
@@ -35,6 +35,8 @@ IDENTIFIER_BYTES = 16
 _IDENTIFIER_DOMAIN = b"p2pavg-certificate/1\0"
 SIGNATURE_BYTES = 64
 MAX_TIME = 253402300799.0  # the last second of the year 9999
+EXPIRES_SOON_SECONDS = 7 * DAY_SECONDS
+"""Before its end, a certificate's peer is warned for so long: a person has to make another one."""
 
 
 class Role(StrEnum):

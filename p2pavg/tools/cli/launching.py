@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -62,7 +61,7 @@ async def launch_all(words: list[str], folder: Path, count: int, elastic: bool) 
                     environment,
                     None,
                     scratch,
-                    _interrupt,
+                    None,
                     partial(_show, number),
                     restarts=elastic,
                 )
@@ -72,11 +71,6 @@ async def launch_all(words: list[str], folder: Path, count: int, elastic: bool) 
                 running.start_soon(run, number)
         nursery.cancel_scope.cancel()
     return [ends[number] for number in range(count)]
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> bool:
-    process.send_signal(signal.SIGINT)
-    return True
 
 
 def _show(number: int, line: str) -> None:

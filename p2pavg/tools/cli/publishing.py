@@ -14,7 +14,7 @@ import trio
 from p2pavg.base.errors import BootstrapError, BusyError, ConfigError
 from p2pavg.base.files import PUBLIC, keep_file, locked, make_folder
 from p2pavg.base.formats import count
-from p2pavg.base.limits import SPREAD_LOOK_SECONDS
+from p2pavg.base.limits import RECORD_LIFE_SECONDS, SPREAD_LOOK_SECONDS
 from p2pavg.net.nat.reach.options import ONLY_ASKS
 from p2pavg.peer.joining.finding import files_in
 from p2pavg.peer.joining.home import Home
@@ -31,8 +31,7 @@ from p2pavg.tools.jobs.folder import read_job
 from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
 from p2pavg_dht import Ed25519Signer
 
-PUBLISH_LIST_SECONDS = 60.0
-_CERTIFICATE_SECONDS = 600.0
+PUBLISH_LIST_SECONDS = 3 * SPREAD_LOOK_SECONDS
 
 
 def publish(authority: Authority, bootstrap: Sequence[str]) -> list[str]:
@@ -205,7 +204,7 @@ async def _records_of(authority: Authority, addresses: Sequence[str]) -> AsyncIt
         roles=[Role.OBSERVER],
         max_weight=1.0,
         not_before=time.time(),
-        expires=time.time() + _CERTIFICATE_SECONDS,
+        expires=time.time() + RECORD_LIFE_SECONDS,
         serial=secrets.token_bytes(SERIAL_BYTES),
     )
     access = RunAccess(

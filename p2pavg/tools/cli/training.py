@@ -145,12 +145,7 @@ def _started(job: ReadyJob, places: FencedPlaces, gate: Gate, run: RunFile, log:
             shared_bytes=int(needs.memory_gb * GIB / 2),
         )
     return JobProgram(
-        limited(command, file_bytes),
-        environment,
-        needs,
-        places.scratch,
-        lambda _: gate.stop_program(),
-        _LogFile(log, run.run_id).show,
+        limited(command, file_bytes), environment, needs, places.scratch, gate, _LogFile(log, run.run_id).show
     )
 
 

@@ -21,7 +21,7 @@ from p2pavg.peer.auxiliary import HelpedRounds
 from p2pavg.peer.joining.home import Home
 from p2pavg.peer.joining.member import remembering
 from p2pavg.peer.peer import Peer
-from p2pavg.runs.membership.certificate import date_of, read_certificate
+from p2pavg.runs.membership.certificate import EXPIRES_SOON_SECONDS, date_of, read_certificate
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.telemetry.status import PeerStatus
 from p2pavg.tools.control.messages import MAX_TEXTS, Answer, DaemonStatus, Done, Question
@@ -68,8 +68,6 @@ logger = logging.getLogger(__name__)
 FINISH_SECONDS = 65.0
 """Timeout of a round that runs when the daemon is told to leave: a round's exchange, and some more."""
 TOTALS_SECONDS = 60.0
-EXPIRY_SECONDS = 7 * 86400.0
-"""A certificate that expires within this time is a warning, once a day."""
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
 RESTARTS = (signal.SIGHUP,) if sys.platform != "win32" else ()
@@ -271,7 +269,7 @@ class DaemonProcess:
             return
         expires = read_certificate(self.access.certificate).expires
         while True:
-            if expires - peer.context.wall_clock() < EXPIRY_SECONDS:
+            if expires - peer.context.wall_clock() < EXPIRES_SOON_SECONDS:
                 logger.warning(
                     "this peer's certificate is valid until %s; ask the run's operator for a new one",
                     date_of(expires),

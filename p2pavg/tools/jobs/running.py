@@ -13,6 +13,7 @@ import trio
 
 from p2pavg.base.formats import count
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, STALL_SECONDS, STOP_SECONDS, TAIL_SECONDS
+from p2pavg.net.gate.server import Gate
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.tools.jobs.limits import JobEnd, Restart, after_exit, beyond
 from p2pavg.tools.jobs.manifest import Needs
@@ -32,7 +33,7 @@ class JobProgram:
         environment: its variables.
         needs: its limits; ``None``: it is this user's own, and is not watched.
         scratch: the folder that it writes to.
-        ask_to_end: tells the program to end; returns false if it cannot be told.
+        gate: by which the program is told to end; ``None``: it is told by SIGINT.
         restarts: start it again when it fails.
         say: takes each line of its words, printable and short.
     """
@@ -43,7 +44,7 @@ class JobProgram:
         environment: Mapping[str, str],
         needs: Needs | None,
         scratch: Path,
-        ask_to_end: Callable[[subprocess.Popen[bytes]], bool],
+        gate: Gate | None,
         say: Callable[[str], None],
         *,
         restarts: bool = True,
@@ -52,7 +53,7 @@ class JobProgram:
         self._environment = dict(environment)
         self._needs = needs
         self._scratch = scratch
-        self._ask_to_end = ask_to_end
+        self._gate = gate
         self._say = say
         self._restarts = restarts
         self._end: JobEnd | None = None
@@ -176,9 +177,10 @@ class JobProgram:
 
     async def _end_when_told(self, process: subprocess.Popen[bytes]) -> None:
         await self._told.wait()
-        # It gets time for the end of its round, and for a checkpoint.
-        if self._ask_to_end(process):
-            await trio.sleep(STALL_SECONDS)
+        if self._gate is None:
+            process.send_signal(signal.SIGINT)
+        if self._gate is None or self._gate.stop_program():
+            await trio.sleep(STALL_SECONDS)  # for the end of its round, and for a checkpoint
         process.terminate()
         await trio.sleep(STOP_SECONDS)
         _kill(process)

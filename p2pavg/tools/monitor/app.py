@@ -16,13 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2pavg.base.hostnames import may_ask
+from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.tools.monitor.guard import COOKIE, HEADERS, bearer, is_token
 from p2pavg.tools.monitor.watching import READ_SECONDS, Watcher
 
 MAX_STREAMS = 32
 """Pages that may look on at once."""
-KEEP_ALIVE_SECONDS = 10.0
-"""A stream says something at least this often, so that a page notices when the monitor has ended."""
 
 Page: TypeAlias = Callable[[], Awaitable[tuple[str, bytes]]]
 """Returns the media type and the content of a further page. It is called in trio's thread."""
@@ -194,7 +193,8 @@ class EventStream(Response):
             await write(f"data: {watcher.text()}\n\n")
             await trio.sleep(READ_SECONDS)
             while watcher.overview.version == version:
-                with trio.move_on_after(KEEP_ALIVE_SECONDS) as waiting:
+                # It says something at least so often, so that a page notices when the monitor has ended.
+                with trio.move_on_after(REPLY_SECONDS) as waiting:
                     await watcher.changed()
                 if waiting.cancelled_caught:
                     await write(": still here\n\n")

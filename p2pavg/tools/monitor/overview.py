@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from p2pavg.base.limits import CALM_LOOK_SECONDS, RECORD_LIFE_SECONDS
 from p2pavg.telemetry.events import RoundKind, Way
 from p2pavg.telemetry.status import PeerStatus, key_of
 from p2pavg.tools.monitor.lineages import Compared, Reported, branches
@@ -17,15 +18,13 @@ from p2pavg.tools.monitor.rounds import MergedRound, MergedRounds
 from p2pavg.tools.monitor.series import Series
 
 MAX_PEERS = 1024
-GONE_SECONDS = 600.0
-"""A peer that is gone is shown for as long."""
 MAX_GONE = 64
+"""Peers that are gone and still shown, each for as long as a record lives."""
 MAX_NEWS = 60
 MAX_SHOWN_ROUNDS = 40
 MAX_SHOWN_EDGES = 512
 FEW_PEERS = 64
-"""Their lineages are compared at each change; those of more, at most once in 3 s."""
-COMPARE_SECONDS = 3.0
+"""Their lineages are compared at each change; those of more, at most once in CALM_LOOK_SECONDS."""
 
 
 @dataclass(slots=True)
@@ -130,7 +129,7 @@ class Overview:
         # Those that went first are forgotten first.
         over = len(gone) - MAX_GONE
         for index, (at, peer_id) in enumerate(gone):
-            if index < over or at + GONE_SECONDS <= now:
+            if index < over or at + RECORD_LIFE_SECONDS <= now:
                 del self._rows[peer_id]
                 self._series.forget(peer_id)
                 self.version += 1
@@ -187,7 +186,7 @@ class Overview:
         if self._compared is not None:
             version, at, compared = self._compared
             # If the clock was set back, the last result would otherwise count for as long as that.
-            if version == self.version or (len(live) > FEW_PEERS and at <= now < at + COMPARE_SECONDS):
+            if version == self.version or (len(live) > FEW_PEERS and at <= now < at + CALM_LOOK_SECONDS):
                 return compared
         compared = branches({i: r.reported.states for i, r in live.items() if r.status.lineage})
         self._compared = self.version, now, compared

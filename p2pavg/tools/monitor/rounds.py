@@ -9,14 +9,13 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 
+from p2pavg.base.limits import RECORD_LIFE_SECONDS
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import PeerStatus, RoundClaim
 
 MAX_ROUNDS = 256
 MAX_CLAIMS = 128
 """Peers whose words on one round are kept: as many as a group has."""
-MAX_AGE_SECONDS = 600.0
-"""A round that ended longer ago, by its peer's clock, is taken for one that ended now: that clock is off."""
 
 
 class MergedRound:
@@ -76,7 +75,9 @@ class MergedRounds:
             key = (name, "") if name else (peer_id, f"{claim.ended:.3f}")
             known = self._rounds.get(key)
             if known is None:
-                at = claim.ended if now - MAX_AGE_SECONDS < claim.ended <= now else now
+                # One that ended before its peer's record began, or is to end, is taken for one that ended now: that
+                # peer's clock is off.
+                at = claim.ended if now - RECORD_LIFE_SECONDS < claim.ended <= now else now
                 known = self._rounds[key] = MergedRound(name, at)
                 new.append(known)
             if peer_id in known.claims or len(known.claims) < MAX_CLAIMS:

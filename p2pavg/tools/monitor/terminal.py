@@ -21,8 +21,6 @@ from p2pavg.tools.monitor.watching import Watcher
 
 FIRST_STATUS_SECONDS = 15.0
 """For the first status to come; then the screen is printed without any."""
-SETTLE_STATUSES_SECONDS = 2.0
-"""For the statuses of the other peers, after the first one has come."""
 PRINTED_LINES = 60
 _STYLES = {
     "computing": "green",
@@ -44,7 +42,7 @@ async def show(watcher: Watcher) -> None:
     if not console.is_terminal:
         with trio.move_on_after(FIRST_STATUS_SECONDS):
             await watcher.changed()
-            await trio.sleep(SETTLE_STATUSES_SECONDS)
+            await trio.sleep(2 * LOOK_SECONDS)  # the statuses of the other peers come after the first one
         console.print(screen(watcher.shown(), PRINTED_LINES))
         return
     # auto_refresh would draw from a thread of its own.

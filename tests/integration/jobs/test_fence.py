@@ -46,9 +46,7 @@ async def ends(folder: Path, source: str, *, restarts: bool = False) -> tuple[Jo
     limits: dict[str, Any] = {"network": False, "gpu": False, "shared_bytes": 2**27}
     command = fenced([str(python), f"{JOB}/train.py"], places, environment, **limits)
     command = limited(command, int(NEEDS.disk_gb * 2**30))
-    program = JobProgram(
-        command, environment, NEEDS, scratch, lambda _: False, said.append, restarts=restarts
-    )
+    program = JobProgram(command, environment, NEEDS, scratch, None, said.append, restarts=restarts)
     with trio.fail_after(WATCHDOG_SECONDS):
         end = await program.run()
     left = [each for each in psutil.process_iter(["cmdline"]) if str(job) in (each.info["cmdline"] or ())]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.telemetry.events import AnyEvent, Drifted, PeerSeen, RoundEnded, RoundKind, UpdateTaken
-from p2pavg.telemetry.keeper import TRANSFER_SECONDS, SeriesHistory, StatusKeeper
+from p2pavg.telemetry.keeper import SeriesHistory, StatusKeeper
 from p2pavg.telemetry.status import Activity, PeerStatus, encode_status, key_of, read_status
 from tests.unit.metrics.fakes import moved, progressed
 
@@ -109,7 +110,7 @@ def test_progress_sets_the_activity(waiting: bool, follows: bool, activity: Acti
 def test_transfer_is_over_when_it_has_not_moved_for_a_while() -> None:
     sent = moved("upload", 1, 2, time=100.0)
     assert [transfer.is_upload for transfer in after(sent, now=101.0).transfers] == [True]
-    assert after(sent, now=100.0 + TRANSFER_SECONDS).transfers == ()
+    assert after(sent, now=100.0 + CALM_LOOK_SECONDS).transfers == ()
 
 
 def test_drift_is_shown_until_all_agree() -> None:

@@ -6,12 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
-from p2pavg.runs.membership.certificate import Certificate, date_of, is_genuine
+from p2pavg.runs.membership.certificate import EXPIRES_SOON_SECONDS, Certificate, date_of, is_genuine
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 
 SEED_BYTES = 32
-EXPIRES_SOON_SECONDS = 3 * 86400.0
 """A certificate that expires within this time is worth a warning."""
 _ASK = (
     "ask the run's operator for a new one: `p2pavg run invite` with the id that `p2pavg identity FILE` prints"

@@ -10,12 +10,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pavg.base.limits import CLOCK_SKEW_SECONDS
-from p2pavg.runs.membership.certificate import Certificate, Role, issue
+from p2pavg.runs.membership.certificate import EXPIRES_SOON_SECONDS, Certificate, Role, issue
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, Level
 from p2pavg.tools.doctor.probes import files
 from p2pavg.tools.doctor.rules.files import (
-    EXPIRES_SOON_SECONDS,
     NamedCertificate,
     judge_certificate,
     judge_key_file,
@@ -109,7 +108,7 @@ class TestCertificate:
         [
             ({}, Level.OK, "contributor, valid until"),
             ({"expires": NOW + EXPIRES_SOON_SECONDS}, Level.OK, "contributor, valid until"),
-            ({"expires": NOW + EXPIRES_SOON_SECONDS - 1.0}, Level.WARNING, "it expires in 72 hours"),
+            ({"expires": NOW + EXPIRES_SOON_SECONDS - 1.0}, Level.WARNING, "it expires in 168 hours"),
             ({"expires": NOW}, Level.FAULT, "it has expired"),
             ({"not_before": NOW + CLOCK_SKEW_SECONDS}, Level.OK, "contributor, valid until"),
             ({"not_before": NOW + CLOCK_SKEW_SECONDS + 1.0}, Level.FAULT, "it is not valid yet"),

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from p2pavg.base.limits import RECORD_LIFE_SECONDS
 from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import Activity, PeerStatus, RoundClaim, TransferClaim, key_of
 from p2pavg.tools.monitor import overview as overview_module
 from p2pavg.tools.monitor.lineages import Compared, branches
-from p2pavg.tools.monitor.overview import FEW_PEERS, GONE_SECONDS, MAX_GONE, MAX_NEWS, MAX_PEERS, Overview
+from p2pavg.tools.monitor.overview import FEW_PEERS, MAX_GONE, MAX_NEWS, MAX_PEERS, Overview
 from p2pavg.tools.monitor.rounds import MAX_ROUNDS, MergedRounds
 from p2pavg.tools.monitor.series import MAX_PER_PEER, MAX_POINTS, MAX_SERIES, Series
 from tests.unit.telemetry.statuses import FULL, statuses
@@ -70,8 +71,8 @@ def test_peer_that_is_gone_stays_for_a_while_and_may_come_back() -> None:
     overview = Overview("run", begins=NOW)
     overview.receive({"one": (FULL, NOW)}, NOW)
     overview.receive({}, NOW + 1)
-    overview.receive({}, NOW + 1 + GONE_SECONDS)
-    assert overview.shown(NOW + GONE_SECONDS)["peers"] == []
+    overview.receive({}, NOW + 1 + RECORD_LIFE_SECONDS)
+    assert overview.shown(NOW + RECORD_LIFE_SECONDS)["peers"] == []
 
 
 def test_peers_words_on_others_never_change_their_rows() -> None:
@@ -198,7 +199,7 @@ def test_lineages_of_many_peers_are_compared_at_most_every_few_seconds(
         return branches(reported)
 
     monkeypatch.setattr(overview_module, "branches", counted)
-    for peers, expected in ((FEW_PEERS, 20), (FEW_PEERS + 1, 4)):
+    for peers, expected in ((FEW_PEERS, 20), (FEW_PEERS + 1, 2)):
         compared.clear()
         overview = Overview("run", begins=NOW)
         for look in range(20):

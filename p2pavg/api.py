@@ -6,7 +6,6 @@ from p2pavg import blocking, optim  # noqa: F401 - p2pavg.optim can be used with
 from p2pavg.base.errors import (
     AccumulateError,
     AddressError,
-    BehindError,
     BootstrapError,
     BusyError,
     CertificateError,
@@ -50,7 +49,6 @@ __all__ = [
     "AddressError",
     "Audits",
     "AveragingConfig",
-    "BehindError",
     "Bf16",
     "Blockwise8",
     "BootstrapError",

@@ -60,7 +60,7 @@ class Limits:
     - `publishers_per_key`, `bytes_per_key`: limits of one key. The bytes must fit into one answer, so that an answer
       for a single key is always complete.
     - `records_per_publisher`, `bytes_per_publisher`: limits of one identity over all keys. A peer has two or three
-      records for each averager that it has open, and with DDP it has one for each bucket of gradients.
+      records for each averager that it has open.
     - `relayed_per_sender`: the number of *other* publishers' records that one authenticated sender may have
       brought. Without it, one connection could bring any number of invented identities, each with its own
       allowance.

@@ -76,15 +76,6 @@ class StateError(P2PAvgError, ValueError):
     )
 
 
-class BehindError(P2PAvgError, RuntimeError):
-    """The other peers of a run took an update without this peer, which has no means to take it later."""
-
-    usual_remedy = (
-        "train with p2pavg.optim.ReplicatedOptimizer in place of peer_gradients and your optimizer's step: its peers"
-        " fetch the run's state by themselves. Or start all peers of the run again from one saved state"
-    )
-
-
 class RunEndedError(P2PAvgError, RuntimeError):
     """The run has ended without this peer, which has missed its last updates; nothing can give them to it any more.
 

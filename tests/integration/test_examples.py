@@ -15,16 +15,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 SHORT = {
     "char_gpt": ["--peers", "2", "--first-steps", "4", "--steps", "8", "--sync-every", "4"],
-    "ddp_two_by_two": ["--steps", "5"],
     "pipeline_two_by_two": ["--steps", "5"],
     "digits": ["--peers", "2", "--rounds", "2", "--sync-every", "5"],
 }
-SAID = {
-    "char_gpt": "with peers",
-    "ddp_two_by_two": "parameters are identical",
-    "pipeline_two_by_two": "stages are identical",
-    "digits": "with FedYogi",
-}
+SAID = {"char_gpt": "with peers", "pipeline_two_by_two": "stages are identical", "digits": "with FedYogi"}
 
 
 def test_every_example_is_tested() -> None:

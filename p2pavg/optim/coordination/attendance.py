@@ -136,15 +136,11 @@ class PeerTrust:
 
     Args:
         now: seconds of the clock that all calls use.
-        pause_seconds: see :data:`MIN_ABSENCE_SECONDS`.
         overlaps: true if peers go on computing while a round runs. Then a peer of the last round may take its result
             much later than this one, and a peer that is expected in a round need not be due yet.
     """
 
-    def __init__(
-        self, now: float, *, pause_seconds: float = MIN_ABSENCE_SECONDS, overlaps: bool = False
-    ) -> None:
-        self._pause_seconds = pause_seconds
+    def __init__(self, now: float, *, overlaps: bool = False) -> None:
         self._overlaps = overlaps
         self._peers: dict[str, _Peer] = {}
         self._missed: dict[str, _Missed] = {}
@@ -197,7 +193,7 @@ class PeerTrust:
         seen = self._believed(mine, known, now)
         # At the start all that are present are expected, also before their first batch.
         if self.is_start(mine):
-            expected = {peer for peer in seen if self._is_awake(peer, FIRST_BATCH_SECONDS, now)}
+            expected = {peer for peer in seen if self._is_awake(peer, now, at_least=FIRST_BATCH_SECONDS)}
         else:
             expected = self._expected(mine, known, now)
         expected -= {peer for peer in seen if self._peers[peer].progress.left}
@@ -245,7 +241,7 @@ class PeerTrust:
         """Return what is noted of a peer that has another word at the same state."""
         if word.samples == last.progress.samples and not word.waiting:
             return _Peer(word, last.since, last.computed_at, observes, last.counts_from)
-        slept = not self._was_awake(last, self._pause_seconds, now)
+        slept = not self._was_awake(last, now)
         return _Peer(word, last.since, now, observes, now + WOKEN_SECONDS if slept else last.counts_from)
 
     def stays(self, mine: PeerProgress, now: float) -> bool:
@@ -262,7 +258,7 @@ class PeerTrust:
     def _stays(self, peer: _Peer, now: float) -> bool:
         if peer.progress.epoch == 0:  # nothing was missed yet
             return True
-        return now >= peer.counts_from and self._was_awake(peer, self._pause_seconds, now)
+        return now >= peer.counts_from and self._was_awake(peer, now)
 
     def _takes_soon(self, word: PeerProgress, now: float) -> bool:
         """Return whether a peer of the last round will take its result, if it has not done so."""
@@ -343,18 +339,18 @@ class PeerTrust:
             return True
         return now >= self._news_at + SETTLE_START_SECONDS
 
-    def _is_awake(self, peer: str, at_least: float, now: float) -> bool:
+    def _is_awake(self, peer: str, now: float, *, at_least: float = MIN_ABSENCE_SECONDS) -> bool:
         """Return whether a peer has computed something lately, compared with its batch time."""
         word = self._peers[peer]
-        return word.progress.waiting or self._was_awake(word, at_least, now)
+        return word.progress.waiting or self._was_awake(word, now, at_least)
 
-    def _was_awake(self, peer: _Peer, at_least: float, now: float) -> bool:
+    def _was_awake(self, peer: _Peer, now: float, at_least: float = MIN_ABSENCE_SECONDS) -> bool:
         """Return whether a peer's last sign of progress is no longer ago than its batches explain."""
         return now < peer.computed_at + max(PAUSE_BATCHES * peer.progress.batch_seconds, at_least)
 
     def _expected(self, mine: PeerProgress, known: Collection[str], now: float) -> set[str]:
         here = [peer for peer, word in self._peers.items() if word.progress.state == mine.state]
-        here = [peer for peer in here if self._is_awake(peer, self._pause_seconds, now)]
+        here = [peer for peer in here if self._is_awake(peer, now)]
         old = {
             peer for peer in here if peer in known and (peer in self._companions or self._has_computed(peer))
         }
@@ -382,14 +378,14 @@ class PeerTrust:
             return now >= self._waits_since + REPLAY_SECONDS
         if progress.waiting:
             return False
-        grace = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
+        grace = max(NEWCOMER_BATCHES * progress.batch_seconds, MIN_ABSENCE_SECONDS)
         return now >= self._waits_since + min(grace, NEWCOMER_SECONDS)
 
     def is_asleep(self, peer: str, now: float) -> bool:
         """Return whether a peer has computed nothing for long, by what was last heard of it, or says nothing."""
         if peer not in self._peers:
             return True
-        return not (self._peers[peer].progress.left or self._is_awake(peer, self._pause_seconds, now))
+        return not (self._peers[peer].progress.left or self._is_awake(peer, now))
 
     # ------------------------------------------------------------------ rounds
 

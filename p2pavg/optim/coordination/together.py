@@ -38,7 +38,6 @@ class RoundCoordinator:
             before it continues alone.
         min_peers: number of peers that an update needs; 1 if this peer may take updates alone, and
             ``config.min_group_size`` if ``None``.
-        pause_seconds: see :class:`RunView`.
         recipe: digest of this peer's recipe.
         delay: batches for which the rounds of a peer that counts its own steps run in the background.
         grace: seconds that peers that are due wait for those that still compute; infinite for as long as these are
@@ -59,7 +58,6 @@ class RoundCoordinator:
         peers_to_start: int | None,
         sync_timeout: float,
         min_peers: int | None = None,
-        pause_seconds: float = MIN_ABSENCE_SECONDS,
         recipe: bytes = b"",
         delay: int = 0,
         grace: float | None = math.inf,
@@ -82,7 +80,6 @@ class RoundCoordinator:
             target=target,
             peers_to_start=to_start,
             least=self._least,
-            pause_seconds=pause_seconds,
             overlaps=delay > 0,
         )
         self.on_look: Callable[[], None] = lambda: None
@@ -231,7 +228,7 @@ class RoundCoordinator:
         """
         logger.debug("epoch %d: averaging with %d peers", self.run.lineage.epoch, peers)
         self._looks_since, self._peers = time.monotonic(), peers
-        return self._step(0.0, peers, self.averager, self.run.lineage.state)
+        return self._step(0.0, peers)
 
     def goes_alone(self, peers: int) -> bool:
         """Return whether a round of so many peers is an update that this peer takes alone."""
@@ -244,13 +241,13 @@ class RoundCoordinator:
 
     def poll(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
-        return self._step(0.0, self._peers, self.averager, self.run.lineage.state)
+        return self._step(0.0, self._peers)
 
     def look_on(self) -> RoundResult:
         """Return the background round's result, or InProgress; end it if the run has gone on without this peer."""
         result = self.poll()
         looks = isinstance(result, InProgress) and result.reason != EXCHANGES
-        if looks and not self._stop_if_left_behind(self.averager):
+        if looks and not self._stop_if_left_behind():
             self._stop_if_some_compute()
         return result
 
@@ -265,14 +262,14 @@ class RoundCoordinator:
             if isinstance(decision, Average) and decision.peers < seen.peers:
                 self._stopped = self.averager.cancel_matchmaking(decision.reason)
 
-    def _stop_if_left_behind(self, averager: Averager) -> bool:
+    def _stop_if_left_behind(self) -> bool:
         """Cancel matchmaking if no other peer will join this one's group; return whether none will."""
         behind = self.left_behind()
         later = self.has_later() or ("" if behind is None else behind.reason)
         if not later and (end := self.run_end()) is not None:
             later = end.reason
         if later:
-            self._stopped = averager.cancel_matchmaking(later)
+            self._stopped = self.averager.cancel_matchmaking(later)
         return bool(later)
 
     def observe(self) -> RoundResult:
@@ -290,30 +287,18 @@ class RoundCoordinator:
         finally:
             self._observes = False
 
-    def average(
-        self, peers: int | None = None, averager: Averager | None = None, state: bytes | None = None
-    ) -> RoundResult:
+    def average(self, peers: int | None = None) -> RoundResult:
         """Average in a round with this many peers, or in the round that runs already.
 
         Returns InProgress if the round takes longer than ``sync_timeout``.
 
         Args:
             peers: ``None`` for the round that runs already: the peers with which it began.
-            averager: another averager than the optimizer's, for some of the tensors.
-            state: state of the tensors, if it is not the lineage's.
         """
-        is_mine = averager is None
-        peers = self._peers if peers is None else peers
+        self._peers = self._peers if peers is None else peers
         try:
             while True:
-                if is_mine:
-                    self._peers = peers
-                result = self._round(
-                    peers,
-                    averager or self.averager,
-                    self.run.lineage.state if state is None else state,
-                    is_mine,
-                )
+                result = self._round()
                 if not self._regroups:
                     return result
                 # The group that was looked for has changed,
@@ -322,19 +307,18 @@ class RoundCoordinator:
                 decision = self.decide_when_all_are_ready()
                 if not isinstance(decision, Average):
                     return result
-                peers = decision.peers
-                if is_mine and self.goes_alone(peers):
+                self._peers = decision.peers
+                if self.goes_alone(self._peers):
                     return self.alone()
         finally:
             self.waits_no_more()
 
-    def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
+    def _round(self) -> RoundResult:
         until = time.monotonic() + self.patience
-        if is_mine:
-            self.run.stand_by()
+        self.run.stand_by()
         while True:
             wait = min(max(until - time.monotonic(), 0.0), self._look_seconds)
-            result = self._step(wait, peers, averager, state)
+            result = self._step(wait, self._peers)
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
             self.on_look()
@@ -343,7 +327,7 @@ class RoundCoordinator:
                 self.run.poll()
             # The others are ahead also if they have heard the end of this peer's own exchange before it has. It will
             # hear it too: a call that returned now would be a step without its update.
-            is_behind = self._stop_if_left_behind(averager)
+            is_behind = self._stop_if_left_behind()
             if result.reason == EXCHANGES:
                 # A round that has a group is not cancelled. It may yet be the update of the others.
                 self.waits("; ".join(filter(None, (EXCHANGES, result.waits_for))), ())
@@ -351,13 +335,13 @@ class RoundCoordinator:
                 # The search was cancelled, or has found its group meanwhile. The next step tells.
                 continue
             elif not self._observes and (first := self.turn.gives_way()):
-                self._stopped = averager.cancel_matchmaking(first)
+                self._stopped = self.averager.cancel_matchmaking(first)
             else:
-                self._look_again(peers, averager, result.reason, is_mine)
+                self._look_again(result.reason)
 
-    def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
+    def _look_again(self, reason: str) -> None:
         """Cancel matchmaking if the group to be formed has changed since this peer began it."""
-        seen = self.run.survey()
+        seen, peers = self.run.survey(), self._peers
         self.waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
         # A peer that arrives late, but before the first round, must not be left out of the group.
         came = seen.peers > peers and not self.run.has_started
@@ -366,17 +350,17 @@ class RoundCoordinator:
         size, before = self._group_size(seen.peers), self._group_size(peers)
         ended = seen.peers < max(self._least, 2) <= peers  # those that are left are no group
         went = ended or size < before or size - self._observers_in(seen) < before - self._observers
-        if is_mine and (came or went):
-            self._regroups = self._stopped = averager.cancel_matchmaking(
+        if came or went:
+            self._regroups = self._stopped = self.averager.cancel_matchmaking(
                 "more peers have come to start" if came else "a peer is no longer waited for"
             )
 
-    def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
+    def _step(self, wait: float, peers: int) -> RoundResult:
         size = self._group_size(peers)
-        averager.expect(self._expected)
-        result = averager.step(
+        self.averager.expect(self._expected)
+        result = self.averager.step(
             wait=wait,
-            state=state,
+            state=self.run.lineage.state,
             group_size=size,
             contributors=max(size - self._observers, 0),
             observe=self._observes,
@@ -390,7 +374,7 @@ class RoundCoordinator:
             self._stopped = False
         # The round may have begun with parameters that were replaced since.
         # Its average belongs to those, even if the update's number is the same.
-        if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
+        if not self._not_ours or isinstance(result, InProgress):
             return result
         self._not_ours = False
         if isinstance(result, Success):
@@ -446,11 +430,6 @@ class RoundCoordinator:
         self.run.took(companions, self.run.lineage.after(success.group_id, result, numbers))
         # From now on the run goes on with the peers that are left.
         self.run.peers_to_start = 1
-        self.waiting.updated()
-
-    def took_alone(self) -> None:
-        """Note an update that this peer took alone, since no other peer is present."""
-        self.run.took(set(), self.run.lineage.after(self.averager.peer_id))
         self.waiting.updated()
 
     def is_at(self, lineage: Lineage) -> None:

@@ -151,7 +151,6 @@ class RunView:
             steps.
         peers_to_start: number of peers that this peer's first round needs.
         least: number of peers that an update needs; 1 if this peer may take updates alone.
-        pause_seconds: seconds, at least, after which a peer that computes nothing is not waited for.
         overlaps: true if each peer counts its own steps, and goes on with them while a round runs.
     """
 
@@ -163,7 +162,6 @@ class RunView:
         target: float,
         peers_to_start: int,
         least: int,
-        pause_seconds: float = MIN_ABSENCE_SECONDS,
         overlaps: bool = False,
     ) -> None:
         self.lineage = lineage
@@ -189,10 +187,9 @@ class RunView:
         now = time.monotonic()
         self.pace = BatchPace(now)
         """The speed of this peer's batches."""
-        self._pause_seconds = pause_seconds
         self._vain = VainClaims()
         self._read = DecodedWords(PeerProgress)
-        self._attendance = PeerTrust(now, pause_seconds=pause_seconds, overlaps=overlaps)
+        self._attendance = PeerTrust(now, overlaps=overlaps)
         self.mine = self._progress(0.0, waiting=False)
         """This peer's own word."""
         # The others learn of this peer before its first batch, because the first round includes all present peers.
@@ -206,7 +203,7 @@ class RunView:
         Other peers judge in the same way whether to expect this peer. Optimizers with rounds in the background count
         as not stepped: they do not keep the loop.
         """
-        pause = max(PAUSE_BATCHES * self.pace.batch_seconds, self._pause_seconds)
+        pause = max(PAUSE_BATCHES * self.pace.batch_seconds, MIN_ABSENCE_SECONDS)
         return not self._overlaps and at < self.pace.last + pause
 
     def publish(self, samples: float, *, waiting: bool) -> None:

@@ -133,15 +133,11 @@ class Meetings(RoundCoordinator):
 
     # ------------------------------------------------------------------ rounds
 
-    def average(
-        self, peers: int | None = None, averager: Averager | None = None, state: bytes | None = None
-    ) -> RoundResult:
+    def average(self, peers: int | None = None) -> RoundResult:  # noqa: ARG002 - a group has its own size
         """Average with a group, or in the round that runs already.
 
         Returns InProgress if no partner is there within ``partner_timeout``: the search goes on in the background.
         """
-        if averager is not None:
-            return super().average(peers, averager, state)
         began = time.monotonic()
         try:
             self.run.stand_by()
@@ -197,7 +193,7 @@ class Meetings(RoundCoordinator):
 
     def _go_on(self, wait: float) -> RoundResult:
         """Begin the round, or look at the one that runs."""
-        result = self._step(wait, self._mixing.group_size, self.averager, self.run.lineage.state)
+        result = self._step(wait, self._mixing.group_size)
         self.is_looking = isinstance(result, InProgress) and result.reason != EXCHANGES
         if self.is_looking and isinstance(result, InProgress) and self._why:
             return replace(result, reason=f"{result.reason}; {self._why}")

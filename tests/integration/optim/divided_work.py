@@ -29,8 +29,8 @@ from p2pavg.optim import (
 )
 from p2pavg.strategies import DataParallel, ModelParallel, read_json
 from tests.integration.optim.company import LISTEN, Batches, config
-from tests.integration.optim.ddp_work import all_ranks_say, wait_until
 from tests.integration.optim.process_group import with_ranks
+from tests.integration.optim.shard_work import all_ranks_say, wait_until
 
 BATCH = 8
 CUT = 3  # number of modules in the first stage

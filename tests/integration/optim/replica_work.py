@@ -26,8 +26,8 @@ from p2pavg.optim.base.joined import plain_buffers
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.optim.ranks.whole import WholeCopy, full_of
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
-from tests.integration.optim.ddp_work import BATCH, all_ranks_say, open_peer_of, wait_until
 from tests.integration.optim.process_group import with_ranks
+from tests.integration.optim.shard_work import BATCH, all_ranks_say, open_peer_of, wait_until
 
 MORE_UPDATES = 6
 """Updates that all peers take together after the late one has contributed twice."""
@@ -102,6 +102,32 @@ def late(how: dict[str, Any]) -> None:
         (folder / f"done{peer}.{rank}").touch()
         wait_until(lambda: len(list(folder.glob("done*"))) == how["total"])
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
+
+
+@with_ranks
+def copies(how: dict[str, Any]) -> None:
+    """Take an update with each batch, with the same parameters on all ranks."""
+    folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
+    torch.set_num_threads(1)
+    network = small_model()
+    with ExitStack() as stack:
+        averager = stack.enter_context(open_peer_of(folder, peer, how)) if rank == 0 else None
+        replicas = ReplicatedOptimizer.of(
+            torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9),
+            network,
+            averager,
+            target_batch_size=BATCH * ranks * how["peers"],
+            max_samples_per_peer=BATCH * ranks,
+            peers_to_start=how["peers"],
+        )
+        model, batches = DistributedDataParallel(network), Batches(peer * ranks + rank, BATCH)
+        updated = []
+        for _ in range(how["steps"]):
+            replicas.zero_grad()
+            torch.autograd.backward(loss_of(model, batches.next()))
+            updated.append(replicas.step(samples=BATCH * ranks).updated)
+    found = {"parameters": whole_vector(network), "updated": updated}
+    (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
 
 
 def whole_vector(network: torch.nn.Module) -> list[float]:

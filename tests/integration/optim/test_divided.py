@@ -11,7 +11,7 @@ import torch
 from p2pavg.strategies import DataParallel, Federated, ModelParallel, Strategy
 from tests.integration.optim import divided_work as work
 from tests.integration.optim.company import Batches, loss_of, vector_of
-from tests.integration.optim.test_ddp import results, start
+from tests.integration.optim.test_shards import results, start
 from tests.simulation.test_recipes import Nesterov, load
 
 STEPS = 5

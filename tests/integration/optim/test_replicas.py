@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.optim import replica_work
-from tests.integration.optim.test_ddp import how, results, start
+from tests.integration.optim.company import Batches, loss_of, small_model, vector_of
+from tests.integration.optim.shard_work import BATCH
+from tests.integration.optim.test_shards import STEPS, how, results, start
 
 STREAMED = {"sync_every": 4, "fragments": 2, "delay": 1, "offload": True}
 
@@ -23,6 +26,22 @@ def late(folder: Path, plans: list[dict[str, Any]], ranks: list[int]) -> list[di
     assert all(rank["common"] == firsts[0]["common"] for rank in firsts)
     assert len({rank["epoch"] for rank in found}) == 1
     return found
+
+
+def test_two_peers_of_two_ranks_match_one_process(tmp_path: Path) -> None:
+    """Each update is of the batches of all four ranks, of which one process takes the mean."""
+    processes = start(tmp_path / "peers", [how(2)] * 2, 2, work=replica_work.copies)
+    model, batches = small_model(), [Batches(rank, BATCH) for rank in range(4)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for each in batches:
+            torch.autograd.backward(loss_of(model, each.next()) / 4)
+        optimizer.step()
+    found = results(tmp_path / "peers", processes)
+    assert [rank["updated"] for rank in found] == [[True] * STEPS] * 4
+    assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
+    assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5
 
 
 @pytest.mark.long

@@ -42,13 +42,13 @@ ELSEWHERE = b"x" * 32
 class World:
     """One peer, the words of others, and a clock that the test controls."""
 
-    def __init__(self, *, pause_seconds: float = MIN_ABSENCE_SECONDS) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
         self.epoch = 0
         self.samples = 8.0
         self.waiting = False
         self.words: dict[str, PeerProgress] = {}
-        self.attendance = PeerTrust(self.now, pause_seconds=pause_seconds)
+        self.attendance = PeerTrust(self.now)
 
     @property
     def mine(self) -> PeerProgress:
@@ -183,15 +183,6 @@ class TestPauses:
         running.seen()
         running.now += 1000.0
         assert running.seen().peers == 2
-
-    def test_a_longer_pause_can_be_granted(self) -> None:
-        world = World(pause_seconds=600.0)
-        world.says("a")
-        world.seen()
-        world.took("a")
-        world.seen()
-        world.now += 599.0
-        assert world.seen().peers == 2
 
 
 class TestLaterStates:

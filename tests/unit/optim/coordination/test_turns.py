@@ -115,6 +115,6 @@ def test_loops_of_several_threads_do_not_give_way_to_each_other(loop: tuple[Opti
 
 
 def test_an_optimizer_that_was_never_stepped_has_no_turn() -> None:
-    """Such as that of DistributedDataParallel's hook."""
+    """Such as one of several ranks, which would have to give way together."""
     turn = Turn("~")
     assert (turn.gives_way(), turn.is_shared) == ("", False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,6 @@ from p2pavg.base.result import FailedCode
 from p2pavg.blocking import Averager
 from p2pavg.optim import MixedUpdates, StepReport, gossip, noloco
 from p2pavg.optim.coordination.progress import PeerProgress
-from p2pavg.optim.ddp import _speaker_of
 from p2pavg.optim.mixing.mixed import SKETCH
 from p2pavg.optim.mixing.mixing import ROUND
 from tests.unit.optim.fakes import Alone, large_batch, local, parameter
@@ -322,8 +320,3 @@ class TestTopology:
     def test_optimizers_of_common_parameters_refuse_gossip(self, make: Any) -> None:
         with pytest.raises(ValueError, match=r"train with p2pavg\.optim\.gossip or noloco"):
             make(Partner(topology="gossip"), SGD([parameter(1.0)], lr=LR))
-
-    def test_gradients_of_ddp_refuse_gossip(self) -> None:
-        averager = cast(Averager, Partner(topology="gossip"))
-        with ExitStack() as stack, pytest.raises(ValueError, match="here all peers of a run hold the same"):
-            _speaker_of(averager, [parameter(1.0)], 1.0, None, 5.0, stack)

@@ -2,7 +2,7 @@
 
 ::
 
-    trainer = Trainer(max_steps=1000, callbacks=[PeerCallback(averager, target_batch_size=4096)])
+    trainer = Trainer(max_steps=1000, callbacks=[LightningCallback(averager, target_batch_size=4096)])
     trainer.fit(module, loader)
 
 The module stays as it is. Lightning's checkpoints hold the optimizer's state, with its schedule.
@@ -28,7 +28,7 @@ from p2pavg.optim.base.wrapper import PeerOptimizer
 from p2pavg.optim.large_batch.averaged import AveragedOptimizer
 
 
-class PeerCallback(Callback):  # type: ignore[misc]
+class LightningCallback(Callback):  # type: ignore[misc]
     """Wraps the optimizer of a ``LightningModule``, and counts the samples of its batches.
 
     A schedule that the module steps with its batches (``"interval": "step"``) becomes the optimizer's: with
@@ -79,10 +79,12 @@ class PeerCallback(Callback):  # type: ignore[misc]
         """Wrap the module's optimizer, before the trainer restores a checkpoint."""
         if trainer.world_size > 1:
             raise ValueError(
-                "PeerCallback is for one process a peer; see p2pavg.optim.ReplicatedOptimizer for more"
+                "LightningCallback is for one process a peer; see p2pavg.optim.ReplicatedOptimizer for more"
             )
         if len(trainer.optimizers) != 1:
-            raise ValueError(f"PeerCallback needs a module with one optimizer, got {len(trainer.optimizers)}")
+            raise ValueError(
+                f"LightningCallback needs a module with one optimizer, got {len(trainer.optimizers)}"
+            )
         options = dict(self._options)
         if "batch_size" not in options and "samples_of" not in options:
             options["samples_of"] = self._take_samples

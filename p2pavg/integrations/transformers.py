@@ -6,7 +6,7 @@
     schedule = get_linear_schedule_with_warmup(inner, 100, 1000)  # counts updates of the run
     optimizer = AveragedOptimizer(inner, averager, target_batch_size=4096, batch_size=32, scheduler=schedule)
     trainer = Trainer(model, args, train_dataset=data, optimizers=optimizers(optimizer),
-                      callbacks=[PeerCallback(optimizer)])
+                      callbacks=[TransformersCallback(optimizer)])
 
 The Trainer's checkpoints hold the optimizer's state, with its schedule.
 """
@@ -62,7 +62,7 @@ def optimizers(optimizer: PeerOptimizer) -> tuple[PeerOptimizer, OwnSchedule]:
     return optimizer, OwnSchedule(optimizer)
 
 
-class PeerCallback(TrainerCallback):  # type: ignore[misc]
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]
     """Ends the training after a number of updates, and logs the run's progress beside the Trainer's figures.
 
     Args:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import p2pavg
-from p2pavg.integrations.lightning import PeerCallback
+from p2pavg.integrations.lightning import LightningCallback
 
 UPDATES = 60
 
@@ -40,7 +40,7 @@ def main() -> None:
     torch.seed()  # ... and other data
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     averager = p2pavg.blocking.start_averager("sines", bootstrap=sys.argv[2:])
-    peers = PeerCallback(averager, target_batch_size=96, min_peers=3, updates=UPDATES // 3, state=module)
+    peers = LightningCallback(averager, target_batch_size=96, min_peers=3, updates=UPDATES // 3, state=module)
     trainer = Trainer(accelerator="cpu", max_steps=UPDATES, callbacks=[peers], **quiet)
     trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True))
     torch.save(module.net.state_dict(), sys.argv[1])

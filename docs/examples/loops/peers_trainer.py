@@ -46,7 +46,7 @@ def main() -> None:
     settings = {"target_batch_size": 96, "batch_size": 32, "min_peers": 3, "state": model}
     opt = p2pavg.optim.AveragedOptimizer(opt, averager, **settings)
     trainer = Trainer(model, args, train_dataset=Sines(), optimizers=(opt, None))
-    trainer.add_callback(p2pavg.integrations.transformers.PeerCallback(opt, updates=UPDATES // 3))
+    trainer.add_callback(p2pavg.integrations.transformers.TransformersCallback(opt, updates=UPDATES // 3))
     trainer.train()
     torch.save(model.net.state_dict(), sys.argv[1])
 

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from p2pavg.base.result import Success
-from p2pavg.integrations.lightning import PeerCallback
+from p2pavg.integrations.lightning import LightningCallback
 from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, local
 
@@ -50,7 +50,7 @@ def loader(samples: int = 20) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(samples, 3)), batch_size=8)
 
 
-def trainer(callback: PeerCallback, folder: Path, **options: Any) -> Trainer:
+def trainer(callback: LightningCallback, folder: Path, **options: Any) -> Trainer:
     given: dict[str, Any] = {"max_epochs": 1, "logger": False, "enable_checkpointing": False}
     return Trainer(
         accelerator="cpu",
@@ -62,9 +62,9 @@ def trainer(callback: PeerCallback, folder: Path, **options: Any) -> Trainer:
     )
 
 
-def with_peers(averager: Alone, **options: Any) -> PeerCallback:
+def with_peers(averager: Alone, **options: Any) -> LightningCallback:
     given: dict[str, Any] = {"target_batch_size": 1, "peers_to_start": 2}
-    return PeerCallback(averager, **(given | options))  # type: ignore[arg-type]
+    return LightningCallback(averager, **(given | options))  # type: ignore[arg-type]
 
 
 def test_each_batch_counts_its_samples(tmp_path: Path) -> None:
@@ -145,6 +145,6 @@ def test_local_updates_are_a_recipe(tmp_path: Path) -> None:
     def recipe(inner: torch.optim.Optimizer, averager: Any, **options: Any) -> Any:
         return local(averager, inner, **options)
 
-    callback = PeerCallback(Alone(), recipe=recipe, sync_every=3)  # type: ignore[arg-type]
+    callback = LightningCallback(Alone(), recipe=recipe, sync_every=3)  # type: ignore[arg-type]
     trainer(callback, tmp_path).fit(Module(), loader(24))
     assert callback.optimizer.epoch == 1

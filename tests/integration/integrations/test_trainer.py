@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 from transformers import Trainer, TrainingArguments
 
 from p2pavg.integrations.lightning import SampleCounter
-from p2pavg.integrations.transformers import PeerCallback, optimizers
+from p2pavg.integrations.transformers import TransformersCallback, optimizers
 from p2pavg.optim import AveragedOptimizer
 from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, large_batch
@@ -72,7 +72,7 @@ def made(folder: Path, *, updates: int | None = None, schedule: bool = True, **c
     )
     pair: Any = optimizers(optimizer) if schedule else (optimizer, None)
     trainer = Trainer(network, arguments(folder, **changes), train_dataset=DATA, optimizers=pair)
-    trainer.add_callback(PeerCallback(optimizer, updates=updates))
+    trainer.add_callback(TransformersCallback(optimizer, updates=updates))
     return trainer, optimizer, reports
 
 

@@ -1,17 +1,12 @@
 """A process that has imported torch and p2pavg, and forks one member of a swarm for each request.
 
 Importing both costs a process seconds of processor time, and a fork costs milliseconds.
-:mod:`p2pavg.testing.forking` starts this program and talks to it over a socket of whole messages, JSON each:
+:mod:`p2pavg.testing.forking` starts this program, and sends it requests over a socket of whole messages: a
+:class:`ForkRequest` as JSON, with the files that become standard input, output and error.
 
-====================================  ==================================================================
-to this program                       meaning
-====================================  ==================================================================
-``{"fork": {...}}`` with three files  fork a process with these files as standard input, output and error
-``{"reap": pid}``                     the end of a process is known; its id may be used again from now on
-====================================  ==================================================================
-
-It answers a request with ``{"pid": pid}``, and says ``{"ended": pid, "code": code}`` when a process has ended. It ends
-when the socket is closed; the processes that it has forked do not.
+The new process is a child of the test's, not of this one: its parent ends at once, and the test has asked Linux for
+the orphans below it. So the test sees the end of each process by itself. The answer to a request is the new process'
+id, and one more message once its parent has ended. This program ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -21,14 +16,13 @@ import gc
 import importlib
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from p2pavg.testing.swarm_process import run_member
 
@@ -51,67 +45,30 @@ class ForkRequest:
 
 def serve(control: socket.socket) -> ForkRequest | None:
     """Fork a process for each request. Return the request in the new process, and ``None`` here, at the end."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
-        try:
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is not control:
-                        selector.unregister(key.fileobj)
-                        os.close(key.fd)
-                        _say_ended(control, key.data)
-                        continue
-                    data, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, FILES)
-                    if not data:
-                        return None
-                    if request := _carry_out(json.loads(data), control, selector, files):
-                        return request
-        except (BrokenPipeError, ConnectionResetError):  # the test was killed
-            return None
-
-
-def _carry_out(
-    message: dict[str, Any], control: socket.socket, selector: selectors.BaseSelector, files: list[int]
-) -> ForkRequest | None:
-    """Do what a message asks for. Return its request in the new process, and ``None`` here."""
-    if "reap" in message:
-        os.waitpid(message["reap"], 0)
-        return None
-    request = ForkRequest(**message["fork"])
-    pid = os.fork()
-    if not pid:
-        _become(request, control, selector, files)
-        return request
-    with suppress(ProcessLookupError, PermissionError):  # the process has done it itself, and may have ended
-        os.setpgid(pid, pid)  # the test, which learns the id now, may signal the group at once
-    for file in files:
-        os.close(file)
-    _send(control, {"pid": pid})
-    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
+    with suppress(BrokenPipeError, ConnectionResetError):  # the test was killed
+        while True:
+            data, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, FILES)
+            if not data:
+                break
+            parent = os.fork()
+            if not parent:
+                if pid := os.fork():
+                    os.setpgid(pid, pid)
+                    control.send(str(pid).encode())
+                    os._exit(0)
+                request = ForkRequest(**json.loads(data))
+                _become(request, control, files)
+                return request
+            for file in files:
+                os.close(file)
+            os.waitpid(parent, 0)
+            control.send(b"it is yours")
     return None
 
 
-def _say_ended(control: socket.socket, pid: int) -> None:
-    # It stays a zombie until the other side knows, so that no signal for it reaches another process.
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert found is not None
-    code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-    _send(control, {"ended": pid, "code": code})
-
-
-def _send(control: socket.socket, message: dict[str, Any]) -> None:
-    control.send(json.dumps(message).encode())
-
-
-def _become(
-    request: ForkRequest, control: socket.socket, selector: selectors.BaseSelector, files: list[int]
-) -> None:
+def _become(request: ForkRequest, control: socket.socket, files: list[int]) -> None:
     """Take on, in the new process, what a new interpreter would have been started with."""
     os.setpgid(0, 0)
-    # Files are closed without a word to the selector: the server's process goes on with what it has registered.
-    for key in list(selector.get_map().values()):
-        if key.fileobj is not control:
-            os.close(key.fd)
     control.close()
     for number, file in enumerate(files):
         os.dup2(file, number)

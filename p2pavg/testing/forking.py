@@ -8,62 +8,67 @@ machines.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import json
 import os
-import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import IO, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, TypeAlias
 
 from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
 
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
-_MAX_MESSAGE_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 64
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
 class ForkedProcess:
-    """A process that a server has forked, with the methods of :class:`subprocess.Popen`."""
+    """A process that a server has forked: a child of this one, with the methods of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int, stdin: IO[str], stdout: IO[str]) -> None:
         self.pid = pid
         self.stdin = stdin
         self.stdout = stdout
-        self._signalling = threading.Lock()
-        self._ended = threading.Event()
         self._code: int | None = None
-        self._server_is_lost = False
+        self._looking = threading.Lock()
+        """Held while the id is used: it may belong to another process once the exit code is known."""
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or ``None`` while the process runs.
-
-        Raises:
-            RuntimeError: the server has ended, so that the exit code will never be known.
-        """
-        if self._server_is_lost:
-            raise RuntimeError(
-                f"the server that forked process {self.pid} has ended; its exit code is not known"
-            )
-        return self._code
+        """Return the exit code, negative for a signal, or ``None`` while the process runs."""
+        with self._looking:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+            return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; return the exit code.
 
         Raises:
             subprocess.TimeoutExpired: the process still runs after ``timeout`` seconds.
-            RuntimeError: see :meth:`poll`.
         """
-        if not self._ended.wait(timeout):
+        with self._looking:
+            if self._code is not None:
+                return self._code
+            end = os.pidfd_open(self.pid)
+        try:
+            poll = select.poll()
+            poll.register(end, select.POLLIN)
+            poll.poll(None if timeout is None else 1000 * timeout)
+        finally:
+            os.close(end)
+        code = self.poll()
+        if code is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-        code = self.poll()
-        assert code is not None
         return code
 
     def kill(self) -> None:
@@ -72,31 +77,20 @@ class ForkedProcess:
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the process has ended."""
-        with self._signalling:
-            if self._code is None and not self._server_is_lost:
+        with self._looking:
+            if self._code is None:
                 os.kill(self.pid, sig)
-
-    def note_end(self, code: int) -> None:
-        """Note the exit code. The id may belong to another process afterwards."""
-        with self._signalling:
-            self._code = code
-        self._ended.set()
-
-    def note_lost(self) -> None:
-        """Note that the exit code will never be known."""
-        with self._signalling:
-            self._server_is_lost = self._code is None
-        self._ended.set()
 
 
 Process: TypeAlias = "subprocess.Popen[str] | ForkedProcess"
 
 
 class ForkServer:
-    """The server's process, and what it has forked. All methods may be called from any thread."""
+    """The server's process. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_SECONDS)  # the first answer comes after torch was imported
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "p2pavg.testing.fork_server", str(theirs.fileno())],
@@ -104,14 +98,6 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
-        self._asking = threading.Lock()
-        self._answers: queue.Queue[int | None] = queue.Queue()
-        self._living: dict[int, ForkedProcess] = {}
-        self._early: dict[int, int] = {}
-        """Exit codes of processes that ended before :meth:`fork` had returned them."""
-        self._is_lost = False
-        self._changing = threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
 
     def fork(self, work: str, path: Sequence[str]) -> ForkedProcess:
         """Start a process that runs a function, in this process' environment and working directory.
@@ -123,92 +109,62 @@ class ForkServer:
         our_output, their_output = os.pipe()
         stdin, stdout = os.fdopen(our_input, "w"), os.fdopen(our_output)
         request = {"work": work, "path": path, "folder": os.getcwd(), "environment": dict(os.environ)}
-        message = json.dumps({"fork": request}).encode()
         sys.stderr.flush()
         try:
-            with self._asking:
-                socket.send_fds(self._control, [message], [their_input, their_output, 2])
-                # The first fork comes after torch was imported.
-                pid = self._answers.get(timeout=START_SECONDS)
-        except OSError:
-            pid = None
-        except queue.Empty:
+            with _adopting_orphans():
+                files = [their_input, their_output, 2]
+                socket.send_fds(self._control, [json.dumps(request).encode()], files)
+                pid = self._control.recv(_MAX_ANSWER_BYTES)
+                if not self._control.recv(_MAX_ANSWER_BYTES):
+                    raise ConnectionResetError("no answer")
+        except OSError as error:
             self._process.kill()  # its late answer would be taken for the next one's
-            pid = None
-        finally:
-            os.close(their_input)
-            os.close(their_output)
-        if pid is None:
             stdin.close()
             stdout.close()
             raise RuntimeError(
                 "the server that forks processes has ended; its last words are on standard error"
-            )
-        found = ForkedProcess(pid, stdin, stdout)
-        with self._changing:
-            self._living[pid] = found
-            code = self._early.pop(pid, None)
-            is_lost = self._is_lost
-        if code is not None:
-            self._end(pid, code)
-        elif is_lost:  # between its answer and now
-            found.note_lost()
-        return found
-
-    def _listen(self) -> None:
-        with suppress(ConnectionResetError):
-            while data := self._control.recv(_MAX_MESSAGE_BYTES):
-                message: dict[str, Any] = json.loads(data)
-                if "pid" in message:
-                    self._answers.put(message["pid"])
-                else:
-                    self._end(message["ended"], message["code"])
-        self._answers.put(None)
-        with self._changing:
-            self._is_lost = True
-            lost, self._living = self._living, {}
-        for process in lost.values():
-            process.note_lost()
-
-    def _end(self, pid: int, code: int) -> None:
-        with self._changing:
-            process = self._living.pop(pid, None)
-            if process is None:
-                self._early[pid] = code
-                return
-        process.note_end(code)
-        with suppress(OSError):  # the server has ended
-            self._control.send(json.dumps({"reap": pid}).encode())
+            ) from error
+        finally:
+            os.close(their_input)
+            os.close(their_output)
+        return ForkedProcess(int(pid), stdin, stdout)
 
     @property
     def is_lost(self) -> bool:
         """True if the server has ended."""
-        return self._is_lost
-
-    @property
-    def is_idle(self) -> bool:
-        """True if all processes that it has forked have ended."""
-        return not self._living
+        return self._process.poll() is not None
 
     def close(self) -> None:
         """End the server. What it has forked goes on."""
-        with suppress(OSError):
+        with suppress(OSError):  # it has ended
             self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._control.close()
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Become the parent of each process below this one whose own parent ends, for as long as the block runs."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 class _Servers:
-    """The servers of this process: a few for each environment in which processes are started."""
+    """The servers of this process, for the environment in which it has started processes last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turns = itertools.count()
-        self._by_environment: dict[frozenset[tuple[str, str]], list[ForkServer]] = {}
+        self._environment: dict[str, str] = {}
+        self._running: list[ForkServer] = []
 
     def fork(self, work: str, path: Sequence[str]) -> ForkedProcess:
         """Fork a process, by the server whose turn it is.
@@ -216,33 +172,29 @@ class _Servers:
         Some variables count only if they are set before Python or a library starts, so a server forks for the
         environment that it was started in.
         """
-        key = frozenset(
-            (name, value) for name, value in os.environ.items() if name != _CHANGES_WITH_EACH_TEST
-        )
         with self._lock:
-            if key not in self._by_environment:
-                self._drop_idle()
-                self._by_environment[key] = [ForkServer() for _ in range(_SERVERS)]
-            servers = self._by_environment[key]
-            turn = next(self._turns) % len(servers)
-            if servers[turn].is_lost:
-                servers[turn].close()
-                servers[turn] = ForkServer()
-            return servers[turn].fork(work, path)
+            environment = {
+                name: value for name, value in os.environ.items() if name != _CHANGES_WITH_EACH_TEST
+            }
+            if environment != self._environment:
+                self._end()
+            while len(self._running) < _SERVERS:
+                self._running.append(ForkServer())
+            self._environment = environment
+            turn = next(self._turns) % _SERVERS
+            if self._running[turn].is_lost:
+                self._running[turn].close()
+                self._running[turn] = ForkServer()
+            return self._running[turn].fork(work, path)
 
-    def _drop_idle(self) -> None:
-        for key, servers in list(self._by_environment.items()):
-            if all(server.is_idle for server in servers):
-                del self._by_environment[key]
-                for server in servers:
-                    server.close()
+    def _end(self) -> None:
+        while self._running:
+            self._running.pop().close()
 
     def close(self) -> None:
         """End all servers."""
         with self._lock:
-            for server in itertools.chain.from_iterable(self._by_environment.values()):
-                server.close()
-            self._by_environment.clear()
+            self._end()
 
 
 _servers = _Servers()

@@ -10,7 +10,6 @@ process that is added later gets the addresses of all running ones, so the first
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import signal
@@ -30,8 +29,6 @@ from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.testing.faults import At, Crash, Fault, FaultPlan, Stop
 from p2pavg.testing.forking import Process, can_fork, fork_process
-
-logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 
@@ -420,17 +417,14 @@ class LocalSwarm:
             if found.process.stdin is not None:
                 with suppress(BrokenPipeError):  # the process ended before it read its last message
                     found.process.stdin.close()  # tells the member to leave
-            with suppress(RuntimeError):  # the server that has forked it has ended; it is killed below
-                if found.running:
-                    found.resume()
+            if found.running:
+                found.resume()
         for found in self._launched:
             try:
                 found.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 found.kill()
                 found.process.wait()
-            except RuntimeError as error:
-                logger.warning("%s", error)
             with suppress(ProcessLookupError, PermissionError):  # kill the processes that it has started
                 os.killpg(found.process.pid, signal.SIGKILL)
             if found.process.stdout is not None:

@@ -2,8 +2,8 @@
 
 import signal
 
-from scripts.demo_gpt.events import Done, Ready, TrainLoss, Update
-from scripts.demo_gpt.plan import MOST_STARTS, Kill, Start, fail_if_killed_too_often, next_actions
+from scripts.demo_gpt.events import Done, Ready, Update
+from scripts.demo_gpt.plan import MOST_STARTS, Start, fail_if_killed_too_often, next_actions
 from scripts.demo_gpt.progress import Run, State
 from scripts.demo_gpt.settings import Settings
 
@@ -20,51 +20,18 @@ def ready(run: Run, *indices: int) -> None:
         run.peers[index].apply(Ready(parameters=1, peer_id=f"id {index}", address=f"address {index}"))
 
 
-def take(run: Run, index: int, step: int) -> None:
-    run.peers[index].apply(TrainLoss(step=step, loss=1.0))
 
 
 def kill(run: Run, index: int) -> None:
     run.peers[index].exited(-signal.SIGKILL, "")
 
 
-def test_one_peer_begins_the_network_and_the_others_join_through_it() -> None:
-    run = run_of(3, calm=True)
-    assert next_actions(run) == [Start(0)]
-    run.peers[0].starts()
-    assert next_actions(run) == []
-    ready(run, 0)
-    assert next_actions(run) == [Start(1, ("address 0",)), Start(2, ("address 0",))]
 
 
-def test_the_late_peer_starts_after_a_sixth_of_the_updates() -> None:
-    run = run_of(3)
-    ready(run, 0, 1)
-    assert next_actions(run) == []
-    take(run, 0, STEPS // 6)
-    assert next_actions(run) == [Start(2, ("address 0", "address 1"))]
 
 
-def test_a_peer_is_killed_once_and_starts_again_through_the_others() -> None:
-    run = run_of(2)
-    ready(run, 0, 1)
-    take(run, 1, STEPS // 3 - 1)
-    assert next_actions(run) == []
-    take(run, 1, STEPS // 3)
-    assert next_actions(run) == [Kill(1)]
-    kill(run, 1)
-    assert next_actions(run) == [Start(1, ("address 0",))]
-    ready(run, 1)
-    take(run, 1, STEPS // 3 + 1)
-    assert next_actions(run) == []
 
 
-def test_a_calm_run_kills_no_peer() -> None:
-    run = run_of(4, calm=True)
-    ready(run, 0, 1, 2, 3)
-    for index in range(4):
-        take(run, index, STEPS - 1)
-    assert next_actions(run) == []
 
 
 def test_the_first_peer_joins_the_others_again_and_two_never_begin_a_network_each() -> None:

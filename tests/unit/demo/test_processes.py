@@ -15,7 +15,6 @@ READY = (
 )
 READY += "channel = Channel(); channel.send(Ready(parameters=os.getpid()))\n"
 TRAIN = READY + "print('for the log'); channel.send(TrainLoss(step=1, loss=2.0))\n"
-FINISH = TRAIN + "channel.send(Done(digest='ab')); channel.wait_for_leave()\n"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 HANG = TRAIN + "time.sleep(60)\n"
 
@@ -42,19 +41,6 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_a_killed_process_starts_again_and_goes_on_with_its_log(tmp_path: Path) -> None:
-    with Processes(tmp_path) as processes:
-        peer = start(processes, HANG)
-        pump_until(processes, lambda: bool(peer.train))  # it has written to its log before
-        processes.kill(peer)
-        pump_until(processes, lambda: peer.state is State.KILLED)
-        assert (peer.reason, peer.kills) == ("killed by SIGKILL", [1])
-        processes.start(peer, "-c", FINISH)
-        pump_until(processes, lambda: peer.ended)
-    assert peer.state is State.DONE
-    assert peer.train[0].loss == 2.0
-    assert not is_alive(peer.parameters)
-    assert (tmp_path / "peer-0.log").read_text().count("for the log") == 2
 
 
 def test_a_crash_is_seen_with_its_error(tmp_path: Path) -> None:

@@ -17,23 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.figures import Report
+from scripts.benchmarks.nat_trials import FORTY, PAIRS, CrowdOutcome, crowd, forget, punch, relay_lies
 from tests.nat.crew import KEEP_LOGS
 from tests.nat.lab import Kind
 from tests.nat.namespaces import LabError, clean, may_map_ports, may_run
-from tests.nat.trials import (
-    FORTY,
-    PAIRS,
-    CrowdOutcome,
-    FaultOutcome,
-    PairOutcome,
-    crowd,
-    forget,
-    move,
-    pair,
-    punch,
-    relay_killed,
-    relay_lies,
-)
+from tests.nat.trials import FaultOutcome, PairOutcome, move, pair, relay_killed
 
 NAME = "nat"
 UNABLE = 2

@@ -24,7 +24,6 @@ from tests.nat.namespaces import LabError
 
 ROOT = Path(__file__).parents[2]
 DAEMON = "p2pavg.tools.cli.main:main"
-LYING_DAEMON = "tests.nat.lying_relay:main"
 KEEP_LOGS = "P2PAVG_LAB_LOGS"
 """The variable of the environment that names a folder, in which the logs of all processes are kept."""
 IMPORT_SECONDS = 120.0  # of torch and libp2p on a busy machine

@@ -1,34 +1,28 @@
-"""The trials in labs: pairs of peers, punching, a change of networks, a relay that is killed, forty peers.
+"""The trials in labs: pairs of peers, a change of networks, routers that forget, a relay that is killed.
 
-scripts/benchmarks/nat.py prints the figures, and the tests beside this file assert the bars for a few of them.
+scripts/benchmarks/nat.py prints the figures of these and of more, and the tests beside this file assert the bars.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import combinations_with_replacement
 
-from tests.nat.crew import DAEMON, DAEMON_PORT, KEEP_LOGS, LYING_DAEMON, Crew, Process
+from tests.nat.crew import DAEMON, DAEMON_PORT, Crew, Process
 from tests.nat.lab import Host, Kind, Lab, lab
 from tests.nat.namespaces import LabError
 from tests.nat.team import DIRECT, MAPPED, PUNCHED, RELAYED, Member, Team, way
 
 SAME = "same router"
-PAIRS: tuple[tuple[Kind, Kind], ...] = tuple(combinations_with_replacement(Kind, 2))
 PAIR_SECONDS = 90.0
 SETTLE_SECONDS = 20.0
 SETTLED_ROUNDS = 3
 """Rounds at the end of a trial, in which two peers that can meet directly do so."""
 OTHER_HOME = "192.168.178"
-FORTY = {Kind.PUBLIC: 5, Kind.FORWARDED: 7, Kind.UPNP: 4, Kind.CONE: 13, Kind.SYMMETRIC: 6, Kind.CGNAT: 5}
-"""Kinds of forty peers: 28 of them are behind routers through which no port is open at the beginning."""
-STARTED_AT_ONCE = 4
 START_SECONDS = 60.0
 
 
@@ -166,11 +160,11 @@ def _meet(
         # Relays come first and give way to a direct connection, if there can be one.
         patience = SETTLE_SECONDS if RELAYED not in allowed else SETTLE_SECONDS / 4
         team.run(min(left(), patience), lambda: way(first, second) == allowed[0])
-        settled, at = set_up.relayed_bytes(), _sent(team)
+        settled, at = set_up.relayed_bytes(), sent(team)
         team.run(left(), team.all_succeeded(SETTLED_ROUNDS))
-        outcome.relayed_later = _share(set_up.relayed_bytes() - settled, _sent(team) - at)
+        outcome.relayed_later = _share(set_up.relayed_bytes() - settled, sent(team) - at)
         outcome.way = way(first, second)
-    outcome.relayed = _share(set_up.relayed_bytes() - before, _sent(team))
+    outcome.relayed = _share(set_up.relayed_bytes() - before, sent(team))
     _describe(outcome, team)
     team.end()
     return outcome
@@ -190,48 +184,12 @@ def _describe(outcome: PairOutcome, team: Team) -> None:
     outcome.log = team.log()
 
 
-def _sent(team: Team) -> int:
+def sent(team: Team) -> int:
     return sum(result["sent"] for member in team.members for result in member.successes)
 
 
 def _share(part: int, whole: int) -> float:
     return min(part / whole, 1.0) if whole else 0.0
-
-
-@dataclass(kw_only=True)
-class PunchOutcome:
-    """The tries in which two peers behind routers that keep ports got a direct connection."""
-
-    tries: int
-    seconds: list[float]
-    """Of each success: from the start of the peers to the direct connection."""
-    failures: list[str]
-
-
-def punch(
-    tries: int,
-    *,
-    seconds: float = 40.0,
-    kinds: tuple[Kind, Kind] = (Kind.CONE, Kind.CONE),
-    delay_ms: float = 0.0,
-) -> PunchOutcome:
-    """Let two new peers behind two routers meet, again and again."""
-    found = PunchOutcome(tries=tries, seconds=[], failures=[])
-    with stage(delay_ms=delay_ms) as set_up:
-        first, second = (set_up.lab.site(kind).hosts[0] for kind in kinds)
-        for _ in range(tries):
-            team = Team(set_up.crew, set_up.bootstrap)
-            began = time.monotonic()
-            for host in (first, second):
-                team.add(host)
-            if team.run(seconds, lambda: way(first, second) == PUNCHED):
-                found.seconds.append(time.monotonic() - began)
-            else:
-                found.failures.append(team.log())
-            team.end()
-            for member in team.members:
-                member.process.close()
-    return found
 
 
 @dataclass(kw_only=True)
@@ -264,17 +222,8 @@ def move(
         made = set_up.lab
         hosts = [made.site(kind).hosts[0] for kind in kinds]
         other = made.site(kinds[-1], 0, lan=OTHER_HOME)
-        team = _group(set_up, hosts, elements=elements)
-        return _disturb(team, team.members[-1], lambda: made.move(hosts[-1], other), rounds, seconds)
-
-
-def forget(*, rounds: int = 10, seconds: float = 150.0) -> FaultOutcome:
-    """Let a router forget all connections in the middle of rounds."""
-    with stage() as set_up:
-        hosts = [set_up.lab.site(kind).hosts[0] for kind in (Kind.PUBLIC, Kind.CONE, Kind.CONE)]
-        team = _group(set_up, hosts)
-        site = hosts[-1].site
-        return _disturb(team, team.members[-1], lambda: set_up.lab.forget(site), rounds, seconds)
+        team = group(set_up, hosts, elements=elements)
+        return disturb(team, team.members[-1], lambda: made.move(hosts[-1], other), rounds, seconds)
 
 
 def idle(*, pauses: int = 2, pause: float = 40.0, forgets_after: int = 20) -> list[str]:
@@ -307,21 +256,16 @@ def idle(*, pauses: int = 2, pause: float = 40.0, forgets_after: int = 20) -> li
 
 def relay_killed(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
     """Kill the daemon that relays most, in the middle of rounds of two peers behind symmetric routers."""
-    return _with_relays(Process.kill, rounds, seconds, elements, DAEMON)
+    return with_relays(Process.kill, rounds, seconds, elements, DAEMON)
 
 
-def relay_lies(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
-    """Let the daemon that relays most change bytes, in the middle of rounds of two such peers."""
-    return _with_relays(lambda relay: relay.tell("lie"), rounds, seconds, elements, LYING_DAEMON)
-
-
-def _with_relays(
+def with_relays(
     fault: Callable[[Process], None], rounds: int, seconds: float, elements: int, entry: str
 ) -> FaultOutcome:
     with stage(daemons=2, entry=entry) as set_up:
         hosts = [set_up.lab.site(Kind.SYMMETRIC).hosts[0] for _ in range(2)]
-        team = _group(set_up, hosts, elements=elements)
-        return _disturb(team, team.members[-1], lambda: fault(_busiest(set_up, team)), rounds, seconds)
+        team = group(set_up, hosts, elements=elements)
+        return disturb(team, team.members[-1], lambda: fault(_busiest(set_up, team)), rounds, seconds)
 
 
 def _busiest(set_up: Stage, team: Team) -> Process:
@@ -334,7 +278,7 @@ def _busiest(set_up: Stage, team: Team) -> Process:
     return set_up.daemons[grown.index(max(grown))][0]
 
 
-def _group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team:
+def group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team:
     """Start one group that rests little between its rounds, so that a fault is in the middle of one."""
     team = Team(
         set_up.crew, set_up.bootstrap, elements=elements, pause=0.3, group_size=len(hosts), match_timeout=10.0
@@ -344,7 +288,7 @@ def _group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team
     return team
 
 
-def _disturb(
+def disturb(
     team: Team, victim: Member, fault: Callable[[], None], rounds: int, seconds: float
 ) -> FaultOutcome:
     """Run half of the rounds, cause a fault, and run the other half.
@@ -389,96 +333,3 @@ def _ways(hosts: Sequence[Host]) -> str:
         way(first, second) for number, first in enumerate(hosts) for second in hosts[number + 1 :]
     )
     return ", ".join(f"{count} {name}" for name, count in found.most_common())
-
-
-@dataclass(kw_only=True)
-class CrowdOutcome:
-    """The outcome of a trial with many peers of mixed kinds."""
-
-    peers: int
-    rounds: int
-    """Rounds of all peers that were counted."""
-    succeeded: int
-    full: int
-    """Of these: in a group of the full size."""
-    by_kind: dict[str, float]
-    """The fraction of rounds that succeeded, by kind of site."""
-    seconds: list[float]
-    """Of each successful round."""
-    relayed: int
-    """Bytes that the daemons have sent, which are in no group."""
-    carried: list[int]
-    """Bytes that each public peer has sent, those of its own rounds too."""
-    sent: int
-    """Bytes that all peers sent in successful rounds."""
-    took: float
-    wrong: list[str]
-    reasons: Counter[str]
-    log: str
-
-
-def crowd(
-    kinds: dict[Kind, int],
-    *,
-    rounds: int = 20,
-    group_size: int = 8,
-    elements: int = 20_000,
-    pause: float = 0.5,
-    seconds: float = 900.0,
-) -> CrowdOutcome:
-    """Let many peers average, each at a site of its own; count the first ``rounds`` rounds of each.
-
-    Args:
-        pause: seconds of a peer's own work between two rounds.
-
-    Raises:
-        LabError: a peer does not start.
-    """
-    with stage() as set_up:
-        team = Team(
-            set_up.crew,
-            set_up.bootstrap,
-            elements=elements,
-            pause=pause,
-            group_size=group_size,
-            match_timeout=30.0,
-            exchange_timeout=60.0,
-        )
-        began = time.monotonic()
-        for kind in (kind for kind, count in kinds.items() for _ in range(count)):
-            team.add(set_up.lab.site(kind).hosts[0], verbose=bool(os.environ.get(KEEP_LOGS)))
-            # All at once, forty processes would get less of two processors than a handshake needs within its bound.
-            if len(team.members) % STARTED_AT_ONCE == 0 and not team.run(START_SECONDS, team.all_open):
-                raise LabError(
-                    f"{STARTED_AT_ONCE} peers did not start in {START_SECONDS:.0f} s:\n{team.log()}"
-                )
-        team.run(seconds, lambda: all(len(member.rounds) >= rounds for member in team.members))
-        took = time.monotonic() - began
-        return _count(team, set_up, rounds, group_size, took)
-
-
-def _count(team: Team, set_up: Stage, rounds: int, group_size: int, took: float) -> CrowdOutcome:
-    counted = {member.peer_id: member.rounds[:rounds] for member in team.members}
-    by_kind: dict[str, list[bool]] = {}
-    for member in team.members:
-        successes = [found["kind"] == "Success" for found in counted[member.peer_id]]
-        by_kind.setdefault(member.host.site.kind, []).extend(successes or [False])
-    everything = [found for found_rounds in counted.values() for found in found_rounds]
-    good = [found for found in everything if found["kind"] == "Success"]
-    outcome = CrowdOutcome(
-        peers=len(team.members),
-        rounds=rounds * len(team.members),
-        succeeded=len(good),
-        full=sum(len(found["weights"]) == group_size for found in good),
-        by_kind={kind: sum(found) / len(found) for kind, found in by_kind.items()},
-        seconds=[found["duration"] for found in good],
-        relayed=set_up.relayed_bytes(),
-        carried=[member.host.bytes()[0] for member in team.members if member.host.site.kind is Kind.PUBLIC],
-        sent=_sent(team),
-        took=took,
-        wrong=team.wrong(),
-        reasons=Counter(reason for member in team.members for reason in member.reasons),
-        log=team.log(),
-    )
-    team.end()
-    return outcome

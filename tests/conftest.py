@@ -9,8 +9,8 @@ another order.
 
 * The files that are marked ``processes`` are in two groups, which begin first. One worker runs all tests of a group. So
   at most two of these tests run at once, however many workers there are.
-* A file that is marked ``one_worker`` has a fixture for all its tests that takes a minute. One worker runs them, so
-  that it is made once, and not by each worker.
+* A file that is marked ``one_worker`` has a fixture for all its tests that takes a minute, or imports for seconds what
+  no other file does. One worker runs them, so that it is made once, and not by each worker.
 * The other tests over real sockets mostly wait, and the simulations compute. They take turns, so that workers that run
   both at once use all of a machine with two cores.
 * The short tests of ``unit/`` come last, so that all workers end at about the same time.
@@ -40,7 +40,7 @@ settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent
 SIMULATIONS = ("tests/simulation/", "tests/unit/round/")
-MARKED = re.compile(r"^pytestmark = pytest\.mark\.(\w+)$", re.MULTILINE)
+MARKED = re.compile(r"^pytestmark = \[?pytest\.mark\.(\w+)", re.MULTILINE)
 
 
 @cache

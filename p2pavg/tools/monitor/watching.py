@@ -53,7 +53,7 @@ class AveragerSource:
     def __init__(self, averager: DecentralizedAverager) -> None:
         self.run_id = averager.config.run_id
         self.me = averager.peer_id
-        self.wall_clock = averager.statuses.wall_clock
+        self.wall_clock = averager.statuses.context.wall_clock
         self._averager = averager
         self._own = _Own()
         averager.statuses.look_every(LOOK_SECONDS)

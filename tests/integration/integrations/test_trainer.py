@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
-
-from transformers import Trainer, TrainingArguments
-
-from p2pavg.integrations.lightning import SampleCounter
-from p2pavg.integrations.transformers import TransformersCallback, optimizers
 from p2pavg.optim import AveragedOptimizer
 from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, large_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+if (
+    TYPE_CHECKING
+):  # importing transformers takes seconds, which only the worker that runs these tests is to spend
+    from transformers import Trainer
+
+pytestmark = [pytest.mark.one_worker, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
     monkeypatch.setattr(attendance, "SETTLE_START_SECONDS", 0.0)
 
 
@@ -40,25 +40,15 @@ class Network(torch.nn.Module):
 DATA = [{"inputs": torch.ones(3), "labels": torch.zeros(1)} for _ in range(20)]
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    given: dict[str, Any] = {
-        "output_dir": str(folder),
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 8,
-        "max_grad_norm": 0.0,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-    }
-    return TrainingArguments(**(given | changes))
-
-
-Made = tuple[Trainer, AveragedOptimizer, list[Any]]
+Made: TypeAlias = "tuple[Trainer, AveragedOptimizer, list[Any]]"
 
 
 def made(folder: Path, *, updates: int | None = None, schedule: bool = True, **changes: Any) -> Made:
+    from transformers import Trainer, TrainingArguments
+
+    from p2pavg.integrations.lightning import SampleCounter
+    from p2pavg.integrations.transformers import TransformersCallback, optimizers
+
     network = Network()
     reports: list[Any] = []
     inner = torch.optim.SGD(network.parameters(), lr=1.0)
@@ -71,7 +61,19 @@ def made(folder: Path, *, updates: int | None = None, schedule: bool = True, **c
         target_batch_size=changes.pop("target_batch_size", 1),
     )
     pair: Any = optimizers(optimizer) if schedule else (optimizer, None)
-    trainer = Trainer(network, arguments(folder, **changes), train_dataset=DATA, optimizers=pair)
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 8,
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    arguments = TrainingArguments(**(given | changes))
+    trainer = Trainer(network, arguments, train_dataset=DATA, optimizers=pair)
     trainer.add_callback(TransformersCallback(optimizer, updates=updates))
     return trainer, optimizer, reports
 
@@ -130,6 +132,8 @@ def test_clipping_before_the_average_is_told(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_counter_counts_training_alone() -> None:
+    from p2pavg.integrations.lightning import SampleCounter
+
     model = torch.nn.Linear(3, 1)
     counter = SampleCounter(model)
     model(torch.ones(5, 3))

@@ -84,6 +84,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [*first, *(item for item in turns if item is not None)]
 
 
+def pytest_collectstart() -> None:
+    """Collect no garbage while modules are imported: there is none, and a million objects to look through."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Take what is imported by now out of the garbage collector's sight.
 
@@ -91,6 +96,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,6 @@ import pytest
 from p2pavg.testing import LocalSwarm, SwarmProcess, forking
 from p2pavg.testing.forking import ForkedProcess, ForkServer
 from tests.integration.swarm_work import describe_start, end, start_another, stay, talk
-from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -88,7 +87,10 @@ def test_a_process_that_never_joins_differs_from_one_that_has_ended(tmp_path: Pa
 SCRIPT = """
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+import psutil
 
 from beside import WORD
 from p2pavg.testing import LocalSwarm
@@ -99,27 +101,39 @@ class Said:
 
 def work(member):
     member.report(word=Said(WORD).word, index=member.index)
-    raise SystemExit(member.arguments["code"])
+    if "code" in member.arguments:
+        raise SystemExit(member.arguments["code"])
+    time.sleep(1000)
 
 if __name__ == "__main__":
-    with LocalSwarm(work, peers=0, arguments={"code": 0}) as swarm:
-        print(swarm.add(wait=False).event(60.0))
+    with LocalSwarm(work, peers=0) as swarm:
+        print(swarm.add(wait=False, arguments={"code": 0}).event(60.0))
         swarm.wait_ended(60.0)
         swarm.add(wait=False, arguments={"code": 3})
         try:
             swarm.wait_ended(60.0)
         except RuntimeError as error:
             print(error)
+        swarm.add(wait=False).event(60.0)
+        print(*(child.pid for child in psutil.Process().children()), flush=True)
+        time.sleep(1000)
 """
 
 
-def test_a_function_of_a_script_is_found(tmp_path: Path) -> None:
+def test_a_function_of_a_script_is_found_and_its_processes_end_when_it_is_killed(tmp_path: Path) -> None:
     """The script is imported from another folder, with the modules beside it, and is not run again."""
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = run_python(script)
-    assert run.stdout.splitlines() == ["{'word': 'found', 'index': 0}", "process 1 ended with 3"], run.stderr
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "{'word': 'found', 'index': 0}\n"
+        assert run.stdout.readline() == "process 1 ended with 3\n"
+        children = [psutil.Process(int(word)) for word in run.stdout.readline().split()]
+        assert len(children) == (3 if forking.can_fork() else 1), "two servers, and a process"
+        run.kill()
+    gone, alive = psutil.wait_procs(children, timeout=120.0)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], gone
 
 
 def test_a_function_of_a_module_is_its_name() -> None:
@@ -211,26 +225,18 @@ class TestForkedProcesses:
         assert described[0]["hashes"] != described[1]["hashes"]  # not all orders of sets are equal
 
     def test_the_end_of_their_server_is_an_error_for_the_next_one_only(self) -> None:
-        server = ForkServer()
-        first = server.fork(WORK, [os.getcwd()])
-        server._process.kill()
-        with pytest.raises(RuntimeError, match="the server that forks processes has ended"):
-            server.fork(WORK, [os.getcwd()])
-        assert server.is_lost
-        server.close()
-        assert first.poll() is None
-        _close(first)  # tells it to leave
-        assert first.wait(60.0) == 0
-
-    def test_a_server_that_has_ended_is_replaced(self) -> None:
         with LocalSwarm(stay, peers=0, fork=True) as swarm:
-            swarm.add()
-            swarm.add(wait=False).process.kill()
+            first = swarm.add()
             servers = list(forking._servers._running)
             for server in servers:
                 server._process.kill()
             assert eventually(lambda: all(server.is_lost for server in servers))
-            assert swarm.add().running
+            with pytest.raises(RuntimeError, match="the server that forks processes has ended"):
+                servers[0].fork(WORK, [os.getcwd()])
+            assert first.running
+            assert swarm.add().running, "a new server has forked it"
+            first.kill()
+            assert first.process.wait(60.0) == -9
 
     # Python 3.12 and later warn about forks of a process with threads, which this test is about.
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
@@ -261,37 +267,6 @@ class TestForkedProcesses:
             assert process.wait(60.0) == -9
             monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signalled"))
             process.kill()
-
-    def test_they_end_when_the_test_is_killed(self, tmp_path: Path) -> None:
-        script = tmp_path / "killed.py"
-        script.write_text(KILLED)
-        with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as run:
-            assert run.stdout is not None
-            children = [psutil.Process(int(word)) for word in run.stdout.readline().split()]
-            assert len(children) == 3
-            run.kill()
-        gone, alive = psutil.wait_procs(children, timeout=120.0)
-        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], gone
-
-
-KILLED = """
-import time
-
-import psutil
-
-from p2pavg.testing import LocalSwarm
-
-def work(member):
-    member.report(ready=True)
-    time.sleep(1000)
-
-if __name__ == "__main__":
-    with LocalSwarm(work, peers=0, fork=True) as swarm:
-        process = swarm.add(wait=False)
-        process.event(150.0)
-        print(*(child.pid for child in psutil.Process().children()), flush=True)
-        time.sleep(1000)
-"""
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -86,10 +86,23 @@ def test_any_bytes(kind: type[Message], data: bytes) -> None:
     read(kind, data)
 
 
-@settings(max_examples=1000)
-@given(st.data(), kinds)
-def test_fields_of_the_right_types(data: st.DataObject, kind: type[Message]) -> None:
-    read(kind, msgspec.msgpack.encode(data.draw(FIELDS[kind])))
+def reads_some(kind: type[Message]) -> bool:
+    """Read values that a message of this kind may have; return whether one is such a message."""
+    seen: list[bool] = []
+
+    @settings(max_examples=10)
+    @given(FIELDS[kind])
+    def look(fields: Any) -> None:
+        seen.append(read(kind, msgspec.msgpack.encode(fields)))
+
+    look()
+    return any(seen)
+
+
+def test_fields_of_the_right_types() -> None:
+    """Most kinds have values that are read: without these, the tests below could see nothing but refusals."""
+    refused = [kind.__name__ for kind in ALL if not reads_some(kind)]
+    assert len(refused) < 0.3 * len(ALL), refused
 
 
 @settings(max_examples=1000)
@@ -120,17 +133,3 @@ def test_changed_bytes(data: st.DataObject, kind: type[Message]) -> None:
     written = bytearray(msgspec.msgpack.encode(data.draw(FIELDS[kind])))
     written[data.draw(st.integers(0, len(written) - 1))] = data.draw(st.integers(0, 255))
     read(kind, bytes(written[: data.draw(st.integers(0, len(written)))]))
-
-
-def test_most_kinds_have_values_that_are_read() -> None:
-    """Without this, the tests above could see nothing but refusals."""
-    found: set[type[Message]] = set()
-
-    @settings(max_examples=3000, database=None, derandomize=True)
-    @given(st.data(), kinds)
-    def look(data: st.DataObject, kind: type[Message]) -> None:
-        if read(kind, msgspec.msgpack.encode(data.draw(FIELDS[kind]))):
-            found.add(kind)
-
-    look()
-    assert len(found) > 0.7 * len(ALL), sorted(each.__name__ for each in set(ALL) - found)

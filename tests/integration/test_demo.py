@@ -11,7 +11,7 @@ from tests.programs import run_python
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS, STEPS = 2, 5
+PEERS, STEPS = 3, 12
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -19,32 +19,22 @@ def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "scripts.demo_gpt", *given, cwd=ROOT, timeout=480.0)
 
 
-def test_peers_learn_and_end_with_the_same_parameters_as_the_reference(tmp_path: Path) -> None:
-    options = ["--peers", str(PEERS), "--steps", str(STEPS), "--compression", "fp32", "--calm"]
-    result = run_demo(tmp_path, *options)
+def test_a_late_peer_and_a_killed_one_end_with_the_same_parameters_as_the_reference(tmp_path: Path) -> None:
+    result = run_demo(tmp_path, "--peers", str(PEERS), "--steps", str(STEPS), "--compression", "fp32")
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(result.stdout)
     assert report["identical_parameters"] is True
     assert report["relative_difference"] <= 1e-4
     for process in [*report["peers"], report["reference"]]:
         assert process["state"] == "done"
-        assert len(process["train_losses"]) == STEPS
         assert process["final_loss"] < process["held_out_losses"][0][1] - 0.3
-    assert [entry["group_sizes"] for entry in report["rounds"]] == [[PEERS] * PEERS] * STEPS
-    assert all(entry["bytes_sent"] > 0 and entry["seconds"] > 0 for entry in report["rounds"])
-    assert Path(report["png"]).name == "loss.png"
-
-
-def test_a_late_peer_and_a_killed_one_end_like_the_others(tmp_path: Path) -> None:
-    result = run_demo(tmp_path, "--peers", "3", "--steps", "12")
-    assert result.returncode == 0, result.stdout + result.stderr
-    report = json.loads(result.stdout)
-    assert report["identical_parameters"] is True
-    assert [peer["state"] for peer in report["peers"]] == ["done"] * 3
+    for process in (report["peers"][0], report["reference"]):
+        assert len(process["train_losses"]) == STEPS
     assert len(report["peers"][1]["kills"]) == 1
     assert report["rounds"][0]["group_sizes"][:2] == [2, 2]  # the late peer was not there
-    # How many of these few updates have the batches of all three depends on how busy the machine is.
-    assert report["relative_difference"] <= 5e-2
+    assert len(report["rounds"]) == STEPS
+    assert all(entry["bytes_sent"] > 0 and entry["seconds"] > 0 for entry in report["rounds"])
+    assert Path(report["png"]).name == "loss.png"
 
 
 def test_an_unknown_codec_fails_with_its_name(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ and it says nothing. Each peer that begins has the run's first parameters, and f
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ import trio
 
 import p2pavg
 from p2pavg.base.result import Success
+from p2pavg.data import SharedSampler
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.optim import AveragedOptimizer, RunState
 from p2pavg.optim.base.state import Lineage, digest_of
@@ -46,6 +48,8 @@ class Setting:
     every: float | None = 20.0
     """Seconds between two kills; each is followed by a join. ``None``: the peers stay."""
     elements: int = 1_000_000
+    length: int = 1000
+    """Samples of the data, of which each batch has one."""
     log_updates: int = 8
     """Averages that each peer keeps: so few that a peer needs a snapshot, as in a run of days."""
     batch_seconds: tuple[float, float] = (0.1, 0.3)
@@ -98,6 +102,8 @@ class Life:
     """Those that it took in a round."""
     followed: list[Followed] = field(default_factory=list)
     """Times in which it missed updates."""
+    drawn: list[tuple[int, int]] = field(default_factory=list)
+    """Epoch of the data and sample of its batches since the last update that it contributed to."""
     ended: float | None = None
     killed: bool = False
 
@@ -115,6 +121,10 @@ class Course:
     lives: list[Life] = field(default_factory=list)
     samples: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Of each update: the time at which the first peer took it, and its samples."""
+    weights: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """Of each update: the samples of each member."""
+    counted: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Epoch of the data and sample, of all that updates have counted."""
     lineages: dict[int, set[bytes]] = field(default_factory=dict)
     """Of each update: the states of the lineages of all peers that took it."""
     bits: dict[bytes, set[bytes]] = field(default_factory=dict)
@@ -189,7 +199,20 @@ class Churn:
                 await self._churn(nursery)
             course.ended = trio.current_time()
             nursery.cancel_scope.cancel()
+        for life in course.lives:  # a peer may have been killed before it knew of an update that counts it
+            last = life.updates[-1].epoch if life.updates else 0
+            self._count(
+                life,
+                next((w for epoch, w in course.weights.items() if epoch > last and life.peer_id in w), {}),
+            )
         return course
+
+    def _count(self, life: Life, weights: Mapping[str, float]) -> None:
+        """Count the samples that a peer has contributed to an update."""
+        if count := round(weights.get(life.peer_id, 0.0)):
+            # What it had accumulated before it fell behind was dropped.
+            self.course.counted.update(life.drawn[-count:])
+            life.drawn.clear()
 
     async def _churn(self, nursery: trio.Nursery) -> None:
         while True:
@@ -244,16 +267,19 @@ class Churn:
         seconds = random.Random(f"speed/{how.seed}/{life.index}").uniform(*how.batch_seconds)
         noise = torch.randn(how.elements, generator=torch.Generator().manual_seed(life.index))
         replayed: list[int] = []
+        sampler = SharedSampler(how.length, peer_id=life.peer_id)
+        samples = iter(sampler)
         optimizer = AveragedOptimizer(
             adam,
             thread.averager(averager),
             target_batch_size=how.peers * BATCHES,
             peers_to_start=how.peers if life.index < how.peers else None,
-            state=RunState(model, log_bytes=int(how.log_updates * how.elements * 1.1)),
+            state=RunState(model, data=sampler, log_bytes=int(how.log_updates * how.elements * 1.1)),
             on_update=lambda report: replayed.append(report.epoch),
         )
         try:
             while True:
+                life.drawn.append((sampler.epoch, next(samples)))
                 thread.sleep(seconds)
                 model.vector.grad = (model.vector.detach() - self._target).add_(noise)
                 report = optimizer.step(samples=1.0)
@@ -274,6 +300,8 @@ class Churn:
             life.followed.append(Followed(since, now, lineage.epoch - before - 1, replayed))
         life.updates.append(Update(now, lineage.epoch, life.peer_id in success.weights))
         course.samples.setdefault(lineage.epoch, (now, success.total_weight))
+        course.weights.setdefault(lineage.epoch, success.weights)
+        self._count(life, success.weights)
         course.lineages.setdefault(lineage.epoch, set()).add(lineage.state)
         if not self._started.is_set():
             self._token.run_sync_soon(self._started.set)

@@ -73,10 +73,6 @@ def plain(renderable: RenderableType, color: Literal["standard"] | None = None) 
     return console.file.getvalue()
 
 
-
-
-
-
 @pytest.mark.parametrize("line", ["", "{", "[]", "{}", '{"event": "Done"}', '{"event": "Nothing"}', "1"])
 def test_malformed_event_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
@@ -113,8 +109,6 @@ def test_first_reason_of_a_peer_is_kept() -> None:
     assert peer.reason == "no round succeeded in 60 s"
 
 
-
-
 def test_a_peer_that_waits_says_why() -> None:
     run = finished_run()
     run.peers[1].state = State.TRAINING
@@ -134,8 +128,6 @@ def test_progress_is_printed_where_there_is_no_terminal() -> None:
     assert console.file.getvalue() == "0 s: peer 0: 0/4 starting\n"
 
 
-
-
 def test_the_sentence_names_the_failed_peer() -> None:
     text = sentences(run_with_a_killed_peer())
     assert text.startswith("1 of 2 peers that shared only gradients")
@@ -152,8 +144,6 @@ def test_the_sentence_does_not_speak_for_a_peer_that_failed() -> None:
     assert text.endswith("Peer 2 failed before the first step: no luck.")
     run.peers[1].digest = "different"
     assert "Their parameters differ" in sentences(run)
-
-
 
 
 def test_the_json_object_of_a_run_with_a_failure() -> None:

@@ -2,7 +2,7 @@
 
 import signal
 
-from scripts.demo_gpt.events import Done, Ready, Update
+from scripts.demo_gpt.events import Done, Ready, TrainLoss, Update
 from scripts.demo_gpt.plan import MOST_STARTS, Start, fail_if_killed_too_often, next_actions
 from scripts.demo_gpt.progress import Run, State
 from scripts.demo_gpt.settings import Settings
@@ -20,18 +20,15 @@ def ready(run: Run, *indices: int) -> None:
         run.peers[index].apply(Ready(parameters=1, peer_id=f"id {index}", address=f"address {index}"))
 
 
-
-
 def kill(run: Run, index: int) -> None:
     run.peers[index].exited(-signal.SIGKILL, "")
 
 
-
-
-
-
-
-
+def test_a_calm_run_kills_no_peer() -> None:
+    run = run_of(2, calm=True)
+    ready(run, 0, 1)
+    run.peers[1].apply(TrainLoss(step=STEPS - 1, loss=1.0))
+    assert next_actions(run) == []
 
 
 def test_the_first_peer_joins_the_others_again_and_two_never_begin_a_network_each() -> None:

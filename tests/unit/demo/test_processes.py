@@ -41,8 +41,6 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-
-
 def test_a_crash_is_seen_with_its_error(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         peer = start(processes, "raise RuntimeError('no luck')")

@@ -32,10 +32,6 @@ def test_rare_characters_share_one_number() -> None:
     assert vocabulary_of("a" * 10 + "b" * 9) == (RARE, "a")
 
 
-
-
-
-
 def test_no_window_belongs_to_two_peers_and_a_pass_shows_none_twice() -> None:
     source = batches()
     shares = [set(seen(source, peer, 40)) for peer in range(PEERS)]
@@ -76,8 +72,6 @@ def test_model_cannot_see_the_future(text: Text) -> None:
     before, after = text.train[:32].clone(), text.train[:32].clone()
     after[20:] = 1
     torch.testing.assert_close(model(before[None])[:, :20], model(after[None])[:, :20])
-
-
 
 
 def test_learning_rate_rises_then_falls() -> None:

@@ -62,6 +62,7 @@ def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.long
 def test_allreduce_measures_all_systems_in_one_run(bench: Bench) -> None:
     lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8", "--rules", "median")
     found = medians(lines)

@@ -300,7 +300,7 @@ class _Assistance:
                 max_share=MAX_AUXILIARY_ELEMENTS,
             ),
             tails,
-            accuse=self.run.accuse,
+            self.run,
         )
         host.registry.add(key, matchmaker)
         self.run.matchmakers.append(matchmaker)

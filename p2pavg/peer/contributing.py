@@ -152,7 +152,6 @@ def open_rounds(
             exchange_timeout=config.exchange_timeout,
         ),
         tails,
-        presence.why_alone,
-        run.accuse,
-        leave=presence.withdraw,
+        run,
+        presence,
     )

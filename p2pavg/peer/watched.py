@@ -37,13 +37,7 @@ class Telemetry:
     ) -> None:
         self.events = Events(parent=host.events)
         self.boards = Boards(host.context, run.records, run_id=config.run_id, nursery=nursery)
-        self.reports = RoundReports(
-            self.events,
-            run_id=config.run_id,
-            peer_id=host.id,
-            wall_clock=host.context.wall_clock,
-            excluded=lambda: run.excluded.keys(),
-        )
+        self.reports = RoundReports(self.events, run_id=config.run_id, context=host.context, run=run)
         keeper = StatusKeeper(_first_status(config, role))
         self.events.subscribe(keeper.take)
         self.events.subscribe(log_round)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import trio
@@ -43,14 +43,26 @@ _BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError, UnreachableError
 
 Finding: TypeAlias = "Lie | str | None"
 """A lie; or why a reducer's answer is missing or proves nothing; or ``None`` if its averages are right."""
-OnFinding: TypeAlias = "Callable[[str, Finding], None]"
-"""Is told the finding about a reducer, by its peer id."""
 
 
-class Lose(Protocol):
-    """Leaves a member out of the round."""
+class PeerJudge(Protocol):
+    """Learns what a round shows of other peers."""
 
-    def __call__(self, peer_id: str, reason: str, *, hostile: bool) -> None: ...
+    def accuse(self, evidence: bytes) -> None:
+        """Take evidence that a member lied."""
+
+    def audited(self, peer_id: str, finding: Finding) -> None:
+        """Learn what an audit of a reducer has found."""
+
+
+class AuditedExchange(Protocol):
+    """The exchange whose averages are audited."""
+
+    def hold(self, attempt: Attempt, digests: Sequence[bytes]) -> None:
+        """Say that this member holds the result of an attempt."""
+
+    def lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
+        """Leave a reducer out of the round."""
 
 
 class RoundAudits:
@@ -58,15 +70,17 @@ class RoundAudits:
 
     Args:
         roster: of the whole group.
-        on_finding: is told of each audit that this member has made.
-        lose: leaves a reducer out of the round, whose averages were not verified before the end.
+        judge: learns of each audit that this member has made.
+        exchange: the round, whose end waits for audits that are made before it.
     """
 
-    def __init__(self, context: RunContext, roster: Roster, on_finding: OnFinding, lose: Lose) -> None:
+    def __init__(
+        self, context: RunContext, roster: Roster, judge: PeerJudge, exchange: AuditedExchange
+    ) -> None:
         self._context = context
         self._roster = roster
-        self._on_finding = on_finding
-        self._lose = lose
+        self._judge = judge
+        self._exchange = exchange
         self._me = context.transport.peer_id
         self._audits = context.aggregation.audits
         self._kept: KeptShare | None = None
@@ -86,28 +100,26 @@ class RoundAudits:
             self._keep(attempt, self._audits, None)
             self._settled.set()
 
-    def when_verified(
-        self,
-        attempt: Attempt,
-        digests: Sequence[bytes],
-        nursery: trio.Nursery | None,
-        hold: Callable[[], None],
-    ) -> None:
-        """Call ``hold`` when this member may say that it holds the result of an attempt.
+    def completed(self, attempt: Attempt, digests: Sequence[bytes], nursery: trio.Nursery | None) -> None:
+        """Have the exchange hold the result of an attempt, which is here as a whole, with one digest a share.
 
-        In a group that audits before the end, it calls it later, in the nursery, unless an audit finds a lie or goes
+        In a group that audits before the end, it does so later, in the nursery, unless an audit finds a lie or goes
         unanswered.
         """
         audits = self._audits
         if audits is None or not audits.before or not digests or nursery is None:
-            hold()
+            self._exchange.hold(attempt, digests)
         else:
-            nursery.start_soon(self._verify, self._tasks_of(attempt, audits, digests), hold)
+            nursery.start_soon(
+                self._hold_if_verified, attempt, digests, self._tasks_of(attempt, audits, digests)
+            )
 
-    async def _verify(self, tasks: Sequence[AuditTask], hold: Callable[[], None]) -> None:
+    async def _hold_if_verified(
+        self, attempt: Attempt, digests: Sequence[bytes], tasks: Sequence[AuditTask]
+    ) -> None:
         # Otherwise this member does not say that it holds the result, and the reducer is left out of the next attempt.
         if not any(await self._findings(tasks)):
-            hold()
+            self._exchange.hold(attempt, digests)
 
     # ------------------------------------------------------------------ after the end
 
@@ -206,10 +218,10 @@ class RoundAudits:
             except _BROKEN as error:
                 finding = f"its answer to an audit proves nothing: {error}"
         findings.append(finding)
-        self._on_finding(task.reducer.peer_id, finding)
+        self._judge.audited(task.reducer.peer_id, finding)
         if finding is not None and self._audits is not None and self._audits.before:
             reason = finding.reason if isinstance(finding, Lie) else finding
-            self._lose(task.reducer.peer_id, reason, hostile=isinstance(finding, Lie))
+            self._exchange.lose(task.reducer.peer_id, reason, hostile=isinstance(finding, Lie))
 
     async def _ask(self, task: AuditTask) -> tuple[bytes, list[list[memoryview]]]:
         context, share = self._context, task.share

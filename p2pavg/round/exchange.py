@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +45,7 @@ from p2pavg.group.recheck import drawn_targets
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.group.topology import Hierarchical, Star
-from p2pavg.round.audits import Finding, OnFinding, RoundAudits
+from p2pavg.round.audits import PeerJudge, RoundAudits
 from p2pavg.round.control import VoteStreams
 from p2pavg.round.quiet import is_short
 from p2pavg.round.signing import Signing
@@ -108,10 +107,6 @@ class Traffic:
 logger = logging.getLogger(__name__)
 
 
-def _ignore(reducer: str, finding: Finding) -> None:
-    """Do nothing about the finding of an audit."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeOutcome:
     """The end of an exchange. ``verdict`` is ``None`` when ``averaged`` is the average of ``roster``'s contributors."""
@@ -157,14 +152,13 @@ class Exchange:
     Args:
         roster: the group, as it was agreed.
         group: the same group's inbound streams; closed at the end.
+        judge: learns what members did, at any time until the exchange has told the others its outcome.
         vector: float32, the length of the roster's shares together, on any device; this member's weighted mean. It is
             not changed. Only contributors have one.
         minimum: members that must hold a result, this one included.
         max_share: elements that this member reduces at most.
         silences: of the members in earlier rounds; those of this one are added.
-        accuse: is given evidence that a member lied, at any time until the exchange has told the others its outcome.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
-        on_finding: is told of each audit that this member has made of another one's averages.
         timeout: seconds until the group gives up.
     """
 
@@ -173,6 +167,7 @@ class Exchange:
         context: RunContext,
         roster: Roster,
         group: ExpectedGroup,
+        judge: PeerJudge,
         *,
         vector: torch.Tensor | None,
         minimum: int,
@@ -180,8 +175,6 @@ class Exchange:
         max_share: float = math.inf,
         silences: Silences | None = None,
         found_out: Callable[[bool], None] | None = None,
-        accuse: Callable[[bytes], None] = lambda _evidence: None,
-        on_finding: OnFinding = _ignore,
     ) -> None:
         self.reached = context.on_milestone
         self._found_out = found_out
@@ -202,7 +195,7 @@ class Exchange:
             verify=context.aggregation.audits is not None and context.aggregation.audits.before,
         )
         self._voting = Voting(
-            roster, member, self, Signing(context.signer, roster, context.aggregation.text, accuse)
+            roster, member, self, Signing(context.signer, roster, context.aggregation.text, judge)
         )
         self._voting.control = VoteStreams(
             transport=context.transport,
@@ -220,12 +213,14 @@ class Exchange:
             silences=silences,
             processor_wait=context.processor_wait,
         )
-        self._attempt: Attempt | None = None
+        self.attempt: Attempt | None = None
+        """The one that runs."""
         self._ended: ExchangeOutcome | None = None  # until it is taken
-        self._held_at = 0.0
+        self.held_at = 0.0
+        """Trio's clock when this member held the whole result; 0 before."""
         self._ledger: PartTracker | None = None  # of the last attempt
         self._traffic = Traffic(context.meter)
-        self._audits = RoundAudits(context, roster, on_finding, self._lose)
+        self._audits = RoundAudits(context, roster, judge, self)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start with ``nursery.start``: it returns when :meth:`take_outcome` may be called.
@@ -320,19 +315,18 @@ class Exchange:
     def _slow_members(self) -> SlowMembers:
         return SlowMembers(
             self._voting,
+            self,
             self._positions,
             self._timeout,
-            attempt=lambda: self._attempt,
-            held_at=lambda: self._held_at,
             is_star=_is_star(self._context),
             has_sites=isinstance(self._context.aggregation.topology, Hierarchical),
         )
 
     def waits_for(self) -> str:
         """Return a sentence that names the members that this one waits for."""
-        if self._attempt is None:
+        if self.attempt is None:
             return ""
-        if owing := self._attempt.ledger.waited_for():
+        if owing := self.attempt.ledger.waited_for():
             return f"waiting for parts of {owing}"
         return "all parts are here; waiting for the other members to agree on the result"
 
@@ -348,9 +342,9 @@ class Exchange:
         # The outcome has told it; only an open one is told later.
         if self._voting.is_used() is not None:
             self._found_out = None
-        if self._attempt is not None:
-            self._attempt.values.let_go()
-            self._attempt = None
+        if self.attempt is not None:
+            self.attempt.values.let_go()
+            self.attempt = None
 
     # ------------------------------------------------------------------ events of the attempts
 
@@ -361,24 +355,22 @@ class Exchange:
             case ResultComplete(digests):
                 # With audits before the end, this member says that it holds the result only when they have found no
                 # lie.
-                self._audits.when_verified(
-                    attempt, digests, voting.nursery, partial(self._hold, attempt, digests)
-                )
+                self._audits.completed(attempt, digests, voting.nursery)
             case BytesArrived(peer_id, count):
                 voting.control.arrived(peer_id, count)
             case ContributionOwed(peer_id, owed):
-                if attempt is self._attempt:
+                if attempt is self.attempt:
                     voting.control.owes(peer_id, owed)
             case DirectLaneBroke(peer_id):
                 # No other message tells of a member that died before its votes' stream was open: it is asked.
                 position = self._positions[peer_id]
-                if attempt is self._attempt and position not in voting.member.lost:
+                if attempt is self.attempt and position not in voting.member.lost:
                     voting.missing(position)
             case LaneFailed(peer_id, reason, hostile):
                 self._lane_failed(attempt, self._positions[peer_id], reason, hostile)
 
-    def _lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
-        """Lose a reducer whose averages this member could not verify."""
+    def lose(self, peer_id: str, reason: str, *, hostile: bool) -> None:
+        """See :class:`~p2pavg.round.audits.AuditedExchange`."""
         self._voting.lost(self._positions[peer_id], reason, hostile=hostile, silent=not hostile)
 
     def _lane_failed(self, attempt: Attempt, position: int, reason: str, hostile: bool) -> None:
@@ -386,7 +378,7 @@ class Exchange:
         member = self._voting.member
         # Lanes of an attempt that was left end with errors, which say nothing about their members any more. It is no
         # loss either if this member itself waits for a newer attempt.
-        current = attempt is self._attempt and member.promised == member.begun.ballot and not member.trouble
+        current = attempt is self.attempt and member.promised == member.begun.ballot and not member.trouble
         if hostile and attempt.number and position not in member.lost:
             # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
             # minutes must not follow from what a leader told the two.
@@ -397,25 +389,25 @@ class Exchange:
 
     # ------------------------------------------------------------------ the result of an attempt
 
-    def _hold(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+    def hold(self, attempt: Attempt, digests: Sequence[bytes]) -> None:
         """Tell the agreement that this member holds the result of an attempt."""
-        if attempt is not self._attempt:  # a newer one has begun while this one was audited
+        if attempt is not self.attempt:  # a newer one has begun while this one was audited
             return
-        self._held_at = trio.current_time()
+        self.held_at = trio.current_time()
         # Positions in the group's roster, which stay the same from attempt to attempt: a signature names members by
         # them.
         members = frozenset(self._positions[member.peer_id] for member in attempt.roster.members)
         signature = self._voting.signing.sign(attempt.number, members, digests)
-        self._voting.happen(Completed(attempt.number, digests, signature, attempt.values.outputs()))
+        self._voting.happen(Completed(attempt.number, tuple(digests), signature, attempt.values.outputs()))
 
     def _begin_audits(self) -> None:
         """Prepare the audits of the result, before anything of it is let go."""
-        assert self._attempt is not None
+        assert self.attempt is not None
         member = self._voting.member
         committed = member.committed if member.phase is RoundPhase.COMMITTED else None
         # A round that failed has no average to audit.
-        digests = () if committed is None else self._attempt.values.averages.digests()
-        self._audits.ended(self._attempt, committed, digests)
+        digests = () if committed is None else self.attempt.values.averages.digests()
+        self._audits.ended(self.attempt, committed, digests)
 
     # ------------------------------------------------------------------ moves that the agreement decides
 
@@ -437,17 +429,17 @@ class Exchange:
             return
         leftover = None
         # An attempt is never repaired. The next one takes over the contributions that have come, and nothing else.
-        if self._attempt is not None:
+        if self.attempt is not None:
             # Its lanes may still run: cancelling asks them to end. `_run_attempt` lets it go when they have.
-            self._attempt.scope.cancel()
-            leftover = self._attempt.values.carry.leave(self._told_by(self._attempt.number))
+            self.attempt.scope.cancel()
+            leftover = self.attempt.values.carry.leave(self._told_by(self.attempt.number))
             logger.info(
                 "group %s begins anew with %d members: %s",
                 self._roster.group_id.hex()[:8],
                 len(members),
                 ", ".join(self._voting.losses.reasons()),
             )
-        self._attempt = Attempt(
+        self.attempt = Attempt(
             number=number,
             context=context,
             group=self._roster,
@@ -457,19 +449,19 @@ class Exchange:
             on_event=self._happened,
             leftover=leftover,
         )
-        self._traffic.follow(self._attempt)
-        self._ledger = self._attempt.ledger
+        self._traffic.follow(self.attempt)
+        self._ledger = self.attempt.ledger
         # Elected again for each attempt: the reducer of a star may be one of the members that were lost.
-        self._voting.reduces_all = _is_star(context) and bool(self._attempt.plan.own_parts)
+        self._voting.reduces_all = _is_star(context) and bool(self.attempt.plan.own_parts)
         # Before the attempt runs: a fast member's auditor may ask at once.
-        self._audits.begun(self._attempt)
+        self._audits.begun(self.attempt)
         assert self._voting.nursery is not None
-        self._voting.nursery.start_soon(self._run_attempt, self._attempt)
+        self._voting.nursery.start_soon(self._run_attempt, self.attempt)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         await attempt.run()
         # Only now: until its threads have ended, they read and write the memory of the vectors.
-        if attempt is not self._attempt:  # a newer one took its place
+        if attempt is not self.attempt:  # a newer one took its place
             attempt.values.let_go()
 
     def _told_by(self, attempt: int) -> dict[str, ResumeMark]:
@@ -483,20 +475,20 @@ class Exchange:
 
     def came_from(self, position: int) -> ReceivedUpTo | None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
-        if self._attempt is None:
+        if self.attempt is None:
             return None
-        mark = self._attempt.values.carry.mark(self._roster.members[position].peer_id)
-        return None if mark == START else ReceivedUpTo(self._attempt.number, *mark)
+        mark = self.attempt.values.carry.mark(self._roster.members[position].peer_id)
+        return None if mark == START else ReceivedUpTo(self.attempt.number, *mark)
 
     def pass_on(self, reducers: frozenset[int], to: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
-        assert self._attempt is not None
-        self._attempt.sender.pass_on(_peer_ids(self._roster, reducers), _peer_ids(self._roster, to))
+        assert self.attempt is not None
+        self.attempt.sender.pass_on(_peer_ids(self._roster, reducers), _peer_ids(self._roster, to))
 
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.ExchangeActions`."""
-        if self._attempt is not None:
-            self._attempt.receiver.take_from(
+        if self.attempt is not None:
+            self.attempt.receiver.take_from(
                 self._roster.members[source].peer_id, _peer_ids(self._roster, reducers)
             )
 
@@ -508,22 +500,22 @@ class Exchange:
 
     def _overdue(self) -> str:
         """Return why the time was over, and note the member that is to blame."""
-        assert self._attempt is not None
+        assert self.attempt is not None
         member, losses = self._voting.member, self._voting.losses
         # All parts came, so the agreement was late, and no member owes anything.
-        if self._attempt.ledger.complete or member.phase is not RoundPhase.EXCHANGING:
+        if self.attempt.ledger.complete or member.phase is not RoundPhase.EXCHANGING:
             waits = member.phase in (RoundPhase.HOLDING, RoundPhase.PROMISED)
             # A loss may have held the leader up. So it is blamed only if this member has lost no other one.
             if waits and member.leader != member.me and not losses:
                 losses.note_idle_leader(member.leader, self._timeout)
             return f"the group agreed on no result within {self._timeout:g} s"
         # Parts are missing: the verdict names the member that owes them.
-        verdict = self._attempt.ledger.overdue(self._timeout)
+        verdict = self.attempt.ledger.overdue(self._timeout)
         losses.note_overdue(verdict)
         return verdict.reason
 
     def _outcome(self) -> ExchangeOutcome:
-        assert self._attempt is not None
+        assert self.attempt is not None
         # The attempt is let go right after this, so its bytes are counted now.
         self._traffic.add_up()
         member, losses = self._voting.member, self._voting.losses
@@ -531,23 +523,23 @@ class Exchange:
         return ExchangeOutcome(
             verdict=None if committed is not None else losses.failure(member.reason, member.code),
             used=self._voting.is_used(),
-            averaged=self._attempt.values.averages.values,
-            roster=self._attempt.roster,
+            averaged=self.attempt.values.averages.values,
+            roster=self.attempt.roster,
             lost=losses.all(member.begun.view),
             bytes_sent=self._traffic.sent.total(),
             bytes_received=self._traffic.received.total(),
             sent=dict(self._traffic.sent),
             received=dict(self._traffic.received),
-            relayed=frozenset(self._attempt.relayed),
-            held_at=self._held_at or None,
-            plain_bytes=self._attempt.plain_bytes,
+            relayed=frozenset(self.attempt.relayed),
+            held_at=self.held_at or None,
+            plain_bytes=self.attempt.plain_bytes,
             group_id=self._roster.group_id,
             certificate=_certificate(self._roster, committed),
             signers=0 if committed is None else len(committed.signatures),
-            encoded=None if committed is None else self._attempt.values.averages.as_encoded(),
-            streamed=frozenset(self._attempt.streamed),
-            drawn=self._drawn(self._attempt, committed),
-            left_out=self._attempt.values.left_out if self._reduced(self._attempt, committed) else None,
+            encoded=None if committed is None else self.attempt.values.averages.as_encoded(),
+            streamed=frozenset(self.attempt.streamed),
+            drawn=self._drawn(self.attempt, committed),
+            left_out=self.attempt.values.left_out if self._reduced(self.attempt, committed) else None,
         )
 
     @staticmethod

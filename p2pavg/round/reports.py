@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import trio
@@ -10,6 +10,8 @@ import trio
 from p2pavg.base.result import Failed, NoPeersCode, Success
 from p2pavg.group.candidate import Candidate
 from p2pavg.round.exchange import ExchangeOutcome
+from p2pavg.round.rounds import RunAccusations
+from p2pavg.runs.context import PeerContext
 from p2pavg.telemetry.events import RoundEnded, RoundKind, Way
 from p2pavg.telemetry.hub import Events
 
@@ -28,25 +30,16 @@ class RoundReports:
 
     Args:
         events: delivers them.
-        peer_id: this peer.
-        wall_clock: returns seconds since 1970.
-        excluded: returns the ids of the peers that are excluded from the run.
+        context: of this peer.
+        run: knows the peers that are excluded from it.
     """
 
-    def __init__(
-        self,
-        events: Events,
-        *,
-        run_id: str,
-        peer_id: str,
-        wall_clock: Callable[[], float],
-        excluded: Callable[[], Collection[str]],
-    ) -> None:
+    def __init__(self, events: Events, *, run_id: str, context: PeerContext, run: RunAccusations) -> None:
         self._events = events
         self._run_id = run_id
-        self._peer_id = peer_id
-        self._wall_clock = wall_clock
-        self._excluded = excluded
+        self._peer_id = context.signer.peer_id
+        self._wall_clock = context.wall_clock
+        self._run = run
 
     def alone(self, reason: str, duration: float, code: NoPeersCode) -> None:
         """Report a round that found no group."""
@@ -118,7 +111,7 @@ class RoundReports:
 
     def _emit(self, **fields: Any) -> None:
         """Tell the subscribers of the end of a round, whose event has these fields."""
-        excluded = tuple(self._excluded())
+        excluded = tuple(self._run.excluded)
         self._events.emit(
             RoundEnded(time=self._wall_clock(), run_id=self._run_id, excluded=excluded, **fields)
         )

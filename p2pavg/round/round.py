@@ -225,14 +225,13 @@ class Round(Generic[ResultT]):
             self._rounds.context,
             roster,
             self._group,
+            self._rounds,
             vector=vector,
             minimum=settings.minimum,
             timeout=settings.exchange_timeout,
             max_share=settings.max_share,
             silences=self._rounds.silences,
             found_out=found_out,
-            accuse=self._rounds.accuse,
-            on_finding=self._rounds.audited,
         )
         self._running = exchange
         self._group = None  # the exchange closes it now, when the others have heard how it ended

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -62,16 +62,25 @@ class Alone(NamedTuple):
     code: NoPeersCode = NoPeersCode.NO_PEER_READY
 
 
-async def _no_reason() -> Alone:
-    return Alone()
+class RunPresence(Protocol):
+    """What this peer publishes of a run, and what it can see of the others."""
+
+    async def why_alone(self) -> Alone:
+        """Return why peers of the run may be there and yet not meet this one."""
+
+    async def withdraw(self) -> None:
+        """Withdraw what this peer has published."""
 
 
-async def _stay() -> None:
-    """Withdraw nothing."""
+class RunAccusations(Protocol):
+    """The accusations among the peers of a run."""
 
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """The reason for which each excluded peer is excluded, by peer id."""
 
-def _tell_no_peer(evidence: bytes) -> None:
-    """Take evidence without spreading it."""
+    def accuse(self, evidence: bytes) -> None:
+        """Verify evidence that a member lied, and tell the run. Returns at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +107,8 @@ class Rounds:
 
     Args:
         tails: nursery that outlives every result: an exchange tells the other members there how it ended.
-        accuse: takes evidence that a member lied; it verifies the evidence, and tells the run.
-        leave: withdraws what this peer has published of the run.
-        why_alone: returns why peers of the run may be there and yet not meet this one.
+        run: takes evidence that a member lied.
+        presence: of a peer that averages; an auxiliary publishes nothing.
     """
 
     def __init__(
@@ -109,16 +117,14 @@ class Rounds:
         matchmaker: Matchmaker,
         settings: RoundSettings,
         tails: trio.Nursery,
-        why_alone: Callable[[], Awaitable[Alone]] = _no_reason,
-        accuse: Callable[[bytes], None] = _tell_no_peer,
-        leave: Callable[[], Awaitable[None]] = _stay,
+        run: RunAccusations,
+        presence: RunPresence | None = None,
     ) -> None:
         self.context = context
         self.matchmaker = matchmaker
         self.settings = settings
-        self.why_alone = why_alone
-        self.accuse = accuse
-        self.leave = leave
+        self._run = run
+        self._presence = presence
         self.silences = Silences()
         """Silences of other members in the rounds so far."""
         self._tails = tails
@@ -139,6 +145,19 @@ class Rounds:
         if outcome.verdict is None:
             self._prefer(outcome.roster, outcome.lost)
         return outcome
+
+    async def why_alone(self) -> Alone:
+        """Return why peers of the run may be there and yet not meet this one."""
+        return Alone() if self._presence is None else await self._presence.why_alone()
+
+    async def leave(self) -> None:
+        """Withdraw what this peer has published of the run."""
+        if self._presence is not None:
+            await self._presence.withdraw()
+
+    def accuse(self, evidence: bytes) -> None:
+        """See :class:`~p2pavg.round.audits.PeerJudge`."""
+        self._run.accuse(evidence)
 
     def audited(self, peer_id: str, finding: Finding) -> None:
         """Learn from an audit. A peer that lied is not met again; nor, for a while, one that answers no audits.

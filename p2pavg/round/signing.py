@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Output, Subject, encode_two_averages, is_signed
 from p2pavg.consensus.agreement import TWO_AVERAGES
@@ -20,6 +20,7 @@ from p2pavg.consensus.statements import (
 )
 from p2pavg.consensus.votes import Members, ResultCommit, ResultHeld, SignedOutput, Vote
 from p2pavg.group.roster import Roster
+from p2pavg.round.audits import PeerJudge
 from p2pavg_dht import Signer
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,11 @@ class Signing:
 
     Args:
         aggregation: text of the rule that combines contributions. It is part of what reducers sign.
-        accuse: is given each proof as soon as it is found, also after the round's end.
+        judge: is given each proof as soon as it is found, also after the round's end.
     """
 
     def __init__(
-        self,
-        signer: Signer,
-        roster: Roster,
-        aggregation: str,
-        accuse: Callable[[bytes], None] = lambda _evidence: None,
+        self, signer: Signer, roster: Roster, aggregation: str, judge: PeerJudge | None = None
     ) -> None:
         self._signer = signer
         self._aggregation = aggregation
@@ -55,7 +52,7 @@ class Signing:
         self._said: dict[
             tuple[int, int], Signed
         ] = {}  # by member and attempt: the first statement that was verified
-        self._accuse = accuse
+        self._judge = judge
         self.evidence: dict[int, bytes] = {}
         """Proof, by member, that it signed two statements that contradict each other."""
         self.lies: dict[int, str] = {}
@@ -128,7 +125,8 @@ class Signing:
 
     def _convict(self, position: int, evidence: bytes, lie: str) -> None:
         self.evidence[position], self.lies[position] = evidence, lie
-        self._accuse(evidence)
+        if self._judge is not None:
+            self._judge.accuse(evidence)
 
     def _is_genuine(self, position: int, statement: Statement, signature: bytes) -> bool:
         known = (position, statement, signature)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import trio
 
@@ -21,14 +22,21 @@ The leader acts at half of the time: it cannot see whether the reducer is slow, 
 _LATE = "it is too slow for the others to end in time"
 
 
+class ObservedExchange(Protocol):
+    """The exchange whose members are watched."""
+
+    attempt: Attempt | None
+    """The one that runs."""
+    held_at: float
+    """Trio's clock when this member held the whole result; 0 before."""
+
+
 class SlowMembers:
     """The slow members of one exchange, as one member sees them.
 
     Args:
         positions: of the members in the group's roster, by peer id.
         timeout: seconds that the round may take.
-        attempt: returns the attempt that runs.
-        held_at: returns the time at which this member held the whole result; 0 if it does not.
         is_star: true if one member reduces for all.
         has_sites: true if relays reduce for their sites, so that only they see the contributions of a site.
     """
@@ -36,19 +44,17 @@ class SlowMembers:
     def __init__(
         self,
         voting: Voting,
+        exchange: ObservedExchange,
         positions: Mapping[str, int],
         timeout: float,
         *,
-        attempt: Callable[[], Attempt | None],
-        held_at: Callable[[], float],
         is_star: bool,
         has_sites: bool = False,
     ) -> None:
         self._voting = voting
         self._positions = positions
         self._timeout = timeout
-        self._attempt = attempt
-        self._held_at = held_at
+        self._exchange = exchange
         self._is_star = is_star
         self._has_sites = has_sites
 
@@ -63,11 +69,11 @@ class SlowMembers:
         before = None
         if self._is_star or self._has_sites:
             await trio.sleep_until(began + self._timeout * STAR_PATIENCE)
-            before = self._attempt()
+            before = self._exchange.attempt
             self._leave_a_contributor()
         await trio.sleep_until(began + self._timeout / 2)
         if self._voting.leads(RoundPhase.EXCHANGING):
-            if before is not None and self._attempt() is not before:
+            if before is not None and self._exchange.attempt is not before:
                 return  # a contributor was left behind a moment ago
             self._leave_the_slowest()
         elif (
@@ -81,7 +87,7 @@ class SlowMembers:
         await self._leave_those_that_lack_the_result(began)
 
     def _leave_a_contributor(self) -> None:
-        attempt = self._attempt()
+        attempt = self._exchange.attempt
         if (
             attempt is None
             or not (self._voting.reduces_all or self._has_sites)
@@ -93,7 +99,7 @@ class SlowMembers:
             self._voting.lost(self._positions[slow], _LATE, reachable=True)
 
     def _leave_the_slowest(self) -> None:
-        attempt = self._attempt()
+        attempt = self._exchange.attempt
         slowest = None if attempt is None else attempt.ledger.slowest()
         if slowest is None:
             return
@@ -116,10 +122,10 @@ class SlowMembers:
         return sorted(member.begun.view - {position for position, _ in member.pending.held})
 
     async def _leave_those_that_lack_the_result(self, began: float) -> None:
-        held_at = self._held_at()
+        held_at = self._exchange.held_at
         spare = max(1.5 * (held_at - began), min(LAST_ATTEMPT_SECONDS, self._timeout / 4))
         await trio.sleep_until(began + self._timeout - spare)
-        if self._voting.leads(RoundPhase.HOLDING) and self._held_at() - began < self._timeout / 2:
+        if self._voting.leads(RoundPhase.HOLDING) and self._exchange.held_at - began < self._timeout / 2:
             for position in self._lacking():
                 # Silent, because a member that never says that it holds the result costs each round its time.
                 self._voting.lost(position, _LATE, silent=True, reachable=True)

@@ -105,7 +105,7 @@ async def step_all(opened: Sequence[p2pavg.DecentralizedAverager]) -> dict[str, 
 
 def lie_in_rounds(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
     """Let a member sign a second result in each round, and show it to the leader."""
-    completed = exchange.Exchange._hold
+    completed = exchange.Exchange.hold
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         if self._context.transport.peer_id == name(liar) and attempt.number == 0:
@@ -115,7 +115,7 @@ def lie_in_rounds(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
             self._voting.control.tell(0, ResultCommit(0, members, result_digest(other), ((me, signature),)))
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "_hold", lie)
+    monkeypatch.setattr(exchange.Exchange, "hold", lie)
 
 
 # ---------------------------------------------------------------------- lies

@@ -41,7 +41,7 @@ class Rounds:
         self.held_off: set[tuple[str, str]] = set()
         """(a, b): a did not want to meet b for a while."""
         self._here = ""
-        completed, ban = exchange.Exchange._hold, Matchmaker.ban
+        completed, ban = exchange.Exchange.hold, Matchmaker.ban
 
         def lie(moved: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
             me = moved._context.transport.peer_id
@@ -60,7 +60,7 @@ class Rounds:
             self.held_off.add((matchmaker._context.signer.peer_id, peer_id))
             ban(matchmaker, peer_id, reason, seconds)
 
-        monkeypatch.setattr(exchange.Exchange, "_hold", lie)
+        monkeypatch.setattr(exchange.Exchange, "hold", lie)
         monkeypatch.setattr(Matchmaker, "ban", note)
         self._count_backoffs(monkeypatch)
 

@@ -647,14 +647,14 @@ async def test_a_member_that_names_another_digest_is_left_out_and_the_reducer_is
 ) -> None:
     """The reducer's signature decides which of the two lies. The first time may be damage: there is no ban."""
     liar, bans = 3, []
-    completed = exchange.Exchange._hold
+    completed = exchange.Exchange.hold
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         if self._context.transport.peer_id == name(liar):
             digests = (digests[0], bytes(32), *digests[2:])
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "_hold", lie)
+    monkeypatch.setattr(exchange.Exchange, "hold", lie)
     monkeypatch.setattr(Matchmaker, "ban", lambda *banned: bans.append(banned))
     swarm = await play(how=config(group_size=SIZE, audit=audit))
     assert bans == []
@@ -668,14 +668,14 @@ def saying_when_complete(
     monkeypatch: pytest.MonkeyPatch, liar: int, tell: Callable[[exchange.Exchange, tuple[bytes, ...]], None]
 ) -> None:
     """Let a member tell something as soon as it has the whole result of the first attempt."""
-    completed = exchange.Exchange._hold
+    completed = exchange.Exchange.hold
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         if self._context.transport.peer_id == name(liar) and attempt.number == 0:
             tell(self, digests)
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "_hold", lie)
+    monkeypatch.setattr(exchange.Exchange, "hold", lie)
 
 
 FALSE_SIGNERS = {

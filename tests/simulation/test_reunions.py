@@ -229,7 +229,7 @@ async def test_peers_that_failed_together_announce_themselves(announcements: Ann
             )
         await trio.sleep_until(1.9 * PAUSE)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("p2pavg.round.exchange.Exchange._hold", lambda _exchange, _attempt, _digests: None)
+            patch.setattr("p2pavg.round.exchange.Exchange.hold", lambda _exchange, _attempt, _digests: None)
             await trio.sleep_until(2.9 * PAUSE)
     assert all(isinstance(result, p2pavg.Failed) for result in results[2])
     assert announcements.counts[2] == 1

@@ -247,7 +247,7 @@ async def test_a_reducer_that_sends_different_averages_is_left_out(monkeypatch: 
 async def test_a_member_that_names_averages_that_were_not_signed_is_left_out_and_the_reducer_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    completed = exchange.Exchange._hold
+    completed = exchange.Exchange.hold
 
     def other(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         if attempt.number == 0 and self._context.transport.peer_id == name(1):
@@ -255,7 +255,7 @@ async def test_a_member_that_names_averages_that_were_not_signed_is_left_out_and
             digests = (*digests[:at], bytes(32), *digests[at + 1 :])
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "_hold", other)
+    monkeypatch.setattr(exchange.Exchange, "hold", other)
     found = await play()
     assert isinstance(found.pop(1), p2pavg.Failed)
     assert all(name(1) in result.lost for result in check_one_result(found.values(), ELEMENTS))

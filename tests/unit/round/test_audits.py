@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import PROTOCOL
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.group.aggregation import Aggregation, Audits
@@ -20,8 +23,20 @@ from tests.unit.group.samples import SIGNERS
 from tests.unit.verification.audit.played import ALWAYS, IDS, Played
 
 
-def _ignore(*_arguments: object, **_named: object) -> None:
-    pass
+class Learnt:
+    """Notes what the audits find, and does nothing about it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, Finding]] = []
+
+    def accuse(self, evidence: bytes) -> None: ...
+
+    def audited(self, peer_id: str, finding: Finding) -> None:
+        self.found.append((peer_id, finding))
+
+    def hold(self, attempt: Attempt, digests: Sequence[bytes]) -> None: ...
+
+    def lose(self, peer_id: str, reason: str, *, hostile: bool) -> None: ...
 
 
 AGGREGATION = Aggregation(audits=Audits(1.0))
@@ -42,7 +57,7 @@ async def test_an_auditor_that_asks_too_early_is_answered_later() -> None:
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport, trio.open_nursery() as nursery:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        audits = RoundAudits(context, played.group, _ignore, _ignore)
+        audits = RoundAudits(context, played.group, Learnt(), Learnt())
         stream = asking(played.request(0))
         nursery.start_soon(context.lobby.audited[played.group.group_id], stream, 0)
         await wait_all_tasks_blocked()
@@ -59,7 +74,7 @@ async def test_an_auditor_of_a_round_without_an_end_is_let_go() -> None:
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        RoundAudits(context, played.group, _ignore, _ignore)
+        RoundAudits(context, played.group, Learnt(), Learnt())
         began = trio.current_time()
         await context.lobby.audited[played.group.group_id](asking(played.request(0, ALWAYS)), 0)
         assert trio.current_time() - began == pytest.approx(REPLY_SECONDS)
@@ -69,7 +84,7 @@ async def test_after_the_end_no_auditor_is_served() -> None:
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        audits = RoundAudits(context, played.group, _ignore, _ignore)
+        audits = RoundAudits(context, played.group, Learnt(), Learnt())
         audits.close()
         assert not context.lobby.audited
 
@@ -77,7 +92,7 @@ async def test_after_the_end_no_auditor_is_served() -> None:
 @pytest.mark.parametrize("after", [None, 1.0], ids=["slow rounds", "short rounds"])
 async def test_a_reducer_that_never_answers_is_found_silent(after: float | None) -> None:
     """The ninth round after this one ends what is kept of it. In short rounds, that is before an audit has ended."""
-    played, network, found = Played(Fp32(), AGGREGATION), MemoryNetwork(), list[tuple[str, Finding]]()
+    played, network, learnt = Played(Fp32(), AGGREGATION), MemoryNetwork(), Learnt()
 
     async def keep_silent(_stream: Stream) -> None:
         await trio.sleep_forever()
@@ -86,9 +101,7 @@ async def test_a_reducer_that_never_answers_is_found_silent(after: float | None)
         reducer.serve(PROTOCOL, keep_silent)
         await transport.dial(reducer.addresses[0], timeout=1.0)
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        audits = RoundAudits(
-            context, played.group, lambda *finding: found.append(finding), lambda *_, **__: None
-        )
+        audits = RoundAudits(context, played.group, learnt, learnt)
         audits._tasks = [played.tasks(0)[IDS[1]]]
         began = trio.current_time()
         async with trio.open_nursery() as nursery:
@@ -97,5 +110,5 @@ async def test_a_reducer_that_never_answers_is_found_silent(after: float | None)
                 await trio.sleep(after)
                 audits.close()
         assert trio.current_time() - began == pytest.approx(AUDIT_SECONDS)
-    assert [peer_id for peer_id, _ in found] == [IDS[1]]
-    assert "answered no audit" in str(found[0][1])
+    assert [peer_id for peer_id, _ in learnt.found] == [IDS[1]]
+    assert "answered no audit" in str(learnt.found[0][1])

@@ -21,6 +21,7 @@ from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.group.samples import SIGNERS
 from tests.unit.round.hearing import framed
+from tests.unit.round.test_audits import Learnt
 
 TIMEOUT = 20.0
 
@@ -37,6 +38,7 @@ def exchange(
         context_over(transport or Reaches(me, unreachable=[A, B, C]), Fp32(), sum(roster.shares), lobby),
         roster,
         lobby.expect(roster.group_id),
+        Learnt(),
         vector=torch.ones(sum(roster.shares)),
         minimum=2,
         timeout=TIMEOUT,

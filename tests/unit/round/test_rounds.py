@@ -30,7 +30,7 @@ async def test_a_member_that_was_lost_has_not_finished_the_round() -> None:
     )
     settings = RoundSettings(run_id="run", target=3, minimum=2, exchange_timeout=10.0)
     async with trio.open_nursery() as tails:
-        rounds = Rounds(cast(Any, None), cast(Any, matchmaker), settings, tails)
+        rounds = Rounds(cast(Any, None), cast(Any, matchmaker), settings, tails, cast(Any, None))
         await rounds.hold(cast(Exchange, Ended()))
     assert finished == [A, B]
 

@@ -35,7 +35,8 @@ class Leading:
 
 async def test_a_leader_that_gathers_at_half_of_the_time_looks_again() -> None:
     voting: Any = Leading(holds_from=11.0)
-    slow = SlowMembers(voting, {}, 20.0, attempt=lambda: None, held_at=lambda: 2.0, is_star=False)
+    exchange: Any = SimpleNamespace(attempt=None, held_at=2.0)
+    slow = SlowMembers(voting, exchange, {}, 20.0, is_star=False)
     await slow.leave_behind(0.0)  # where the clock begins
     [(position, at)] = voting.left_out
     assert (position, 11.0 < at < 20.0) == (2, True)

@@ -36,52 +36,35 @@ WAITS_FOR_RELAYED = "the group has two members that can be dialled; relayed peer
 
 def why_put_off(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> str | None:
     """Return the reason for putting a candidate off that the group could take, or ``None``."""
-    near = state.me.deadline - PUT_OFF_SECONDS - ASK_AGAIN_SECONDS
-    if candidate.auxiliary or now >= near:
+    # Put off near the deadline, it would have no time to ask again.
+    if candidate.auxiliary or now >= state.me.deadline - PUT_OFF_SECONDS - ASK_AGAIN_SECONDS:
         return None
     members = [state.me, *group.followers.values()]
-    ready = _ready(state, group, candidate, now)
-    if candidate.reach is Reach.RELAYED:
-        better, why = _for_relayed(candidate, members, ready), WAITS_FOR_DIRECT
-    elif candidate.reach is Reach.DIALABLE:
-        better, why = _for_dialable(members, ready), WAITS_FOR_RELAYED
-    else:
-        return None
+    ready = [  # the other candidates that could join this leader now
+        other
+        for other in state.peers.there(state.me, now)
+        if other.peer_id not in {candidate.peer_id, *group.followers} and other.order > state.me.order
+    ]
+    match candidate.reach:
+        case Reach.RELAYED:
+            why = WAITS_FOR_DIRECT
+            others = [other for other in ready if other.reach is not Reach.RELAYED]
+            if all(is_direct(candidate.reach, other.reach) for other in [*members, *others]):
+                return None
+            better = sum(all(is_direct(other.reach, member.reach) for member in members) for other in others)
+        case Reach.DIALABLE:
+            why = WAITS_FOR_RELAYED
+            there = sum(member.reach is Reach.DIALABLE for member in members)
+            if there < DIALABLE_WANTED or all(other.reach is not Reach.RELAYED for other in ready):
+                return None
+            better = sum(other.reach is not Reach.DIALABLE for other in ready)
+        case _:
+            return None
+    # The memory comes last: it notes that the candidate was put off.
     fills = group.holders + better >= state.settings.target
     if better and fills and state.memory.may_put_off(candidate.peer_id, state.me.deadline, now):
         return why
     return None
-
-
-def _ready(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> list[Candidate]:
-    """Return the other candidates that could join this leader now."""
-    return [
-        known.candidate
-        for known in state.peers
-        if known.candidate is not None
-        and known.peer_id != candidate.peer_id
-        and known.peer_id not in group.followers
-        and known.candidate.order > state.me.order
-        and not known.candidate.auxiliary
-        and known.candidate.fits(state.me)
-        and known.is_there(now)
-    ]
-
-
-def _for_relayed(candidate: Candidate, members: list[Candidate], ready: list[Candidate]) -> int:
-    """Return the number of candidates that suit the group better than a relayed one."""
-    better = [other for other in ready if other.reach is not Reach.RELAYED]
-    if all(is_direct(candidate.reach, other.reach) for other in [*members, *better]):
-        return 0
-    return sum(all(is_direct(other.reach, member.reach) for member in members) for other in better)
-
-
-def _for_dialable(members: list[Candidate], ready: list[Candidate]) -> int:
-    """Return the number of candidates that need a place in the group more than one that can be dialled."""
-    there = sum(member.reach is Reach.DIALABLE for member in members)
-    if there < DIALABLE_WANTED or all(other.reach is not Reach.RELAYED for other in ready):
-        return 0
-    return sum(other.reach is not Reach.DIALABLE for other in ready)
 
 
 UNEXPECTED_OBSERVERS = 4  # as many newcomers as an optimizer takes into a small round
@@ -138,39 +121,26 @@ def _not_trusted(state: AttemptState, candidate: Candidate, now: float) -> str |
 
 
 def _has_room(state: AttemptState, group: OwnGroup, candidate: Candidate) -> bool:
-    target = state.settings.target
+    settings, target = state.settings, state.settings.target
     if candidate.auxiliary:
         auxiliaries = len(group.followers) + 1 - group.holders
         # A group of observers takes one contributor more than its target, and the roster must have room for it.
         return auxiliaries < min(target, MAX_MEMBERS - target - 1)
-    if candidate.weight == 0 and state.settings.contributors:
-        return _has_room_to_observe(state, group)
-    if candidate.peer_id not in state.settings.expected and _holds_places(state, group):
-        return False
-    return not group.is_full or _is_missing(state, group, candidate)
-
-
-def _holds_places(state: AttemptState, group: OwnGroup) -> bool:
-    """Return whether the expected members that have not joined need all the places that the largest group has left."""
-    missing = state.settings.target - (group.holders - group.extra)
-    return bool(state.settings.expected) and 0 < MAX_GROUP_SIZE - group.holders <= missing
-
-
-def _has_room_to_observe(state: AttemptState, group: OwnGroup) -> bool:
-    """Return whether an observer may join a group that needs a number of contributors.
-
-    A few may come unexpected. They take no contributor's place, and each costs the group the bytes of one average.
-    """
-    settings = state.settings
-    observers = group.holders - group.contributors
-    places = max(settings.target - settings.contributors, 0) + UNEXPECTED_OBSERVERS
-    missing = max(settings.contributors - group.contributors, 0)
-    return not group.is_full and observers < places and group.holders + missing < MAX_GROUP_SIZE
-
-
-def _is_missing(state: AttemptState, group: OwnGroup, candidate: Candidate) -> bool:
-    """Return whether the candidate would be the first contributor in a group of observers."""
+    if candidate.weight == 0 and settings.contributors:
+        # A few observers may come unexpected. They take no contributor's place, and each costs the group the bytes of
+        # one average.
+        observers = group.holders - group.contributors
+        places = max(target - settings.contributors, 0) + UNEXPECTED_OBSERVERS
+        missing = max(settings.contributors - group.contributors, 0)
+        return not group.is_full and observers < places and group.holders + missing < MAX_GROUP_SIZE
+    # The expected members that have not joined may need all the places that the largest group has left.
+    if settings.expected and candidate.peer_id not in settings.expected:
+        missing = target - (group.holders - group.extra)
+        if 0 < MAX_GROUP_SIZE - group.holders <= missing:
+            return False
+    if not group.is_full:
+        return True
+    # A full group of observers takes the first contributor all the same.
     if group.has_contributor:
         return False
-    members = (state.me, *group.followers.values(), candidate)
-    return candidate.peer_id not in state.observers_among(members)
+    return candidate.peer_id not in state.observers_among((state.me, *group.followers.values(), candidate))

@@ -274,7 +274,7 @@ class AttemptRunner:
     def _patience(self) -> float:
         """Return the seconds from one place to the next, as far as this peer knows now."""
         state = self.rules.state
-        enough = state.others_there(self._now()) + 1 >= state.settings.target
+        enough = len(state.peers.there(state.me, self._now())) + 1 >= state.settings.target
         return self._search.ladder.patience(enough=enough, follows=state.follows, full=self._search.full)
 
     def _read(self, records: Iterable[Record]) -> None:

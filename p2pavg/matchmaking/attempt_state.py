@@ -17,7 +17,7 @@ from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.known_peers import KnownPeers, may_lead, plausible
-from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
+from p2pavg.matchmaking.timing import PUT_OFF_SECONDS, backoff
 
 # One peer's own observations of others, kept from attempt to attempt.
 #
@@ -71,7 +71,7 @@ class Memory:
         self._proven.pop(peer_id, None)
         known = self._late.pop(peer_id, None)
         times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / MAX_BACKOFF_SECONDS)
-        until = min(now + min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS), most)
+        until = min(now + backoff(times), most)
         # Leaders that are already held off stay so. Otherwise three of them, one after the other, would leave no time
         # in which this peer is free for other leaders.
         for late in self._late.values():
@@ -171,11 +171,6 @@ def wrong_with(
     for member in roster.members:
         if (why := peers.why_banned(member.peer_id)) is not None:
             return f"a roster with {member.peer_id}: {why}"
-    return _beyond_limits(roster, settings, now)
-
-
-def _beyond_limits(roster: Roster, settings: Settings, now: float) -> str | None:
-    """Return the reason if a roster breaks the rules of all rosters or the follower's own limits, else ``None``."""
     # The leader is first and auxiliaries are last: the order decides which member leads if the first one is lost.
     if list(roster.members) != sorted(roster.members, key=lambda member: member.order):
         return "a roster whose members are out of order"
@@ -248,16 +243,6 @@ class AttemptState:
     def own_refusal(self) -> str | None:
         """The reason for which other peers refuse this one as a member of the run, or ``None``."""
         return None if self.settings.refuses is None else self.settings.refuses(self.me, self.looked)
-
-    def others_there(self, now: float) -> int:
-        """Return the number of other peers that could be in a group with this one, as far as it sees."""
-        return sum(
-            known.candidate is not None
-            and not known.candidate.auxiliary
-            and known.candidate.fits(self.me)
-            and known.is_there(now)
-            for known in self.peers
-        )
 
     def learn_record(self, candidate: Candidate, now: float) -> None:
         """Take in a candidate from its record, which may be left over from a round that was finished with it.

@@ -251,15 +251,7 @@ def _is_due(state: AttemptState, leader: Candidate, due_since: float | None, now
         due_since: time since which it was due, or ``None``.
     """
     there = [leader] if state.me.auxiliary else [leader, state.me]
-    there += [
-        known.candidate
-        for known in state.peers
-        if known.candidate is not None
-        and known.peer_id != leader.peer_id
-        and not known.candidate.auxiliary
-        and known.candidate.fits(leader)
-        and known.is_there(now)
-    ]
+    there += state.peers.there(leader, now)
     # No leader may propose a group without a contributor.
     if len(state.observers_among(there)) == len(there):
         return False

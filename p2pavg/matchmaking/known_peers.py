@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS, MAX_TIMEOUT_SECONDS, ROUND_TRIPS_SECONDS
+from p2pavg.base.limits import MAX_TIMEOUT_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.group.candidate import Candidate
-from p2pavg.matchmaking.timing import POLL_SECONDS, RECORD_TTL_SECONDS, RENEW_SECONDS
+from p2pavg.matchmaking.timing import POLL_SECONDS, RECORD_TTL_SECONDS, RENEW_SECONDS, backoff
 
 
 def plausible(candidate: Candidate, now: float) -> bool:
@@ -140,7 +140,7 @@ class KnownPeer:
         """
         times = 0 if self.held_off is None else self.held_off.times
         # A follower that spoils proposals again and again costs the others less and less.
-        seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS)
+        seconds = backoff(times)
         self.held_off = HeldOff(reason, now + seconds, times + 1)
         return seconds
 
@@ -186,6 +186,18 @@ class KnownPeers:
     def candidates(self) -> dict[str, Candidate]:
         """The latest attempt of each peer that is ready."""
         return {known.peer_id: known.candidate for known in self if known.candidate is not None}
+
+    def there(self, like: Candidate, now: float) -> list[Candidate]:
+        """Return the other candidates that could be in a group with one, and want its result, as far as is seen."""
+        return [
+            known.candidate
+            for known in self
+            if known.candidate is not None
+            and not known.candidate.auxiliary
+            and known.candidate.peer_id != like.peer_id
+            and known.candidate.fits(like)
+            and known.is_there(now)
+        ]
 
     @property
     def nudged(self) -> int:

@@ -96,6 +96,7 @@ class OwnGroup:
         for peer_id in self.followers:
             actions += [Send(peer_id, Disband(reason, leader), why), Close(peer_id, why)]
         self.followers.clear()
+        self._enough_since = None
         return actions
 
     def tell(self, now: float, *, decided: bool = False) -> Actions:
@@ -125,29 +126,20 @@ class OwnGroup:
 
     def why_propose(self, now: float) -> str | None:
         """Return the reason for proposing the group now, or ``None``."""
-        if self.is_full and not self._state.peers.awaits_auxiliaries and self.has_contributor:
+        state = self._state
+        if self.is_full and not state.peers.awaits_auxiliaries and self.has_contributor:
             return "the group is complete"
-        if self._goes_ahead(now):
-            return f"the deadline is over with {self.holders} of {self._state.settings.target}"
-        return None
-
-    def _goes_ahead(self, now: float) -> bool:
-        """Return whether an incomplete group goes ahead.
-
-        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_SECONDS` after it
-        has enough.
-        """
         if not self.has_enough:
             self._enough_since = None
-            return False
+            return None
+        # An incomplete group goes ahead at the deadline if it has enough members by then, and else when others have had
+        # time to come too.
         if self._enough_since is None:
             self._enough_since = now
-        in_time = self._enough_since <= self._state.me.deadline
-        return now >= (self._state.me.deadline if in_time else self._enough_since + SETTLE_SECONDS)
-
-    def not_led(self) -> None:
-        """Note that this peer follows a leader: its own group no longer has enough members."""
-        self._enough_since = None
+        in_time = self._enough_since <= state.me.deadline
+        if now < (state.me.deadline if in_time else self._enough_since + SETTLE_SECONDS):
+            return None
+        return f"the deadline is over with {self.holders} of {state.settings.target}"
 
     def propose(self, reason: str, now: float) -> Actions:
         """Propose the group as it is to all followers."""
@@ -213,10 +205,3 @@ class OwnGroup:
             self._state.peers[peer_id].hold_off(reason, now)
             actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
         return actions
-
-    def withdraw(self, reason: str) -> Actions:
-        """Withdraw the proposal, if there is one."""
-        if self._state.phase is not AttemptPhase.PROPOSING:
-            return []
-        self._state.phase, self._state.roster = AttemptPhase.LEADING, None
-        return [Expect(None, reason)]

@@ -42,16 +42,27 @@ def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
     of_other_states = sum(
         candidate.codec == me.codec and not candidate.fits(me) for candidate in peers.candidates.values()
     )
-    own = state.own_refusal
-    found = [
-        "" if own is None else f"this peer is not admitted to the run: {own}",
-        unreached_peers(unreached),
-        silent_peers(silent),
-        refusing_peers(declined),
-        refused_peers(refused),
-        peers_of_other_states(of_other_states),
-    ]
-    return [sentence for sentence in found if sentence]
+    found = []
+    if (own := state.own_refusal) is not None:
+        found.append(f"this peer is not admitted to the run: {own}")
+    if unreached:
+        found.append(unreached_peers(unreached))
+    if silent:
+        found.append(
+            f"{_peers(len(silent))} did not answer: {_named([short(peer_id) for peer_id in silent])}"
+        )
+    if declined:
+        found.append(f"{_peers(len(declined))} declined: {_with_reasons(declined)}")
+    if refused:
+        found.append(f"this peer does not meet {_peers(len(refused))}: {_with_reasons(refused)}")
+    if of_other_states:
+        count = "1 peer" if of_other_states == 1 else f"{of_other_states} peers"
+        do = "averages" if of_other_states == 1 else "average"
+        found.append(
+            f"{count} of this run {do} with other parameters (state): another seed, other first weights or another"
+            " number of updates"
+        )
+    return found
 
 
 def code_apart(state: AttemptState, followers: Collection[str]) -> NoPeersCode:
@@ -78,40 +89,6 @@ def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:
     return f"saw {_peers(len(unreached))} and could not reach {them}: {_named(found)}"
 
 
-def silent_peers(silent: Sequence[str]) -> str:
-    """Return a sentence about peers that were reached and did not answer."""
-    if not silent:
-        return ""
-    return f"{_peers(len(silent))} did not answer: {_named([short(peer_id) for peer_id in silent])}"
-
-
-def refusing_peers(declined: Mapping[str, str]) -> str:
-    """Return a sentence about peers that did not let this one join, with their reasons."""
-    if not declined:
-        return ""
-    found = [f"{short(peer_id)} ({_clean(why)})" for peer_id, why in declined.items()]
-    return f"{_peers(len(declined))} declined: {_named(found)}"
-
-
-def refused_peers(refused: Mapping[str, str]) -> str:
-    """Return a sentence about peers that this one refuses, with the reasons."""
-    if not refused:
-        return ""
-    found = [f"{short(peer_id)} ({_clean(why)})" for peer_id, why in refused.items()]
-    return f"this peer does not meet {_peers(len(refused))}: {_named(found)}"
-
-
-def peers_of_other_states(count: int) -> str:
-    """Return a sentence about the number of peers whose vectors belong to another state."""
-    if not count:
-        return ""
-    do = "averages" if count == 1 else "average"
-    return (
-        f"{count} peer{'s' if count > 1 else ''} of this run {do} with other parameters (state): "
-        "another seed, other first weights or another number of updates"
-    )
-
-
 def leader_wait(leader: Candidate, ready: int, target: int) -> str:
     """Return a sentence about the leader that a follower waits for."""
     return f"waiting for {short(leader.peer_id)}, which leads {ready} of {target} members, to form a group"
@@ -124,6 +101,10 @@ def _peers(count: int) -> str:
 def _named(found: Sequence[str]) -> str:
     more = len(found) - MAX_NAMED
     return ", ".join(found[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _with_reasons(reasons: Mapping[str, str]) -> str:
+    return _named([f"{short(peer_id)} ({_clean(why)})" for peer_id, why in reasons.items()])
 
 
 def _unreached(candidate: Candidate, why: str) -> str:

@@ -62,7 +62,7 @@ from collections.abc import Collection, Iterable
 
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.group.candidate import Candidate
-from p2pavg.matchmaking.actions import Actions, Close, GaveUp, Renew, Report, Send, Settings
+from p2pavg.matchmaking.actions import Actions, Close, Expect, GaveUp, Renew, Report, Send, Settings
 from p2pavg.matchmaking.admission import refusal
 from p2pavg.matchmaking.attempt_state import AttemptPhase, AttemptState, Memory
 from p2pavg.matchmaking.followed import FollowedLeader
@@ -321,12 +321,15 @@ class Matchmaking:
 
     def _member_lost(self, reason: str, now: float) -> Actions:
         """Continue without a lost follower: make the proposal again without it, or withdraw it."""
+        state, withdrawn = self.state, Actions()
         # A roster cannot lose a member: its hash names the group. The others have to accept another one.
-        withdrawn = self.group.withdraw(reason)
-        if not self.state.leads:
+        if state.phase is AttemptPhase.PROPOSING:
+            state.phase, state.roster = AttemptPhase.LEADING, None
+            withdrawn.append(Expect(None, reason))
+        if not state.leads:
             return []
         # After the deadline no new member is waited for. Before it, another one may take the place of the lost one.
-        if withdrawn and self.group.has_enough and now >= self.state.me.deadline:
+        if withdrawn and self.group.has_enough and now >= state.me.deadline:
             return withdrawn + self.group.propose(reason, now)
         # The status also withdraws the proposal at the followers.
         return withdrawn + self.group.tell(now) + self._advance(now)
@@ -357,7 +360,6 @@ class Matchmaking:
             # record, and then has another place in the order.
             case Joined(leader), AttemptPhase.ASKING if followed.may_follow(leader, now):
                 followed.follow(leader)
-                self.group.not_led()
                 return self.group.disband(
                     "its leader joined an earlier one", "followers come along", leader=leader
                 )

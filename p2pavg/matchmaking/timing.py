@@ -6,6 +6,8 @@ from p2pavg.base.limits import (
     ASK_AGAIN_SECONDS,
     CLOCK_SKEW_SECONDS,
     GLANCE_SECONDS,
+    HOLD_OFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
     MAX_TIMEOUT_SECONDS,
     REPLY_SECONDS,
     ROUND_TRIPS_SECONDS,
@@ -37,6 +39,11 @@ it is left only if it can be held off for at least as long."""
 REUNION_SECONDS = 2 * GLANCE_SECONDS
 """Members of the last group wait so long for the record of the peer that led it, before they announce themselves. The
 record needs a trip, and two training steps do not end at the same time."""
+
+
+def backoff(times: int) -> float:
+    """Return for how many seconds a peer is held off that was held off so many times before."""
+    return min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_BACKOFF_SECONDS)
 
 
 def patience(match_timeout: float) -> float:

@@ -144,12 +144,17 @@ class AttemptPlan:
         return (parts if self.contributes else ()), None
 
     def averages_to(self, peer_id: str) -> list[Average]:
-        """Return the averages that this member sends to another one, and what each waits for."""
-        return [
-            (reducer, part, self._ready_at(reducer, part))
-            for reducer in self.ledger.routes.averages(self.me, peer_id)
-            for part in self.ledger.parts[reducer]
-        ]
+        """Return the averages that this member sends to another one, and what each waits for.
+
+        :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` has its number.
+        """
+        found: list[Average] = []
+        for reducer in self.ledger.routes.averages(self.me, peer_id):
+            # One of its own share waits for its task, and one that it passes on for its arrival.
+            first = self.values.forward_at(reducer)
+            first = self.ledger.first_own if first is None else first
+            found += [(reducer, part, first + part.index) for part in self.ledger.parts[reducer]]
+        return found
 
     def averages_from(self, peer_id: str) -> list[tuple[str, SharePart]]:
         """Return the averages that another member sends to this one."""
@@ -157,12 +162,6 @@ class AttemptPlan:
         return [
             (each, part) for each in routes.averages(peer_id, self.me) for part in self.ledger.parts[each]
         ]
-
-    def _ready_at(self, reducer: str, part: SharePart) -> int:
-        """Return what an average waits for here, as :meth:`~p2pavg.allreduce.values.AttemptData.is_ready` numbers
-        it."""
-        first = self.values.forward_at(reducer)
-        return part.index + (self.ledger.first_own if first is None else first)
 
     def header(self, lane: Lane, reducer: int = 0, begin: ResumeMark = START) -> LaneHeader:
         """Return the header of a lane that this member opens."""

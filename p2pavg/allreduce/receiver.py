@@ -26,7 +26,7 @@ from p2pavg.allreduce.signals import Signals
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.net.blame import guarded
-from p2pavg.net.transport import DirectLane, Stream
+from p2pavg.net.transport import DirectLane
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,9 @@ class Receiver:
                     await self._over_direct_lane(lane, lane.stream)
                 else:
                     self.streamed.add(lane.remote)
-                    await self._over_stream(lane, lane.stream)
+                    use = StreamUse(lane.stream, self._plan.context, self._signals, self.stream_bytes)
+                    _, moves = await self._moves_of(lane)
+                    await carry_out(moves, use)
         except _BROKEN as error:
             self._signals.broken(lane.remote, error)
         finally:
@@ -190,7 +192,7 @@ class Receiver:
             if small and is_small(
                 direct, parts, len(plan.roster.members), plan.context, plan.context.download
             ):
-                await use.receive_small(moves)
+                await carry_out(moves, use)
             else:
                 await in_own_thread(partial(use.carry_out, moves), stop=use.stop, name="p2pavg-receive")
         except StreamBrokenError as error:
@@ -202,11 +204,6 @@ class Receiver:
             # A lane whose use did not end has bytes of it on the way, and cannot serve the next round.
             lane.clean = use.finished
             self._note_arrivals(use)
-
-    async def _over_stream(self, lane: InboundLane, stream: Stream) -> None:
-        use = StreamUse(stream, self._plan.context, self._signals, self.stream_bytes)
-        _, moves = await self._moves_of(lane)
-        await carry_out(moves, use)
 
     async def _moves_of(self, lane: InboundLane) -> tuple[Sequence[Step], Moves]:
         """Return the parts that come on a lane, and the moves that receive them."""

@@ -51,9 +51,8 @@ in later attempts, so a lie about another peer has no lasting effect. The rules 
 order of arrivals, losses and crashes (``tests/properties/test_matchmaking.py``).
 
 **The parts.** :class:`Matchmaking` takes the events. ``own_group.py`` has the group that the peer leads,
-``admission.py`` who may join it, ``places.py`` for whom it
-keeps its places, ``followed.py`` the leader that the peer asks or follows, ``selection.py`` the choice
-of candidates, and ``attempt_state.py`` what they share.
+``admission.py`` who may join it and for whom it keeps its places, ``followed.py`` the leader that the peer asks or
+follows, ``selection.py`` the choice of candidates, and ``attempt_state.py`` what they share.
 """
 
 from __future__ import annotations

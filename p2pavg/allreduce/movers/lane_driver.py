@@ -242,10 +242,13 @@ class DirectUse:
         return None
 
     def _send_part(self, part: SharePart, payload: Buffer, trailer: bytes, phase: int) -> None:
+        turn_bytes = None
+        if self._turns is not None:
+            turn_bytes = TURN_BYTES if self._limit.unlimited else LIMITED_TURN_BYTES
         self.lane.send(part_frame(part.index))
         for paced in self._paced(memoryview(payload)):
             self._pause(len(paced))
-            for piece in _pieces(paced, self._turn_bytes):
+            for piece in _pieces(paced, turn_bytes):
                 self._send_piece(piece, phase)
         if trailer:
             self.lane.send(trailer)
@@ -281,13 +284,6 @@ class DirectUse:
         """Return the pieces of a part between which this member pauses under a limit."""
         return _pieces(data, None if self._limit.unlimited else self._limit.piece_bytes)
 
-    @property
-    def _turn_bytes(self) -> int | None:
-        """Bytes that go in one turn, if there are turns."""
-        if self._turns is None:
-            return None
-        return TURN_BYTES if self._limit.unlimited else LIMITED_TURN_BYTES
-
     def _pause(self, count: int) -> None:
         seconds = self._limit.delay(count)
         if seconds and self._stopped.wait(seconds):
@@ -304,6 +300,8 @@ class DirectUse:
             return values.is_ready(index)
 
     # ------------------------------------------------------------------ in a task, which drops the lane if cancelled
+    #
+    # :func:`~p2pavg.allreduce.movers.moves.carry_out` receives by :meth:`move`.
 
     async def send_small(self, header: LaneHeader, steps: Sequence[Step]) -> None:
         """Send what :meth:`send_parts` sends.
@@ -317,15 +315,6 @@ class DirectUse:
         await carry_out(sending(self._values, self.lane.remote, steps, header.begin), self)
         await self._write()
         self.finished = True
-
-    async def receive_small(self, moves: Moves) -> None:
-        """Carry out moves that receive parts.
-
-        Raises:
-            StreamBrokenError: the lane broke.
-            RemoteProtocolError: the member sent what none sends.
-        """
-        await carry_out(moves, self)
 
     async def move(self, move: Move) -> Any:
         """Carry out one move; return what came of it. What is sent goes once another member is waited for."""

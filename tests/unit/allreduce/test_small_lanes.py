@@ -13,7 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from p2pavg.allreduce.carry import IncomingPart
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.movers.lane_driver import LOCAL_ELEMENTS, LOCAL_SUM, SMALL_ELEMENTS, DirectUse, is_small
-from p2pavg.allreduce.movers.moves import Move, Moves, ReceivePart
+from p2pavg.allreduce.movers.moves import ReceivePart
 from p2pavg.group.aggregation import Aggregation, Median
 from p2pavg.group.shares import SharePart
 from p2pavg.net.limits.rate import RateLimit
@@ -101,17 +101,13 @@ class Halfway(Takes):
         return found
 
 
-def one_move(move: Move) -> Moves:
-    yield move
-
-
 async def test_an_attempt_that_ends_in_the_middle_of_a_part_keeps_what_has_come() -> None:
     """The next attempt goes on there, to the byte."""
     payload, half = bytearray(300_000), bytes(range(200)) * 750
     coming = IncomingPart(0, memoryview(payload))
     use = DirectUse(Halfway(half), cast(Any, None), RateLimit(None), cast(Any, None))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(use.receive_small, one_move(ReceivePart(coming, follow=0, ends=False)))
+        nursery.start_soon(use.move, ReceivePart(coming, follow=0, ends=False))
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert coming.filled == len(half)

@@ -165,10 +165,19 @@ class TrioThread(Generic[R]):
             self._pending.add(future)
         scope = trio.CancelScope()
 
+        async def serve() -> None:
+            with scope:
+                try:
+                    result = await function()
+                except Exception as error:  # noqa: BLE001 - the caller's to handle, in its own thread
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
         def begin() -> None:
             if self._nursery is not None:
                 # Without a nursery the thread is about to end, and ``_run`` answers all calls that are pending.
-                self._nursery.start_soon(self._serve, function, future, scope)
+                self._nursery.start_soon(serve)
 
         try:
             self._soon(begin)
@@ -294,20 +303,6 @@ class TrioThread(Generic[R]):
                     self._nursery = None
                     # Calls that still run are cancelled here, and ``_run`` answers them.
                     nursery.cancel_scope.cancel()
-
-    async def _serve(
-        self,
-        function: Callable[[], Awaitable[T]],
-        future: concurrent.futures.Future[T],
-        scope: trio.CancelScope,
-    ) -> None:
-        with scope:
-            try:
-                result = await function()
-            except Exception as error:  # noqa: BLE001 - the caller's to handle, in its own thread
-                future.set_exception(error)
-            else:
-                future.set_result(result)
 
 
 async def _quiet(most: float) -> None:

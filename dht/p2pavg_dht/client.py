@@ -40,10 +40,9 @@ Outcome: TypeAlias = tuple[Contact, Answer | RpcError]
 class Client:
     """Calls over `rpc`."""
 
-    def __init__(self, rpc: Rpc, table: RoutingTable, addresses: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, rpc: Rpc, table: RoutingTable) -> None:
         self._rpc = rpc
         self._table = table
-        self._own_addresses = addresses
         self._to_newcomers, self.newcomers = trio.open_memory_channel[Contact](MOST_WAITING)
         """The contacts that have answered for the first time, or again."""
         self.background: trio.Nursery | None = None
@@ -54,7 +53,7 @@ class Client:
 
     def addresses(self) -> tuple[str, ...]:
         """Return this peer's own addresses, 16 at most."""
-        return tuple(self._own_addresses())[:MAX_ADDRESSES]
+        return tuple(self._rpc.addresses)[:MAX_ADDRESSES]
 
     async def ask(self, contact: Contact, request: Request) -> Answer:
         """Send a request to `contact` and return its checked answer.

@@ -9,6 +9,7 @@ No I/O, no clock.
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Protocol, TypeAlias
 
@@ -137,6 +138,10 @@ class RpcError(Exception):
 
 class Rpc(Protocol):
     """Calls to other peers, each on its own stream."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """The addresses of this peer now. The first 16 count."""
 
     async def call(self, contact: Contact, request: bytes) -> bytes:
         """Send `request` to `contact.peer_id`, whose identity the transport proves, and return the answer.

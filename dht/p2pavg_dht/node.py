@@ -82,8 +82,7 @@ class Published:
 class RecordNode:
     """The records of one peer, and its share of other peers' records.
 
-    `signer` owns the identity, `rpc` calls other peers, `addresses` returns the addresses of this peer (the
-    first 16 count), and `wall_clock` returns seconds since 1970.
+    `signer` owns the identity, `rpc` calls other peers, and `wall_clock` returns seconds since 1970.
 
     `run` does the background work. Without it, records are not renewed, calling peers are not learned, and
     peers that failed are not tried again. publish, find, withdraw and answer work without it, so a peer that
@@ -97,7 +96,6 @@ class RecordNode:
         *,
         signer: Signer,
         rpc: Rpc,
-        addresses: Callable[[], Sequence[str]],
         limits: Limits | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -117,7 +115,7 @@ class RecordNode:
         self._heard = RecordCache()
         self._table = RoutingTable(self._peer_id)
         self._publications = Publications(signer, self._limits)
-        self._client = Client(rpc, self._table, addresses)
+        self._client = Client(rpc, self._table)
         self._operations = Operations(self._peer_id, self._client, self._table)
         self._upkeep = Upkeep(
             own_point=peer_point(self._peer_id),

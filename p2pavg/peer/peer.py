@@ -75,12 +75,7 @@ class Peer:
         self._transport = transport
         self._way_out = way_out
         """The address by which other machines reach this peer, or it them; empty if it stays on this machine."""
-        self.records = RecordNode(
-            signer=signer,
-            rpc=RecordCalls(transport),
-            addresses=lambda: transport.addresses,
-            wall_clock=wall_clock,
-        )
+        self.records = RecordNode(signer=signer, rpc=RecordCalls(transport), wall_clock=wall_clock)
         """The record node, which publishes and finds records on the network."""
         self._twins = Twins(self.records, peer_id=signer.peer_id, began=wall_clock())
         self.lobby = StreamRouter()

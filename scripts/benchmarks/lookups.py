@@ -60,12 +60,12 @@ class Node:
     records: RecordNode = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = RecordNode(
-            signer=self.signer,
-            rpc=self,
-            addresses=lambda: contact_of(self.signer.peer_id).addresses,
-            wall_clock=simulated_clock,
-        )
+        self.records = RecordNode(signer=self.signer, rpc=self, wall_clock=simulated_clock)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address of this peer."""
+        return contact_of(self.signer.peer_id).addresses
 
     async def call(self, contact: Contact, request: bytes) -> bytes:
         """Call another peer."""

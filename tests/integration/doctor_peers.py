@@ -90,13 +90,19 @@ async def publish_recipes(peers: Sequence[Peer]) -> None:
         await each.records.publish(board_key(RECIPES, TOPIC), encode_word(word), ttl=60.0)
 
 
+class Unreachable(RecordCalls):
+    """The calls of a peer that cannot be reached itself."""
+
+    addresses = ()
+
+
 async def publish_absent(one: Peer, two: Peer, seed: bytes) -> None:
     """Publish the readiness of a peer that is not there, as it stays behind when a process is killed."""
     gone = Ed25519Signer(seed)
     entry = RunEntry(
         schema_hash=bytes(32), tensors=1, elements=9, codec="fp32", group_size=2, rule="", aggregation=""
     )
-    node = RecordNode(signer=gone, rpc=RecordCalls(one.context.transport), addresses=lambda: ())
+    node = RecordNode(signer=gone, rpc=Unreachable(one.context.transport))
     await node.join([Contact(two.id, tuple(two.addresses))])
     now = time.time()
     ready = sign_candidate(

@@ -47,7 +47,6 @@ class Peer:
         self.node = RecordNode(
             signer=self.signer,
             rpc=self,
-            addresses=lambda: self.contact.addresses,
             wall_clock=lambda: EPOCH + self.network.clock.current_time() + self.clock_error,
         )
 
@@ -57,7 +56,11 @@ class Peer:
 
     @property
     def contact(self) -> Contact:
-        return Contact(self.peer_id, (f"/memory/{self.peer_id}",))
+        return Contact(self.peer_id, self.addresses)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/memory/{self.peer_id}",)
 
     async def call(self, contact: Contact, request: bytes) -> bytes:
         self.calls += 1

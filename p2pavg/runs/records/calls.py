@@ -36,6 +36,11 @@ class RecordCalls:
         self._kept: OrderedDict[PeerId, tuple[Stream, float]] = OrderedDict()
         self._turns: dict[PeerId, trio.CapacityLimiter] = {}
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of this peer now."""
+        return self._transport.addresses
+
     async def call(self, contact: Contact, request: bytes) -> bytes:
         """Send a request and return the answer.
 

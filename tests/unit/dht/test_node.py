@@ -52,6 +52,8 @@ Answering = Callable[[Contact, bytes], Awaitable[bytes]]
 class Script:
     """An Rpc with scripted answers that records its requests."""
 
+    addresses = ("/a",) * 20
+
     def __init__(self, answering: Answering) -> None:
         self.answering = answering
         self.asked: list[tuple[Contact, Any]] = []
@@ -93,9 +95,7 @@ def saying(*answers: Any) -> Answering:
 
 def node(answering: Answering = honest, limits: Limits | None = None) -> tuple[RecordNode, Script]:
     script = Script(answering)
-    made = RecordNode(
-        signer=ME, rpc=script, addresses=lambda: ["/a"] * 20, limits=limits, wall_clock=lambda: NOW
-    )
+    made = RecordNode(signer=ME, rpc=script, limits=limits, wall_clock=lambda: NOW)
     return made, script
 
 
@@ -369,7 +369,7 @@ async def test_a_newer_record_replaces_a_known_one() -> None:
 async def test_a_known_record_expires() -> None:
     clock = [NOW]
     script = Script(keeping(record(ALICE)))
-    asking = RecordNode(signer=ME, rpc=script, addresses=list, wall_clock=lambda: clock[0])
+    asking = RecordNode(signer=ME, rpc=script, wall_clock=lambda: clock[0])
     await asking.join([contact(BOB)])
     assert await asking.find(KEY) == (record(ALICE),)
     clock[0] += 60.0

@@ -17,6 +17,8 @@ ME, ALICE, BOB = (Ed25519Signer(bytes([number]) * 32) for number in range(3))
 class NoPeers:
     """An Rpc without other peers, which records its calls."""
 
+    addresses = ()
+
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
@@ -33,7 +35,7 @@ class Watched:
         self.rpc = NoPeers()
         self.now = NOW
         self.told: list[tuple[Record, ...]] = []
-        self.node = RecordNode(signer=ME, rpc=self.rpc, addresses=list, wall_clock=lambda: self.now)
+        self.node = RecordNode(signer=ME, rpc=self.rpc, wall_clock=lambda: self.now)
 
     def note(self) -> None:
         self.told.append(self.node.held(KEY))

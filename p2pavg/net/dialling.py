@@ -38,10 +38,6 @@ class _Attempt:
         self.reasons: list[str] = []
         self.others = 0  # addresses that failed for a reason other than a refusal
 
-    def ran_out(self, now: float) -> bool:
-        """Return whether the time was over at its end, and the caller has been given more since."""
-        return self.scope.deadline <= now < trio.current_effective_deadline()
-
 
 class Dialler:
     """Waits for a connection to a peer, whichever side makes it.
@@ -98,7 +94,9 @@ class Dialler:
         try:
             while not self._connections.is_connected(peer_id):
                 if peer_id not in self._attempts:
-                    if mine is None or mine.ran_out(trio.current_time()):
+                    # Its time may have been over at its end, and the caller has been given more since.
+                    now, latest = trio.current_time(), trio.current_effective_deadline()
+                    if mine is None or mine.scope.deadline <= now < latest:
                         mine = self._start(peer_id, addresses[:MAX_ADDRESSES_DIALLED])
                     elif not wait_inbound:
                         refused = bool(mine.reasons) and not mine.others

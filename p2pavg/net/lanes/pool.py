@@ -372,7 +372,9 @@ class LaneKeeper:
     ) -> None:
         """Offer a lane, and help the sender to make it, until the sender closes the stream."""
         with self._doorway.expecting(expected) as visitor:
-            await send_message(stream, self._offer(visitor).encode())
+            addresses, punchable = direct(self._transport.addresses), not self._halfway.refusal
+            offer = LaneOffer("", self._doorway.own.der, visitor.ticket, addresses, punchable)
+            await send_message(stream, offer.encode())
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._admit, stream, visitor, slot)
                 wish = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
@@ -383,10 +385,6 @@ class LaneKeeper:
                 visitor.stay_out("the sender tries another way")
         await self._try_other_ways(stream, ask, slot, wish)
         await stream.aclose()
-
-    def _offer(self, visitor: Visitor) -> LaneOffer:
-        addresses = direct(self._transport.addresses)
-        return LaneOffer("", self._doorway.own.der, visitor.ticket, addresses, not self._halfway.refusal)
 
     async def _try_other_ways(
         self, stream: Stream, ask: LaneRequest, slot: Slot, message: bytes | None

@@ -42,7 +42,8 @@ class TlsConnection:
         self._socket = plain
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         try:
-            _tune(plain)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(plain)
             plain.setblocking(False)
             self.tls = context.wrap_bio(
                 self._received, self._to_send, server_side=server_name is None, server_hostname=server_name
@@ -221,8 +222,3 @@ class TlsConnection:
 
 # Windows has no such flag. There, callers always poll for readiness before.
 _DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
-
-
-def _tune(plain: socket.socket) -> None:
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(plain)

@@ -280,8 +280,10 @@ class Connections:
         return attempt.stream
 
     async def _negotiate(self, attempt: _Negotiation, peer_id: PeerId, protocol: str) -> None:
-        watchdog = trio.CancelScope()
-        self._nursery.start_soon(_abort_if_silent, watchdog, peer_id, self.best_of(peer_id))
+        watchdog, found_open = trio.CancelScope(), self.of(peer_id)
+        # One of the direct connections carries the stream, if there are any.
+        used = [muxed for muxed in found_open if not muxed.relay] or found_open
+        self._nursery.start_soon(_abort_if_silent, watchdog, peer_id, used)
         try:
             found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
             attempt.stream = Libp2pStream(cast(NetStream, found), self._lifetime)
@@ -355,15 +357,14 @@ class Connections:
             async with trio.open_nursery() as nursery:
                 for connection in connections:
                     nursery.start_soon(_until_ending, connection, nursery.cancel_scope)
-        ended = [each for each in connections if _ends(each) and not _muxer(each).dropped_here]
+        ended = [
+            each
+            for each in connections
+            if (each.is_closed or _muxer(each).event_shutting_down.is_set()) and not _muxer(each).dropped_here
+        ]
         for connection in ended:
             await connection.event_closed.wait()
         return bool(ended)
-
-    def best_of(self, peer_id: PeerId) -> list[GuardedYamux]:
-        """Return the open connections of which one carries the next stream to a peer: the direct ones, if any."""
-        found = self.of(peer_id)
-        return [muxed for muxed in found if not muxed.relay] or found
 
     def all(self) -> list[GuardedYamux]:
         """Return every open connection."""
@@ -450,10 +451,6 @@ def proves_end(host: str, *, dialled: bool, met: bool) -> bool:
 async def _until_ending(connection: SwarmConn, then: trio.CancelScope) -> None:
     await _muxer(connection).event_shutting_down.wait()
     then.cancel()
-
-
-def _ends(connection: SwarmConn) -> bool:
-    return connection.is_closed or _muxer(connection).event_shutting_down.is_set()
 
 
 def _muxer(connection: INetConn) -> GuardedYamux:

@@ -139,7 +139,7 @@ class Agenda:
 
     def ignore_dial_backs(self, port: int) -> None:
         """Let the answers to open dial-backs of a port not count. All of them are asked again."""
-        of_port = {each for each in self._known if isinstance(each, AskDialBack) and each.port == port}
+        of_port = {each for each in self.known if isinstance(each, AskDialBack) and each.port == port}
         self._void |= of_port & self._open.keys()
         self.hurry(of_port)
 
@@ -150,7 +150,7 @@ class Agenda:
         self._not_before.clear()
 
     @property
-    def _known(self) -> set[Question]:
+    def known(self) -> set[Question]:
         """The questions that are open, or asked again later."""
         return {*self._open, *self._not_before}
 
@@ -158,15 +158,6 @@ class Agenda:
         """Let questions be asked again at once; ``None`` means all."""
         for question in [*self._not_before] if questions is None else questions:
             self._not_before.pop(question, None)
-
-    def hurry_looks(self) -> None:
-        """Let all peers be asked again at once at which host they see this one."""
-        self.hurry(question for question in self._known if isinstance(question, AskLook))
-
-    def keep_peers(self, peer_ids: Iterable[str]) -> None:
-        """Forget when peers that are not connected any more are to be asked."""
-        kept = set(peer_ids)
-        self.hurry(question for question in self._known if question.peer.peer_id not in kept)
 
 
 class Knowledge:
@@ -231,7 +222,9 @@ class Knowledge:
             )
         self._neighbours = tuple(unique.values())
         self._facts.meet(self._neighbours)
-        self._agenda.keep_peers(found.peer_id for found in neighbours)
+        # When peers that are not connected any more were to be asked is forgotten.
+        kept = {found.peer_id for found in neighbours}
+        self._agenda.hurry(each for each in self._agenda.known if each.peer.peer_id not in kept)
 
     def mapped(self, mapping: Mapped | None) -> None:
         """Note the port that a router passes on; ``None`` if there is none any more."""
@@ -277,7 +270,7 @@ class Knowledge:
             changed = self._facts.observations.add(peer.peer_id, peer.host, host, self._facts.interfaces)
         # One peer sees another host than before. Whether that holds for all, the others are asked at once.
         if changed:
-            self._agenda.hurry_looks()
+            self._agenda.hurry(each for each in self._agenda.known if isinstance(each, AskLook))
 
     @contextmanager
     def _watching_hosts(self) -> Iterator[None]:

@@ -123,8 +123,12 @@ class Reservations:
                 self._watcher.relayed_by(self.relays, self.addresses)
                 await self._ping(stream)
         except _FAILURES as error:
-            if held and self._held.keys() <= {relay}:
-                self._ask_all_again()
+            # The only relay is lost: one that has refused may be a relay by now. A hostile relay that takes this peer
+            # and drops it again and again causes one such question to others in RETRY_SECONDS.
+            now = trio.current_time()
+            if held and self._held.keys() <= {relay} and now >= self._next_questions:
+                self._next_questions = now + RETRY_SECONDS
+                self._avoided.clear()
             # One that was lost may have been restarted, or this peer may have changed its network.
             self._avoid(relay, 2 * ASK_AGAIN_SECONDS if held else RETRY_SECONDS)
             logger.info("%s at %s: %s", "the reservation is lost" if held else "no reservation", relay, error)
@@ -187,16 +191,6 @@ class Reservations:
         except _FAILURES as error:
             heard.end = heard.end or error
         both.cancel()
-
-    def _ask_all_again(self) -> None:
-        """Ask any peer again, because the only relay is lost: one that has refused may be a relay by now.
-
-        A relay that takes this peer and drops it again and again causes one such question to others in RETRY_SECONDS.
-        """
-        # A hostile relay could otherwise make this peer ask all others without end.
-        if (now := trio.current_time()) >= self._next_questions:
-            self._next_questions = now + RETRY_SECONDS
-            self._avoided.clear()
 
     def _avoid(self, relay: PeerId, seconds: float) -> None:
         self._avoided[relay] = trio.current_time() + seconds

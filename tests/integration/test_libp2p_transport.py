@@ -56,7 +56,7 @@ async def test_a_program_behind_a_gate_knows_it_too(tmp_path: Path) -> None:
         signer = Ed25519Signer(bytes(32))
         named = there.addresses[:1]
         async with (
-            open_gate(network, signer, path, {"/echo"}, bool, named=named),
+            open_gate(network, signer, path, {"/echo"}, (b"",), named=named),
             open_gate_transport(path) as here,
         ):
             assert await here.dial(named[0], timeout=10.0) == there.peer_id

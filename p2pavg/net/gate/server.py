@@ -7,7 +7,7 @@ socket of the network, and no key. What it asks for is bounded by the number of 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +91,7 @@ class Gate:
         transport: Transport,
         signer: Signer,
         protocols: Collection[str],
-        may_sign: Callable[[bytes], bool],
+        signed: tuple[bytes, ...],
         named: Collection[str],
         upload: RateLimit,
         download: RateLimit,
@@ -100,7 +100,7 @@ class Gate:
         self._transport = transport
         self._signer = signer
         self._protocols = frozenset(protocols)
-        self._may_sign = may_sign
+        self._signed = signed
         self._named = named
         self._limits = (upload, download)
         self._otherwise = otherwise
@@ -153,7 +153,7 @@ class Gate:
                         await self._transport.settle()
                         await _answer(socket, GateDone())
                     case AskSignature(message):
-                        if not self._may_sign(message):
+                        if not message.startswith(self._signed):
                             raise RemoteProtocolError("this peer does not sign such a message for a program")
                         await _answer(socket, Signature(self._signer.sign(message)))
             except (StreamBrokenError, ClosedError):
@@ -339,7 +339,7 @@ async def open_gate(
     signer: Signer,
     path: Path,
     protocols: Collection[str],
-    may_sign: Callable[[bytes], bool],
+    signed: tuple[bytes, ...],
     *,
     named: Collection[str] = (),
     upload: RateLimit = UNLIMITED,
@@ -351,7 +351,7 @@ async def open_gate(
     Args:
         path: of the socket, in a folder that only this user can write to.
         protocols: those that the program may open and serve. From now on this transport serves them for it.
-        may_sign: returns whether the program gets this peer's signature of a message.
+        signed: the beginnings of the messages of which the program gets this peer's signature.
         named: addresses that this peer's user has named, which the program may dial.
         upload, download: limits of all that the program sends and receives.
         otherwise: handlers of protocols while no program serves them.
@@ -359,7 +359,7 @@ async def open_gate(
     Raises:
         BusyError, ControlError: see :func:`~p2pavg.net.unix.open_unix_listener`.
     """
-    gate = Gate(transport, signer, protocols, may_sign, named, upload, download, otherwise)
+    gate = Gate(transport, signer, protocols, signed, named, upload, download, otherwise)
     for protocol in protocols:
         transport.serve(protocol, partial(gate.inbound, protocol))
     async with (

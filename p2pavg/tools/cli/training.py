@@ -75,7 +75,7 @@ async def train(
                     peer.context.signer,
                     versions.handed / "gate",
                     PEER_PROTOCOLS,
-                    lambda message: message.startswith(SIGNED),
+                    SIGNED,
                     named=run.bootstrap,
                     upload=RateLimit(options.max_upload_mbps),
                     download=versions.download,

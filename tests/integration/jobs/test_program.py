@@ -40,7 +40,7 @@ async def behind_a_gate(folder: Path, monkeypatch: pytest.MonkeyPatch, body: Cal
 
     async with (
         MemoryNetwork().transport(mine) as network,
-        open_gate(network, mine, folder / "gate", PEER_PROTOCOLS, lambda _: True),
+        open_gate(network, mine, folder / "gate", PEER_PROTOCOLS, (b"",)),
     ):
         with trio.fail_after(WATCHDOG_SECONDS):
             await trio.to_thread.run_sync(program)

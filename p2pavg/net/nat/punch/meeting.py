@@ -76,10 +76,6 @@ ALL_AT_ONCE = 32
 logger = logging.getLogger(__name__)
 
 
-# The time from Sync to the verdict, at most.
-TRY_PUNCH_SECONDS = plan.LONGEST_ROUND_TRIP + plan.PUNCH_SECONDS + plan.UPGRADE_SECONDS
-
-
 class Closable(Protocol):
     """A connection that its owner closes."""
 
@@ -179,15 +175,18 @@ class Puncher:
             return await self._meet_and_compare(stream, half, begin, use)
 
     async def _meet_and_compare(self, stream: Stream, half: _Half, begin: float, use: Use[T]) -> T:
-        """Carry out a try, and read the verdict in any case, so that the next try finds the stream in order."""
+        """Carry out a try, and read the verdict in any case, so that the next try finds the stream in order.
+
+        From Sync to the verdict, a peer needs a round trip, PUNCH_SECONDS and UPGRADE_SECONDS: less than REPLY_SECONDS.
+        """
         try:
             made = await self._meet(stream.remote, half, begin, use)
         except UnreachableError as error:
-            verdict = PunchVerdict.decode(await _next(stream, TRY_PUNCH_SECONDS))
+            verdict = PunchVerdict.decode(await _next(stream))
             theirs = f"; the peer reported: {verdict.reason}" if verdict.reason else ""
             raise UnreachableError(f"{error}{theirs}") from None
         try:
-            verdict = PunchVerdict.decode(await _next(stream, TRY_PUNCH_SECONDS))
+            verdict = PunchVerdict.decode(await _next(stream))
             if verdict.reason:
                 raise UnreachableError(f"the peer reported: {verdict.reason}")  # noqa: TRY301 - as any other reason
         except BaseException:
@@ -349,8 +348,8 @@ async def receive_bounded(stream: Stream, seconds: float = REPLY_SECONDS) -> byt
     raise StreamBrokenError(f"{stream.remote} sent no message about a punch within {seconds:.0f} s")
 
 
-async def _next(stream: Stream, seconds: float = REPLY_SECONDS) -> bytes:
-    message = await receive_bounded(stream, seconds)
+async def _next(stream: Stream) -> bytes:
+    message = await receive_bounded(stream)
     if message is None:
         raise StreamBrokenError(f"{stream.remote} closed the stream in the middle of a punch")
     return message

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
-from p2pavg.base.limits import REPLY_SECONDS
+from p2pavg.base.limits import ASK_AGAIN_SECONDS, REPLY_SECONDS
 from p2pavg.net.nat.reach.gateway import Granted, default_gateway
 from p2pavg.net.nat.reach.upnp_messages import (
     CONFLICT,
@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 SSDP_PORT = 1900
 MULTICAST = "239.255.255.250"
-SSDP_SECONDS = 1.0
-"""The time between two searches. Routers answer within the second that a search gives them (MX)."""
 SEARCHES = 2  # a packet may be lost
 
 _DESCRIPTION = "p2pavg"
@@ -185,7 +183,8 @@ async def _search(gateway: str, port: int) -> tuple[Location, str]:
                         await opened.sendto(packet, (host, port))
                     except OSError as error:
                         logger.debug("no search at %s: %s", host, error)
-            with trio.move_on_after(SSDP_SECONDS):
+            # Routers answer within the second that a search gives them (MX).
+            with trio.move_on_after(ASK_AGAIN_SECONDS):
                 return await _receive_answer(opened, gateway), own_host
     raise UnreachableError(f"the router {gateway} does not answer")
 

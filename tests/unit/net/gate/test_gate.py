@@ -31,10 +31,6 @@ from tests.transport_conformance import CHECKS, ECHO, Check, echo
 from tests.transport_conformance.tools import OTHER, eventually, receive_all
 
 
-def never(_message: bytes) -> bool:
-    return False
-
-
 class EverythingNamed(frozenset[str]):
     """Stands for the addresses that a user has named, so that the suite can dial any."""
 
@@ -58,7 +54,7 @@ class BehindAGate:
         inbound = self._network.transport(signer, inbound="accepted" if listening else "refused")
         async with (
             inbound as network,
-            open_gate(network, signer, path, {ECHO, OTHER}, never, named=EverythingNamed()),
+            open_gate(network, signer, path, {ECHO, OTHER}, (), named=EverythingNamed()),
             open_gate_transport(path) as transport,
         ):
             yield transport
@@ -90,7 +86,7 @@ async def open_gate_alone(folder: Path) -> AsyncIterator[tuple[Path, Gate, Ed255
     path = folder / "gate"
     async with (
         MemoryNetwork().transport(signer) as network,
-        open_gate(network, signer, path, {ECHO}, lambda message: message.startswith(ALLOWED)) as gate,
+        open_gate(network, signer, path, {ECHO}, (ALLOWED,)) as gate,
     ):
         yield path, gate, signer
 
@@ -198,7 +194,7 @@ async def test_only_what_the_user_has_named_is_dialled(folder: Path) -> None:
             signer = Ed25519Signer(b"\x07" * 32)
             async with (
                 network.transport(signer) as mine,
-                open_gate(mine, signer, folder / "gate", {ECHO}, never, named=named),
+                open_gate(mine, signer, folder / "gate", {ECHO}, (), named=named),
                 open_gate_transport(folder / "gate") as program,
             ):
                 if named:
@@ -214,7 +210,7 @@ async def test_a_program_that_reads_no_news_is_detached(folder: Path) -> None:
     async with (
         network.transport(signer) as mine,
         network.transport(Ed25519Signer(b"\x08" * 32)) as there,
-        open_gate(mine, signer, folder / "gate", {ECHO}, never) as gate,
+        open_gate(mine, signer, folder / "gate", {ECHO}, ()) as gate,
         connect_unix(folder / "gate") as socket,
     ):
         await send_message(socket, Attach().encode())
@@ -238,7 +234,7 @@ async def test_the_users_limit_holds_for_what_a_program_sends(folder: Path) -> N
     async with (
         network.transport(Ed25519Signer(b"\x08" * 32)) as there,
         network.transport(signer) as mine,
-        open_gate(mine, signer, folder / "gate", {ECHO}, never, upload=upload),
+        open_gate(mine, signer, folder / "gate", {ECHO}, (), upload=upload),
         open_gate_transport(folder / "gate") as program,
     ):
         there.serve(ECHO, echo)
@@ -288,7 +284,7 @@ async def test_a_connection_from_before_the_program_is_known_to_end(folder: Path
         there.serve(ECHO, echo)
         await mine.dial(there.addresses[0], timeout=5.0)
         async with (
-            open_gate(mine, signer, folder / "gate", {ECHO}, never),
+            open_gate(mine, signer, folder / "gate", {ECHO}, ()),
             open_gate_transport(folder / "gate") as program,
         ):
             stream = await program.open_stream(there.peer_id, ECHO, timeout=5.0)
@@ -314,7 +310,7 @@ async def test_while_no_program_serves_this_process_does(folder: Path) -> None:
     async with (
         network.transport(signer) as mine,
         network.transport(Ed25519Signer(b"\x08" * 32)) as there,
-        open_gate(mine, signer, folder / "gate", {ECHO}, never, otherwise={ECHO: said_here}) as gate,
+        open_gate(mine, signer, folder / "gate", {ECHO}, (), otherwise={ECHO: said_here}) as gate,
     ):
 
         async def asked() -> bytes | None:

@@ -196,7 +196,7 @@ async def test_refusal_has_its_reason() -> None:
 async def test_router_that_is_absent_is_an_error_and_is_looked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upnp, "SSDP_SECONDS", 0.1)
+    monkeypatch.setattr(upnp, "ASK_AGAIN_SECONDS", 0.1)
     router = Router()
     router.is_silent = True
     async with at_home(router) as client:
@@ -267,7 +267,7 @@ async def test_addresses_at_other_hosts_than_the_router_are_not_asked(
     monkeypatch: pytest.MonkeyPatch, through: str, where: str
 ) -> None:
     """The addresses of a description made the peer send GET and POST with any path to any host, loopback too."""
-    monkeypatch.setattr(upnp, "SSDP_SECONDS", 0.1)
+    monkeypatch.setattr(upnp, "ASK_AGAIN_SECONDS", 0.1)
     router = Router()
     async with victim() as other, at_home(router) as client:
         named = where.format(NEIGHBOUR, other.port)
@@ -291,7 +291,7 @@ async def test_addresses_that_would_change_the_request_are_not_asked(control: st
 
 
 async def test_answers_of_other_machines_than_the_router_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upnp, "SSDP_SECONDS", 0.2)
+    monkeypatch.setattr(upnp, "ASK_AGAIN_SECONDS", 0.2)
     router = Router()
     router.is_silent = True
 

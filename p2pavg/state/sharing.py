@@ -183,18 +183,18 @@ class StateSharing:
 
     def in_background(self, work: Callable[[], None]) -> None:
         """Run a function in a thread of its own, one at a time; the averager's end waits for it."""
+
+        async def run() -> None:
+            try:
+                # A checkpoint that was begun is written, also if the averager closes.
+                with trio.CancelScope(shield=True):
+                    await in_own_thread(work, stop=lambda: None, name="p2pavg-state")
+            finally:
+                self._working.clear()
+
         # Here and not in the task: the caller may look at `is_working` before the task begins.
         self._working.set()
-        self._soon(self._work, work, otherwise=self._working.clear)
-
-    async def _work(self, work: Callable[[], None]) -> None:
-        try:
-            with trio.CancelScope(
-                shield=True
-            ):  # a checkpoint that was begun is written, also if the averager closes
-                await in_own_thread(work, stop=lambda: None, name="p2pavg-state")
-        finally:
-            self._working.clear()
+        self._soon(run, otherwise=self._working.clear)
 
     # ------------------------------------------------------------------ states of others
 
@@ -227,9 +227,7 @@ class StateSharing:
         """Begin no more work; called in trio's thread."""
         self._closed = True
 
-    def _soon(
-        self, work: Callable[..., Awaitable[None]], *args: object, otherwise: Callable[[], None]
-    ) -> None:
+    def _soon(self, work: Callable[[], Awaitable[None]], *, otherwise: Callable[[], None]) -> None:
         """Start a task in trio's thread, from any thread; call ``otherwise`` if the averager has closed."""
 
         def start() -> None:
@@ -237,7 +235,7 @@ class StateSharing:
             if self._closed:
                 otherwise()
             else:
-                self._nursery.start_soon(work, *args)
+                self._nursery.start_soon(work)
 
         try:
             self._token.run_sync_soon(start)

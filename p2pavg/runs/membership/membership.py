@@ -120,7 +120,9 @@ class Membership:
         if wrong is not None:
             return wrong
         certificate = read_certificate(candidate.certificate)
-        role = self._role_of(candidate)
+        role = self.access.contributing if candidate.weight else Role.OBSERVER
+        if candidate.auxiliary:
+            role = Role.AUXILIARY
         if role not in certificate.roles and not (
             role is Role.OBSERVER and Role.CONTRIBUTOR in certificate.roles
         ):
@@ -132,8 +134,3 @@ class Membership:
                 "that its certificate grants"
             )
         return None
-
-    def _role_of(self, candidate: Candidate) -> Role:
-        if candidate.auxiliary:
-            return Role.AUXILIARY
-        return self.access.contributing if candidate.weight else Role.OBSERVER

@@ -227,7 +227,9 @@ def parse_run_file(text: str) -> RunFile:
     if missing := [name for name, required in _KEYS.items() if required and name not in found]:
         raise ConfigError(f"{missing[0]} is missing")
     for name in ("authority", "secret"):
-        found[name] = _from_hex(name, found[name])
+        if not isinstance(found[name], str) or not _KEY.fullmatch(found[name]):
+            raise ConfigError(f"{name} must be 64 hexadecimal digits in quotation marks")
+        found[name] = bytes.fromhex(found[name])
     # Anything else than a list is refused by name when the run file is made.
     if isinstance(addresses := found.get("bootstrap"), list):
         found["bootstrap"] = tuple(addresses)
@@ -254,12 +256,6 @@ def _escaped(character: str) -> str:
     if character in '"\\':
         return "\\" + character
     return f"\\u{ord(character):04x}" if ord(character) < 32 or ord(character) == 127 else character
-
-
-def _from_hex(name: str, value: object) -> bytes:
-    if not isinstance(value, str) or not _KEY.fullmatch(value):
-        raise ConfigError(f"{name} must be 64 hexadecimal digits in quotation marks")
-    return bytes.fromhex(value)
 
 
 def _check_text(name: str, value: object, most: int) -> None:
@@ -301,12 +297,10 @@ def _check_bootstrap(value: object) -> None:
 def _shown(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    shown = ascii(value) if isinstance(value, str | int | float | None) and not _is_long(value) else ""
+    # The text of a longer integer may have too many digits for Python.
+    is_long = isinstance(value, int) and value.bit_length() > 64
+    shown = ascii(value) if isinstance(value, str | int | float | None) and not is_long else ""
     return shown[:80] if shown else type(value).__name__
-
-
-def _is_long(value: object) -> bool:
-    return isinstance(value, int) and value.bit_length() > 64  # its text may have too many digits for Python
 
 
 # The files with which one peer takes part in a run that has an authority.

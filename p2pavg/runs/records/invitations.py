@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -133,7 +134,7 @@ class Invitations:
         self._served: set[PeerId] = set()
 
     async def serve(self, stream: Stream) -> None:
-        """AdmissionAnswer one newcomer. A peer beyond the limits loses its stream."""
+        """Answer one newcomer. A peer beyond the limits loses its stream."""
         # The end of the stream tells the newcomer that this delegate is busy.
         if len(self._served) >= MAX_STREAMS or stream.remote in self._served:
             return
@@ -198,7 +199,7 @@ class Invitations:
             self._unsaved = False
             saved = False
             try:
-                await self._run_in_thread(_write_used, file, text)
+                await self._run_in_thread(partial(replace_file, file, text.encode("ascii"), mode=PRIVATE))
                 saved = True
             except OSError as error:
                 logger.error("cannot write the used links %s: %s", file, error.strerror)  # noqa: TRY400
@@ -208,10 +209,6 @@ class Invitations:
             finally:
                 # After a cancellation it is not known whether the file was written.
                 self._unsaved |= not saved
-
-
-def _write_used(file: Path, text: str) -> None:
-    replace_file(file, text.encode("ascii"), mode=PRIVATE)
 
 
 def _read_used(file: Path) -> UsedTokens:

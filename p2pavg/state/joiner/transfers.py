@@ -106,23 +106,20 @@ class Transfer:
         # The training loop calls this several times a second, mostly with the same donors.
         if donors != self._donors:
             self._donors = donors
-            # In trio's thread, where the download runs.
-            self._soon(self._tell_donors)
+
+            def tell() -> None:
+                # It may come before the download begins, which then reads the donors itself, or after its end.
+                if self._fetch is not None:
+                    self._fetch.set_donors(self._donors)
+
+            # In trio's thread, where the download runs. If the averager is closed, its next call raises ClosedError.
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(tell)
 
     def cancel(self) -> None:
         """Stop it."""
-        self._soon(self._scope.cancel)
-
-    def _soon(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(
-            trio.RunFinishedError
-        ):  # the averager is closed; its next call raises ClosedError
-            self._token.run_sync_soon(function)
-
-    def _tell_donors(self) -> None:
-        # The call may come before the download begins, which then reads the donors itself, or after its end.
-        if self._fetch is not None:
-            self._fetch.set_donors(self._donors)
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._scope.cancel)
 
     def _note(self, progress: DownloadProgress) -> None:
         self._progress = progress

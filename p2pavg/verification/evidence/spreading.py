@@ -155,10 +155,14 @@ class Accusations:
                 # Records that are stored here are read without a call to any peer.
                 self._note_notices(records.held(self._key))
             named = self.exclusions.newest(MAX_NAMED)
-            value = Notice(self._addresses(), named).encode() if named else b""
-            if value != published:
-                await self._publish(records, value)
-                published = value
+            usable = [text for text in self._context.transport.addresses if len(text) <= MAX_ADDRESS_LENGTH]
+            value = Notice(tuple(usable[:MAX_ADDRESSES]), named).encode() if named else b""
+            if value and value != published:
+                answer = await records.publish(self._key, value, ttl=RECORD_LIFE_SECONDS)
+                self._note_notices(answer.records)
+            elif value != published:  # all evidence was let go
+                await records.withdraw(self._key)
+            published = value
             # The inquiries bound how many run at once, and what one accuser may cost.
             while (fetch := self._inquiries.next(self._context.wall_clock())) is not None:
                 nursery.start_soon(self._fetch, fetch, records)
@@ -166,16 +170,6 @@ class Accusations:
             await trio.sleep(LOOK_SECONDS)
             with trio.move_on_at(look_at):
                 await self._woken.wait()
-
-    async def _publish(self, records: RunRecords, value: bytes) -> None:
-        if value:
-            self._note_notices((await records.publish(self._key, value, ttl=RECORD_LIFE_SECONDS)).records)
-        else:  # all evidence was let go
-            await records.withdraw(self._key)
-
-    def _addresses(self) -> tuple[str, ...]:
-        usable = (text for text in self._context.transport.addresses if len(text) <= MAX_ADDRESS_LENGTH)
-        return tuple(usable)[:MAX_ADDRESSES]
 
     def _note_notices(self, records: Iterable[Record]) -> None:
         now = self._context.wall_clock()

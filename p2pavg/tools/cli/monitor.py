@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +10,17 @@ import trio
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.files import read_text
-from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import EVERYWHERE, LOOPBACK, way_out
 from p2pavg.peer.peer import open_peer
 from p2pavg.runs.config import AveragingConfig
 from p2pavg.runs.membership.membership import Membership, RunAccess
 from p2pavg.runs.membership.run_file import read_access, read_run_file
 from p2pavg.runs.records.identity import load_seed
+from p2pavg.tools.daemon.life import until_signal
 from p2pavg.tools.monitor.guard import MIN_TOKEN_CHARS
 from p2pavg.tools.monitor.serving import DEFAULT_HOST, MonitorOptions, check_installed, serve_run
 from p2pavg.tools.monitor.watching import board_source, watching
 from p2pavg_dht import Ed25519Signer
-
-logger = logging.getLogger(__name__)
 
 MAX_TOKEN_FILE_BYTES = 4096
 
@@ -122,18 +118,10 @@ def run_monitor(
         listen = EVERYWHERE if way_out(LOOPBACK, run.bootstrap, ()) else LOOPBACK
 
     async def main() -> None:
-        with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(live, nursery.cancel_scope)
-                async for number in signals:
-                    logger.info("leaving: %s", signal.Signals(number).name)
-                    nursery.cancel_scope.cancel()
-                    return
-
-    async def live(scope: trio.CancelScope) -> None:
-        async with open_peer(
+        opened = open_peer(
             listen=listen, bootstrap=run.bootstrap, identity=identity, port_mapping=False, relay_mbps=0
-        ) as peer:
+        )
+        async with until_signal(), opened as peer:
             if options is None:
                 from p2pavg.tools.monitor.terminal import show
 
@@ -144,6 +132,5 @@ def run_monitor(
                 async with serve_run(peer, run.run_id, options, access=run.access) as address:
                     print(address, flush=True)
                     await trio.sleep_forever()
-        scope.cancel()
 
     trio.run(main)

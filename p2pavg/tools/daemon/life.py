@@ -16,6 +16,7 @@ import trio
 from p2pavg import __version__
 from p2pavg.base.formats import PeerText, count, in_bytes
 from p2pavg.base.limits import DAY_SECONDS
+from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.unix import open_unix_listener, serve_unix
 from p2pavg.peer.auxiliary import HelpedRounds
 from p2pavg.peer.joining.home import Home
@@ -71,6 +72,23 @@ TOTALS_SECONDS = 60.0
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
 RESTARTS = (signal.SIGHUP,) if sys.platform != "win32" else ()
+
+
+@asynccontextmanager
+async def until_signal() -> AsyncIterator[None]:
+    """End the block when the user says so: for a program that has no round to finish."""
+
+    async def wait() -> None:
+        async for number in signals:
+            logger.info("leaving: %s", signal.Signals(number).name)
+            nursery.cancel_scope.cancel()
+            return
+
+    with bare_exceptions(), trio.open_signal_receiver(*ENDS) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            yield
+            nursery.cancel_scope.cancel()
 
 
 class DaemonProcess:

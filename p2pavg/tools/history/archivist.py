@@ -7,7 +7,6 @@ snapshot, so the run's peers neither wait for it nor count it.
 from __future__ import annotations
 
 import logging
-import signal
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ import trio
 
 from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, WARN_WAIT_SECONDS
-from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.optim.base.recipe import numbers_digest
 from p2pavg.optim.base.state import Lineage, digest_of
 from p2pavg.peer.joining.member import join_run, open_peer_of
@@ -30,6 +28,7 @@ from p2pavg.state.history.recording import HistorySettings
 from p2pavg.state.joiner.transfers import AverageTransfer, SnapshotTransfer
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import copy_of, read
+from p2pavg.tools.daemon.life import until_signal
 from p2pavg.tools.history.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -59,16 +58,7 @@ def run_archive(run: str, directory: Path, *, home: Path | None, keep: int | Non
     settings = HistorySettings(directory, keep)
 
     async def main() -> None:
-        with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(live)
-                async for number in signals:
-                    logger.info("leaving: %s", signal.Signals(number).name)
-                    nursery.cancel_scope.cancel()
-                    return
-
-    async def live() -> None:
-        async with open_peer_of(config, None, PeerOptions()) as peer:
+        async with until_signal(), open_peer_of(config, None, PeerOptions()) as peer:
             print(f"keeping the history of {config.run_id!r} in {directory}", flush=True)
             await _archive(peer, config, settings)
 

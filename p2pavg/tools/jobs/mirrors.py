@@ -23,6 +23,7 @@ from p2pavg.base.limits import ASK_AGAIN_SECONDS, LOOK_SECONDS, STALL_SECONDS
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.tools.jobs.folder import has_bytes
 from p2pavg.tools.jobs.manifest import LargeFile, origin_of
+from p2pavg.tools.jobs.running import in_left_thread
 
 PIECE_BYTES = 64 * 1024
 """A mirror that brings less within STALL_SECONDS, which is 17 kbit/s, has stopped; so has a try that brings less."""
@@ -266,7 +267,4 @@ def _size(part: Path) -> int:
 
 async def _is(place: Path, file: LargeFile) -> bool:
     """Return whether a file has the bytes that the manifest names."""
-    # Gigabytes: Ctrl-C ends the wait.
-    return await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-        has_bytes, place, file, abandon_on_cancel=True
-    )
+    return await in_left_thread(has_bytes, place, file)  # gigabytes: Ctrl-C ends the wait

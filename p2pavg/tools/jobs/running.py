@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import trio
 
@@ -18,6 +19,8 @@ from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.tools.jobs.limits import JobEnd, Restart, after_exit, beyond
 from p2pavg.tools.jobs.manifest import Needs
 from p2pavg.tools.jobs.measuring import measure
+
+T = TypeVar("T")
 
 MAX_LINE_CHARS = 500  # of the program's words that are shown
 MAX_LINES_A_SECOND = 20.0
@@ -114,7 +117,7 @@ class JobProgram:
                 if self._needs is not None:
                     nursery.start_soon(self._watch, process, self._needs)
                 nursery.start_soon(self._end_when_told, process)
-                code = await _end_of(process)
+                code = await in_left_thread(process.wait)
                 _kill(process)
                 # What it said last is what a person looks for. A process that it has left behind holds the pipe open.
                 with trio.move_on_after(TAIL_SECONDS):
@@ -125,7 +128,7 @@ class JobProgram:
             await trio.aclose_forcefully(words)
             # Until all of it is gone: nothing of this start may meet the next one.
             with trio.CancelScope(shield=True), trio.move_on_after(STOP_SECONDS):
-                await _end_of(process)
+                await in_left_thread(process.wait)
                 while _is_alive(process):  # noqa: ASYNC110 - only the first process can be waited for
                     await trio.sleep(GLANCE_SECONDS)
         return code
@@ -161,10 +164,8 @@ class JobProgram:
             for line in lines:
                 self._say(line)
 
-        # In a thread: a terminal that was stopped with Ctrl-S must stop neither the limits nor the network.
-        await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-            show_all, abandon_on_cancel=True
-        )
+        # A terminal that was stopped with Ctrl-S must stop neither the limits nor the network.
+        await in_left_thread(show_all)
 
     async def _watch(self, process: subprocess.Popen[bytes], needs: Needs) -> None:
         """End the program when it takes more than its manifest says."""
@@ -192,13 +193,12 @@ def _shown(line: bytes) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
-async def _end_of(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of a process; return its exit code."""
-    return int(
-        await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-            process.wait, abandon_on_cancel=True
-        )
+async def in_left_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Run a function in a thread that is left where it is when the caller is cancelled: nothing ends its wait."""
+    found: T = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
+        work, *arguments, abandon_on_cancel=True
     )
+    return found
 
 
 def _is_alive(process: subprocess.Popen[bytes]) -> bool:

@@ -42,6 +42,7 @@ from p2pavg.tools.jobs.given import MAX_GIVEN_BYTES, GivenWork, read_given
 from p2pavg.tools.jobs.manifest import JobManifest, read_packages
 from p2pavg.tools.jobs.page import JobPage, agreed
 from p2pavg.tools.jobs.releases import keep_releases, kept_releases, read_progress
+from p2pavg.tools.jobs.running import in_left_thread
 
 logger = logging.getLogger(__name__)
 
@@ -239,9 +240,7 @@ class JobVersions:
         await _agree(page, home, options)
         began = trio.current_time()
         # Ctrl-C ends the wait; an install that goes on is finished, or begun anew by the next start.
-        python = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-            make_environment, packages, abandon_on_cancel=True
-        )
+        python = await in_left_thread(make_environment, packages)
         await tell(f"the environment is ready, after {trio.current_time() - began:.1f} s")
         larger = await self._larger_files(manifest)
         folder = await trio.to_thread.run_sync(self._unpack, release, files, larger, bool(no_fence))
@@ -420,10 +419,8 @@ async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
                 "there is no terminal to ask on whether this job may run",
                 remedy=f"start it with --yes --job {root}, or with --only-help, which runs nothing",
             )
-        # Ctrl-C ends the wait; the thread is left, because nothing wakes a read of the terminal.
-        answer = await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-            _answer_to, page.question, abandon_on_cancel=True
-        )
+        # Ctrl-C ends the wait; nothing wakes a read of the terminal.
+        answer = await in_left_thread(_answer_to, page.question)
         if not agreed(answer, default=page.default):
             raise ConfigError(
                 "you did not agree to the job, so nothing of it ran",
@@ -443,10 +440,9 @@ def _answer_to(question: str) -> str:
 
 async def tell(text: str) -> None:
     """Print a line, or several, for the user."""
-    # In a thread: a terminal that was stopped with Ctrl-S must not stop the network.
-    await trio.to_thread.run_sync(  # type: ignore[call-arg]  # trio-typing's stubs
-        print_line, text, abandon_on_cancel=True
-    )
+    await in_left_thread(
+        print_line, text
+    )  # a terminal that was stopped with Ctrl-S must not stop the network
 
 
 def print_line(line: str) -> None:

@@ -127,7 +127,9 @@ def _value(name: str, given: Any, where: str) -> Any:
     if name == "training":
         return _training(where, given)
     if name == "space":
-        return _space(where, given)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{where} must be a table of ranges")
+        return {each: _range(f"{where}.{each}", its) for each, its in given.items()}
     if name == "function" and isinstance(given, str):
         return PeerText(given)  # never run unless the caller allows it by name
     return tuple(given) if isinstance(given, list) else given
@@ -139,12 +141,6 @@ def _training(where: str, table: object) -> Strategy:
     if "version" in table:
         raise ConfigError(f"{where}.version is unknown: strategy.version is for both")
     return _read(where, table)
-
-
-def _space(where: str, space: object) -> dict[str, Range]:
-    if not isinstance(space, Mapping):
-        raise ConfigError(f"{where} must be a table of ranges")
-    return {name: _range(f"{where}.{name}", each) for name, each in space.items()}
 
 
 def _range(where: str, given: object) -> Range:

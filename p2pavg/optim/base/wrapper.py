@@ -45,6 +45,7 @@ from p2pavg.optim.coordination.parting import Parting
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.training_run import TrainingRun
 from p2pavg.optim.coordination.turns import begins
+from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.optim.logging.loggers import tell_update
 from p2pavg.optim.ranks.mesh import PeerMesh
 from p2pavg.optim.ranks.shards import Ranks, local_of
@@ -181,6 +182,7 @@ class PeerOptimizer(TorchOptimizer):
             sync_timeout=sync_timeout,
             # Peers of another recipe have another lineage, so they never share a group.
             recipe=self._recipe().digest,
+            watch=DriftMonitor(self._averager, every=self._check_every, labels=self._parts.labels),
             delay=delay,
             grace=grace,
         )
@@ -189,21 +191,15 @@ class PeerOptimizer(TorchOptimizer):
             self._ranks,
             self._parts,
             recipe=self._recipe,
-            parameters=self._locals,
-            check_every=self._check_every,
+            parameters=self._parameters,
             data=None if self._run_state is None else self._run_state.data,
         )
         self._parting = Parting(
             self._averager,
             self._together,
-            lambda: self._states,
             # Several ranks take their snapshots together, at the same update; at the end each rank is on its own.
             snapshots=not self._ranks.are_several,
-            # Peers that mix have no common last update that another peer could lack.
-            hands_over=not self._is_mixed,
         )
-        # A step that waits for other peers has to notice that they have all ended.
-        self._together.run_end = self._parting.run_end
         # Leaving the averager's block stays for the stragglers as `finish` does.
         self._averager.on_end(self._parting)
         # Already here: another optimizer of this loop may wait in its step before this one is stepped first.
@@ -389,9 +385,9 @@ class PeerOptimizer(TorchOptimizer):
     def _check_run_goes_on(self) -> None:
         """Raise RunEndedError, on all ranks, if the run has ended without this peer."""
         # The ranks hear of last words at different times. If one raised alone, the others would wait for it.
-        end = self._ranks.as_the_first(self._parting.run_end)
+        end = self._ranks.as_the_first(self._together.run.run_end)
         if end is not None:
-            self._parting.was_told()
+            self._parting.has_ended = True  # it has nothing to say, and nothing to hand over
             self._together.turn.end()
             self._together.run.leave()  # no other peer should wait for one that cannot go on
             raise RunEndedError(end.reason, epoch=end.epoch)
@@ -515,28 +511,10 @@ class PeerOptimizer(TorchOptimizer):
             return
         common = CommonState(prefix, tensors, self._parts, optimizer, scheduler, self._training)
         owner = cast(Owner, self)
-        self._states = States(
-            self._run_state,
-            self._averager,
-            common,
-            owner,
-            self._together,
-            self._ranks,
-            self._training.watch.keeps_apart,
-        )
+        self._states = States(self._run_state, self._averager, common, owner, self._together, self._ranks)
         self._states.load_newest()
-        # It replaces the look of the training run, and includes it.
-        self._together.on_look = self._poll
-        # A peer with states mends by itself that it is behind. One without them is told to load a newer state.
-        self._together.run.comes_back = True
-        self._together.has_later = self._states.has_later
-        self._together.pauses = self._states.pauses
-
-    def _poll(self) -> None:
-        """Compare with the other peers, and offer them states; called between updates."""
-        self._training.poll()
-        if self._states is not None:
-            self._states.poll()
+        self._together.share(self._states)
+        self._parting.states = self._states
 
     def _is_following(self) -> bool:
         """Offer states to other peers; return whether this peer is on its way to the run's present state."""
@@ -554,7 +532,7 @@ class PeerOptimizer(TorchOptimizer):
         # Raises if no state could help, such as with another architecture, instead of fetching in vain for ever.
         if report.behind is not None:
             self._states.check_company()
-        outnumbered = report.drifted is not None and self._training.watch.outnumbered
+        outnumbered = report.drifted is not None and self._together.watch.outnumbered
         return self._states.must_follow(report.behind, outnumbered=outnumbered)
 
     def _catch_up(self) -> StepReport:

@@ -11,7 +11,6 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -64,7 +63,6 @@ class States:
         owner: the optimizer.
         together: its coordination with the other peers.
         ranks: the ranks of this peer.
-        keeps_apart: returns the difference that keeps this peer from following any of some peers, or an empty text.
     """
 
     def __init__(
@@ -75,10 +73,8 @@ class States:
         owner: Owner,
         together: RoundCoordinator,
         ranks: Ranks,
-        keeps_apart: Callable[[Collection[str]], str] = lambda _: "",
     ) -> None:
         run_state.claim()
-        self._keeps_apart = keeps_apart
         self._ranks = ranks
         self._settings = run_state
         self._common = common
@@ -336,7 +332,7 @@ class States:
         if not self._common.lineage.epoch and not run.has_started:
             ahead = run.peers_ahead()
             judges = ahead if self._sharing.members_only else self._sharing.bootstrap & frozenset(ahead)
-            why = self._keeps_apart(judges)
+            why = self._together.watch.keeps_apart(judges)
         # All ranks raise, or one of them would go on and wait for the others.
         for told in self._ranks.gather(why):
             if told:
@@ -401,7 +397,7 @@ class States:
         Donors answer in their next step. Those whose loops have ended, or pause for long, have none: the training loop
         gets the reason, and asks again in its own next step.
         """
-        if (end := self._together.run_end()) is not None:
+        if (end := self._together.run.run_end()) is not None:
             return end.reason
         if self.follower.is_fetching or self._fetches_later:  # a run that begins again has a limit of its own
             return ""

@@ -14,6 +14,7 @@ from p2pavg.base.result import InProgress, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.group.places.gossip import SearchPlace
 from p2pavg.optim.cells.cells import Cells, bounds_of, holders, outer_state
+from p2pavg.optim.coordination.together import RoundCoordinator
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +82,16 @@ class CrossCellAverager:
                 self._outers[share] = outer
                 self._poll(outer, 0.0, live)
 
-    def wait(self, on_look: Callable[[], None]) -> None:
-        """Wait for the outer averages that have begun, until ``timeout`` after their beginning; then give them up."""
+    def wait(self, together: RoundCoordinator) -> None:
+        """Wait for the outer averages that have begun, until ``timeout`` after their beginning; then give them up.
+
+        Meanwhile the cell's coordination looks at the other members.
+        """
         for share, outer in self._outers.items():
             while not outer.ended:
                 left = self._until - time.monotonic()
                 self._poll(outer, min(max(left, 0.0), LOOK_SECONDS), 2)
-                on_look()
+                together.poll_peers()
                 if left <= 0 and not outer.ended:
                     outer.averager.cancel_matchmaking("the cell mixes without this share")
                     outer.ended = True

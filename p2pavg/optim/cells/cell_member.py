@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from p2pavg.base.result import Success
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.report import StepReport
 from p2pavg.optim.cells.between import CrossCellAverager
+from p2pavg.optim.cells.cell_choice import CellBoard
 from p2pavg.optim.cells.cells import Cells
 from p2pavg.optim.coordination.progress import Average
 from p2pavg.optim.large_batch.averaged import AveragedOptimizer
@@ -31,7 +32,7 @@ class CellMember(AveragedOptimizer):
         base: averager of the whole run.
         cells: the run's settings.
         cell: this peer's cell.
-        live: returns the number of cells that are known to train.
+        board: the news of all cells.
         target_batch_size, options: for :class:`AveragedOptimizer`.
     """
 
@@ -46,12 +47,12 @@ class CellMember(AveragedOptimizer):
         base: Averager,
         cells: Cells,
         cell: int,
-        live: Callable[[], int],
+        board: CellBoard,
         target_batch_size: float,
         **options: Any,
     ) -> None:
         self._cells = cells
-        self._live = live
+        self._board = board
         self.cell = cell
         """This peer's cell."""
         self._distance = 0.0
@@ -100,7 +101,7 @@ class CellMember(AveragedOptimizer):
         """Contribute what the outer averages change, and take the cell's sum of it; return the report."""
         # The mix is due at once, and each member waits: the target stands for that.
         self._together.run.publish(self._target, waiting=True)
-        self._between.wait(self._together.on_look)
+        self._between.wait(self._together)
         self._averager.clear()
         changes = [torch.zeros_like(tensor) for tensor in self._mixed_tensors()]
         self._between.add_differences(changes)
@@ -114,7 +115,7 @@ class CellMember(AveragedOptimizer):
     def _took(self, success: Success) -> None:
         super()._took(success)
         if self._cells.begins_outer(self.epoch) and self._averager.peer_id in success.peers:
-            self._between.begin(self._mixed_tensors(), success.peers, self._live())
+            self._between.begin(self._mixed_tensors(), success.peers, self._board.live(self.cell))
 
     # ------------------------------------------------------------------ updates
 

@@ -130,7 +130,7 @@ class CellOptimizer(TorchOptimizer):
                 base=self._averager,
                 cells=self.cells,
                 cell=cell,
-                live=lambda: self._board.live(cell),
+                board=self._board,
                 state=self._given.inside(_name(cell), continues=continues),
                 **self._options,
             )

@@ -10,16 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 
 from p2pavg.base.errors import ClosedError
 from p2pavg.base.limits import LOOK_SECONDS
-from p2pavg.base.messages import decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.catching_up.states import States
-from p2pavg.optim.coordination.ending import Goes, GroupMember, Handover, LastWord, RunEnd, run_end
+from p2pavg.optim.coordination.ending import Goes, GroupMember, Handover
 from p2pavg.optim.coordination.together import RoundCoordinator
-from p2pavg.runs.records.board import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +27,19 @@ class Parting:
     Args:
         averager: its averager.
         together: its coordination with the other peers.
-        states: returns its states, if it shares them.
         snapshots: true if this thread may take snapshots for others: not on one of several ranks, which take theirs
             together.
-        hands_over: false if the peers of the run have no common updates, so that there is nothing to hand over.
     """
 
-    def __init__(
-        self,
-        averager: Averager,
-        together: RoundCoordinator,
-        states: Callable[[], States | None],
-        *,
-        snapshots: bool,
-        hands_over: bool,
-    ) -> None:
+    def __init__(self, averager: Averager, together: RoundCoordinator, *, snapshots: bool) -> None:
         self._averager = averager
         self._together = together
-        self._states = states
         self._snapshots = snapshots
-        self._hands_over = hands_over
+        self.states: States | None = None
+        """The states of an optimizer that shares them, from then on."""
         config = averager.config
         # As long as a straggler may cost a round: the time to find its group, and beyond that the time to exchange.
         self._quiet, self._most = config.match_timeout, config.match_timeout + config.exchange_timeout
-        self._last_words: Topic | None = None
         self._handover: Handover | None = None
         self._began = 0.0
         self._told: frozenset[str] = frozenset()
@@ -72,7 +58,7 @@ class Parting:
             return False
         try:
             run = self._together.run
-            if not self._hands_over or not run.lineage.epoch:
+            if not run.hands_over or not run.lineage.epoch:
                 return False
             try:
                 self._averager.cancel_matchmaking("this peer has taken its last update")
@@ -80,9 +66,9 @@ class Parting:
                 return False
             self.has_ended = True
             run.end()
-            if (states := self._states()) is not None:
-                states.publish()
-            self._say_last()
+            if self.states is not None:
+                self.states.publish()
+            run.say_last()
             self._began = time.monotonic()
             self._handover = Handover(self._began, quiet=self._quiet, most=self._most)
             return True
@@ -91,12 +77,9 @@ class Parting:
 
     def leave(self) -> None:
         """Say this peer's last word, and stay for no other peer."""
-        if self._hands_over and self._together.run.lineage.epoch and not self.has_ended:
-            self._say_last()
-        self.has_ended = True
-
-    def was_told(self) -> None:
-        """Note that the run has ended without this peer: it has nothing to say, and nothing to hand over."""
+        run = self._together.run
+        if run.hands_over and run.lineage.epoch and not self.has_ended:
+            run.say_last()
         self.has_ended = True
 
     def resume(self) -> None:
@@ -104,15 +87,13 @@ class Parting:
         if self.has_ended:
             self.has_ended = False
             self._together.run.resume()
-            if self._last_words is not None:
-                self._last_words.withdraw()
 
     def stays(self) -> bool:
         """Offer what other peers ask for; return whether to stay longer."""
         assert self._handover is not None
         if not self.has_ended:  # another thread steps again
             return False
-        run, states, now = self._together.run, self._states(), time.monotonic()
+        run, states, now = self._together.run, self.states, time.monotonic()
         # A step of another thread may have begun since: a snapshot that is taken now would be half updated.
         if states is not None and self._snapshots and self.stepping.acquire(blocking=False):
             try:
@@ -120,8 +101,7 @@ class Parting:
             finally:
                 self.stepping.release()
         served_at = -math.inf if states is None else states.served_at
-        said = decoded_all(_values(self._topic()), LastWord)
-        words = run.words
+        said, words = run.last_words, run.words
         members = [
             GroupMember(
                 peer_id=peer_id,
@@ -153,44 +133,3 @@ class Parting:
         """Block until other peers may have said something new, for a second at most."""
         run = self._together.run
         run.wait(run.version, LOOK_SECONDS)
-
-    def _say_last(self) -> None:
-        lineage = self._together.run.lineage
-        self._topic().publish(LastWord(lineage.epoch, lineage.state).encode(), now=True)
-
-    def _topic(self) -> Topic:
-        """Return the board of last words, which this peer opens when it first needs it.
-
-        A last word lives for ``sync_timeout``, as long as a call of ``step`` waits for others: a peer that was away for
-        less still reads it.
-        """
-        if self._last_words is None:
-            self._last_words = self._averager.last_words(self._together.patience)
-        return self._last_words
-
-    # ------------------------------------------------------------------ the end of others
-
-    def run_end(self) -> RunEnd | None:
-        """Return the end of the run, if it has ended without this peer.
-
-        While the members of its last group are there and train, it reads nothing but their words.
-        """
-        run = self._together.run
-        group = run.last_group
-        if not group or not self._hands_over:
-            return None
-        words = run.words
-        present = sum(peer_id in words and not words[peer_id].left for peer_id in group)
-        if 2 * present >= len(group):
-            return None
-        is_first, topic = self._last_words is None, self._topic()
-        if is_first:  # it looks before this peer begins anything with the peers that are left
-            topic.poll()
-            topic.wait(topic.version, LOOK_SECONDS)
-            words = run.words
-        last_words = decoded_all(_values(topic), LastWord)
-        return run_end(run.mine, group, words, last_words, follows=run.comes_back)
-
-
-def _values(topic: Topic) -> dict[str, bytes]:
-    return {peer_id: entry.value for peer_id, entry in topic.entries.items()}

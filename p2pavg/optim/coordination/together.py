@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -16,13 +16,26 @@ from p2pavg.blocking import Averager
 from p2pavg.group.places.gossip import SearchStage
 from p2pavg.optim.base.state import Lineage, checked_amount, checked_count, first_lineage
 from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
-from p2pavg.optim.coordination.ending import GrowingPauses, RunEnd, Waiting
+from p2pavg.optim.coordination.ending import GrowingPauses, Waiting
 from p2pavg.optim.coordination.progress import Average, Compute, Decision, LeftBehind, Survey, WaitForPeers
 from p2pavg.optim.coordination.turns import Turn
 from p2pavg.optim.coordination.view import RunView
-from p2pavg.optim.coordination.watch import tell_waiting
+from p2pavg.optim.coordination.watch import DriftMonitor, tell_waiting
 
 logger = logging.getLogger(__name__)
+
+
+class SharedStates(Protocol):
+    """The states of an optimizer, as its coordination sees them: :class:`~p2pavg.optim.catching_up.states.States`."""
+
+    def poll(self) -> None:
+        """Offer what other peers ask for."""
+
+    def has_later(self) -> str:
+        """Return the reason why this peer must fetch another state before it goes on; empty if it need not."""
+
+    def pauses(self, seen: Survey) -> str:
+        """Return the reason why this peer takes no update alone now; empty if it takes one."""
 
 
 class RoundCoordinator:
@@ -39,6 +52,7 @@ class RoundCoordinator:
         min_peers: number of peers that an update needs; 1 if this peer may take updates alone, and
             ``config.min_group_size`` if ``None``.
         recipe: digest of this peer's recipe.
+        watch: compares this peer's training with that of the others.
         delay: batches for which the rounds of a peer that counts its own steps run in the background.
         grace: seconds that peers that are due wait for those that still compute; infinite for as long as these are
             expected. ``None``: for the time of ``delay``, and :data:`MIN_ABSENCE_SECONDS` at least.
@@ -59,6 +73,7 @@ class RoundCoordinator:
         sync_timeout: float,
         min_peers: int | None = None,
         recipe: bytes = b"",
+        watch: DriftMonitor,
         delay: int = 0,
         grace: float | None = math.inf,
     ) -> None:
@@ -81,17 +96,12 @@ class RoundCoordinator:
             peers_to_start=to_start,
             least=self._least,
             overlaps=delay > 0,
+            sync_timeout=self.patience,
         )
-        self.on_look: Callable[[], None] = lambda: None
-        """Called at least once a second while this peer waits."""
-        self.has_later: Callable[[], str] = lambda: ""
-        """Returns the reason why this peer must fetch another state before it goes on, or an empty text; an optimizer
-        with a :class:`~p2pavg.optim.RunState` replaces it."""
-        self.pauses: Callable[[Survey], str] = lambda _: ""
-        """Returns the reason why this peer takes no update alone now, or an empty text; an optimizer with a
-        :class:`~p2pavg.optim.RunState` replaces it."""
-        self.run_end: Callable[[], RunEnd | None] = lambda: None
-        """Returns the end of the run, if it has ended without this peer; an optimizer replaces it."""
+        self.watch = watch
+        """Compares this peer's training with that of the others."""
+        self.states: SharedStates | None = None
+        """See :meth:`share`."""
         self.turn = Turn(averager.config.run_id)
         """The turn of this optimizer among those that the same loop steps."""
         self._has_failed = False
@@ -107,6 +117,22 @@ class RoundCoordinator:
         """Number of peers with which the last round of the optimizer's own averager began."""
         self._observers = 0  # among the peers that the last decision or round counted
         self._expected: tuple[str, ...] = ()  # these peers
+
+    def share(self, states: SharedStates) -> None:
+        """Note that the optimizer shares states: this peer offers them while it waits, and can fetch one."""
+        # A peer with states mends by itself that it is behind. One without them is told to load a newer state.
+        self.states, self.run.comes_back = states, True
+
+    def poll_peers(self) -> None:
+        """Compare with the other peers, and offer them states: at least once a second while this peer waits."""
+        self.compare(forked=self.run.survey().others > 0)
+        if self.states is not None:
+            self.states.poll()
+
+    def compare(self, *, forked: bool) -> None:
+        """Compare with the other peers; see :meth:`DriftMonitor.poll`."""
+        self.watch.poll(self.run.companions, forked=forked)
+        self.run.differs = self.watch.differs
 
     def computed(self, batch: float) -> None:
         """Note that a batch of this many samples was computed."""
@@ -124,21 +150,21 @@ class RoundCoordinator:
                 # so that a word that comes in between ends the wait below at once.
                 version = self.run.version
                 self._hurry(began)
-                self.on_look()
+                self.poll_peers()
                 seen = self.run.survey()
                 self._observers, self._expected = self._observers_in(seen), seen.expected
                 decision, left = self.run.decide(seen), until - time.monotonic()
                 # Whatever the decision is, it is about a state that this peer will replace.
-                if later := self.has_later():
+                if self.states is not None and (later := self.states.has_later()):
                     return Compute(later)
-                if (end := self.run_end()) is not None:
+                if (end := self.run.run_end()) is not None:
                     return Compute(end.reason)
                 # Only a step that would wait can keep its loop from another run. One that computes returns anyway.
                 if isinstance(decision, Average | WaitForPeers) and (first := self.turn.gives_way()):
                     return Compute(first)
                 if isinstance(decision, Average) and self.goes_alone(decision.peers):
                     # No group signs the average, so no peer that joins could replay the update.
-                    why = self.pauses(seen)
+                    why = "" if self.states is None else self.states.pauses(seen)
                     return Compute(why) if why else decision
                 if not isinstance(decision, WaitForPeers):
                     return decision
@@ -265,8 +291,9 @@ class RoundCoordinator:
     def _stop_if_left_behind(self) -> bool:
         """Cancel matchmaking if no other peer will join this one's group; return whether none will."""
         behind = self.left_behind()
-        later = self.has_later() or ("" if behind is None else behind.reason)
-        if not later and (end := self.run_end()) is not None:
+        later = "" if self.states is None else self.states.has_later()
+        later = later or ("" if behind is None else behind.reason)
+        if not later and (end := self.run.run_end()) is not None:
             later = end.reason
         if later:
             self._stopped = self.averager.cancel_matchmaking(later)
@@ -321,7 +348,7 @@ class RoundCoordinator:
             result = self._step(wait, self._peers)
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
-            self.on_look()
+            self.poll_peers()
             # An observer that hears late of a round without it cannot replay that update before the next group forms.
             if self._observes and result.reason != EXCHANGES:
                 self.run.poll()

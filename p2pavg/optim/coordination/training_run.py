@@ -24,10 +24,8 @@ from p2pavg.optim.base.state import (
     origin_of,
     pack_lineage,
     pack_origin,
-    tensor_digest,
 )
 from p2pavg.optim.coordination.together import RoundCoordinator
-from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.optim.coordination.word import RecipeRecord
 from p2pavg.optim.ranks.shards import Ranks, local_of
 
@@ -47,8 +45,7 @@ class TrainingRun:
         ranks: the ranks of this peer.
         parts: the model's buffers.
         recipe: returns the recipe with the present settings.
-        parameters: returns the present parameters, or this process's part of them.
-        check_every: number of updates between two digests of the parameters; 0 for none.
+        parameters: the trained parameters, of which this process may have a part.
         data: the sampler that is told of each update, if the peers share one.
     """
 
@@ -59,8 +56,7 @@ class TrainingRun:
         parts: ModelParts,
         *,
         recipe: Callable[[], Recipe],
-        parameters: Callable[[], Sequence[torch.Tensor]],
-        check_every: int,
+        parameters: Sequence[torch.Tensor],
         data: SharedSampler | None = None,
     ) -> None:
         self._together = together
@@ -76,18 +72,10 @@ class TrainingRun:
         """The state that was loaded since the last step."""
         if ranks.are_several:
             together.is_at(self._as_one(together.run.lineage))
-        self.watch = DriftMonitor(
-            together.averager,
-            every=check_every,
-            labels=parts.labels,
-            companions=lambda: together.run.companions,
-        )
         self.last_numbers: Settings = ()
         """The hyperparameters of the last update."""
         self.compares = True
         """False for peers whose parameters differ by design: nothing is published of them."""
-        together.on_look = self.poll
-        together.run.differs = lambda: self.watch.differs
 
     @property
     def lineage(self) -> Lineage:
@@ -102,7 +90,7 @@ class TrainingRun:
         """
         if self._has_begun:
             return False
-        recipe, parameters = self._recipe(), digest_of(self._parameters())
+        recipe, parameters = self._recipe(), self._digest()
         changed = False
         loaded = self._loaded
         is_first = loaded is not None and not self.lineage.epoch
@@ -116,7 +104,7 @@ class TrainingRun:
         self._has_begun, self._loaded = True, None
         self._parts.begin()
         names = frozenset(name for name, _ in recipe.rules)
-        self.watch.begins(self._word_of(self._origin), self.lineage, names)
+        self._together.watch.begins(self._word_of(self._origin), self.lineage, names)
         return changed
 
     def _begin_anew(self, parameters: bytes, recipe: Recipe) -> bool:
@@ -196,7 +184,10 @@ class TrainingRun:
             return origin_of(self._loaded)
         if self._has_begun and self._origin is not None:
             return self._origin
-        return _origin(digest_of(self._parameters()), self._recipe())
+        return _origin(self._digest(), self._recipe())
+
+    def _digest(self) -> bytes:
+        return digest_of(local_of(tensor) for tensor in self._parameters)
 
     def _as_one(self, lineage: Lineage) -> Lineage:
         """Return one common lineage for all ranks of this peer."""
@@ -223,7 +214,7 @@ class TrainingRun:
         return f"the run trains with {_told_differences(saved, recipe, recipe.rules)}"
 
     def _word_of(self, origin: Origin) -> RecipeRecord:
-        parameters = self._parameters()
+        parameters = [local_of(tensor) for tensor in self._parameters]
         return RecipeRecord(
             recipe=origin.recipe,
             origin=origin.parameters,
@@ -271,17 +262,8 @@ class TrainingRun:
 
     def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:
         """Let the other peers compare the parameters after an update."""
-        if not self.compares:
-            return
-        self.watch.updated(
-            self.lineage,
-            numbers,
-            lambda: [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)],
-        )
-
-    def poll(self) -> None:
-        """Compare with the other peers, if they may have published anything new."""
-        self.watch.poll(forked=self._together.run.survey().others > 0)
+        if self.compares:
+            self._together.watch.updated(self.lineage, numbers, [*parameters, *self._parts.averaged])
 
     def report(
         self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool
@@ -296,8 +278,9 @@ class TrainingRun:
         # While its round goes on, this peer may look behind only because it hears of the end last.
         behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
         report = report_of(self._together, result, norm, behind)
-        self.watch.poll(forked=report.others > 0)
-        return replace(report, drifted=self.watch.drifted, differs=self.watch.differs)
+        self._together.compare(forked=report.others > 0)
+        watch = self._together.watch
+        return replace(report, drifted=watch.drifted, differs=watch.differs)
 
 
 def _is_of(loaded: Mapping[str, Any], parameters: bytes) -> bool:

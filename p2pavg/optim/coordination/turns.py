@@ -103,19 +103,14 @@ class Turn:
         for run_id, other in sorted(_loop.by_run.items()):
             if run_id >= self.run_id:
                 break
-            if other.wants_step(-math.inf if self._owes_a_turn(run_id, other.turn) else self._began):
+            # A loop may take long between two steps, and long before the first. If it does not step the other optimizer
+            # after this one has given way to it, only the clock says whether it still does so.
+            step, before = self._gave_way.get(run_id, (0, -1))
+            surely_stepped = step == self.steps or before != other.turn.steps
+            if other.wants_step(-math.inf if surely_stepped else self._began):
                 self._gave_way[run_id] = self.steps, other.turn.steps
                 return f"the update of run {run_id!r}, which the same loop trains, comes first"
         return ""
-
-    def _owes_a_turn(self, run_id: str, other: Turn) -> bool:
-        """Return whether to give way to another optimizer however long ago its last step was.
-
-        A loop may take long between two steps, and long before the first. If it does not step the other optimizer after
-        this one has given way, only the clock says whether it still does so.
-        """
-        step, before = self._gave_way.get(run_id, (0, -1))
-        return step == self.steps or before != other.steps
 
 
 # Optimizers that a program has replaced by new ones, such as a notebook whose cell runs again.

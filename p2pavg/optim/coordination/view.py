@@ -7,15 +7,16 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from msgspec.structs import replace
 
-from p2pavg.base.messages import DecodedWords
+from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.messages import DecodedWords, decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.coordination.attendance import (
@@ -25,6 +26,7 @@ from p2pavg.optim.coordination.attendance import (
     PeerTrust,
     VainClaims,
 )
+from p2pavg.optim.coordination.ending import LastWord, RunEnd, run_end
 from p2pavg.optim.coordination.progress import (
     MAX_BATCH_SECONDS,
     MAX_SAMPLES,
@@ -39,6 +41,7 @@ from p2pavg.optim.coordination.progress import (
 )
 from p2pavg.optim.coordination.watch import tell_progress
 from p2pavg.runs.config import AveragingConfig
+from p2pavg.runs.records.board import Topic
 
 # The change from one version of a run's job to the next, as a program hears of it that `p2pavg join` has started.
 
@@ -152,7 +155,11 @@ class RunView:
         peers_to_start: number of peers that this peer's first round needs.
         least: number of peers that an update needs; 1 if this peer may take updates alone.
         overlaps: true if each peer counts its own steps, and goes on with them while a round runs.
+        sync_timeout: seconds for which a call waits for other peers.
     """
+
+    hands_over: ClassVar[bool] = True
+    """False if the peers of the run have no common updates, so that there is nothing to hand over at the end."""
 
     def __init__(
         self,
@@ -163,6 +170,7 @@ class RunView:
         peers_to_start: int,
         least: int,
         overlaps: bool = False,
+        sync_timeout: float = 0.0,
     ) -> None:
         self.lineage = lineage
         self.peers_to_start = peers_to_start
@@ -177,13 +185,15 @@ class RunView:
         """True if the next round is to be without the peers that still compute."""
         self.comes_back = False
         """True if this peer can fetch the run's state when it is behind; an optimizer that shares states sets it."""
-        self.differs: Callable[[], tuple[str, ...]] = lambda: ()
-        """Returns the known differences in training between this peer and others; an optimizer replaces it."""
+        self.differs: tuple[str, ...] = ()
+        """The known differences in training between this peer and others."""
         self._version = averager.config.version
         self.change = JobChange.of(averager.config)
         """Tells when another version of the job takes over; ``None`` if this program never hears of one."""
         self._board = averager.board(TOPIC)
-        self._tell = partial(tell_progress, averager)
+        self._averager = averager
+        self._sync_timeout = sync_timeout
+        self._last_words: Topic | None = None
         now = time.monotonic()
         self.pace = BatchPace(now)
         """The speed of this peer's batches."""
@@ -240,12 +250,14 @@ class RunView:
         self._publish(now=True)
 
     def resume(self) -> None:
-        """Note that this peer takes part again after :meth:`end`; its next word says so."""
+        """Note that this peer takes part again after :meth:`end` or :meth:`say_last`; its next word says so."""
         self._left = False
+        if self._last_words is not None:
+            self._last_words.withdraw()
 
     def _publish(self, *, now: bool = False) -> None:
         self._board.publish(self.mine.encode(), now=now)
-        self._tell(self.mine)
+        tell_progress(self._averager, self.mine)
 
     def leave(self) -> None:
         """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
@@ -351,7 +363,7 @@ class RunView:
             stays, seen = True, tuple(dataclasses.replace(peer, stays=True) for peer in seen)
         vain = self._vain.peers
         seen = tuple(dataclasses.replace(peer, in_vain=peer.peer_id in vain) for peer in seen)
-        found = survey(self.mine, seen, self.differs(), stays=stays)
+        found = survey(self.mine, seen, self.differs, stays=stays)
         self._vain.note(found.ahead_peers if found.few_ahead else (), now)
         return found
 
@@ -390,6 +402,46 @@ class RunView:
             hurries=self.hurries,
             settled=self._attendance.is_settled(self.mine, seen.peers, self.peers_to_start, time.monotonic()),
         )
+
+    # ------------------------------------------------------------------ last words
+
+    def say_last(self) -> None:
+        """Publish that this peer has stopped after its last update."""
+        self._topic().publish(LastWord(self.lineage.epoch, self.lineage.state).encode(), now=True)
+
+    @property
+    def last_words(self) -> dict[str, LastWord]:
+        """What the other peers that have ended said last."""
+        return decoded_all({peer: entry.value for peer, entry in self._topic().entries.items()}, LastWord)
+
+    def _topic(self) -> Topic:
+        """Return the board of last words, which this peer opens when it first needs it.
+
+        A last word lives for ``sync_timeout``, as long as a call of ``step`` waits for others: a peer that was away for
+        less still reads it.
+        """
+        if self._last_words is None:
+            self._last_words = self._averager.last_words(self._sync_timeout)
+        return self._last_words
+
+    def run_end(self) -> RunEnd | None:
+        """Return the end of the run, if it has ended without this peer.
+
+        While the members of its last group are there and train, it reads nothing but their words.
+        """
+        group = self.last_group
+        if not group or not self.hands_over:
+            return None
+        words = self.words
+        present = sum(peer_id in words and not words[peer_id].left for peer_id in group)
+        if 2 * present >= len(group):
+            return None
+        is_first, topic = self._last_words is None, self._topic()
+        if is_first:  # it looks before this peer begins anything with the peers that are left
+            topic.poll()
+            topic.wait(topic.version, LOOK_SECONDS)
+            words = self.words
+        return run_end(self.mine, group, words, self.last_words, follows=self.comes_back)
 
     # ------------------------------------------------------------------ updates
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from msgspec.structs import replace
 
 from p2pavg.base.limits import CALM_LOOK_SECONDS
 from p2pavg.base.messages import DecodedWords
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.recipe import Rate, Settings, rate_of
-from p2pavg.optim.base.state import SHORT_BYTES, Lineage, chunk_bounds, short_digests
+from p2pavg.optim.base.state import SHORT_BYTES, Lineage, chunk_bounds, short_digests, tensor_digest
 from p2pavg.optim.coordination.ending import Waiting
 from p2pavg.optim.coordination.progress import PeerProgress
 from p2pavg.optim.coordination.word import (
@@ -24,6 +25,7 @@ from p2pavg.optim.coordination.word import (
     encode_word,
     keeps_apart,
 )
+from p2pavg.optim.ranks.shards import local_of
 from p2pavg.state.progress import StateProgress
 from p2pavg.telemetry.events import Drifted, Progressed, StateMoved, Waits
 
@@ -102,8 +104,9 @@ def drifted(epoch: int, mine: bytes, others: Mapping[str, bytes], labels: Sequen
     if not kinds:
         return None
     largest = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    alike = f" and {same} other{'s' if same > 1 else ''}" if same else ""
     told = [
-        f"{_peers(ids)} other parameters after update {epoch} than this one{_and(same)}:"
+        f"{_peers(ids)} other parameters after update {epoch} than this one{alike}:"
         f" {_where(mine, digests, labels)}"
         for digests, ids in largest[:MAX_NAMED]
     ]
@@ -128,10 +131,6 @@ def _peers(ids: Sequence[str]) -> str:
     if len(ids) == 1:
         return f"1 peer ({named}) says that it holds"
     return f"{len(ids)} peers ({named}{more}) say that they hold"
-
-
-def _and(same: int) -> str:
-    return f" and {same} other{'s' if same > 1 else ''}" if same else ""
 
 
 def _where(mine: bytes, theirs: bytes, labels: Sequence[str]) -> str:
@@ -164,23 +163,13 @@ class DriftMonitor:
         averager: averager of the run.
         every: number of updates between two digests of the parameters; 0 for none.
         labels: names of the tensors that are compared.
-        companions: returns the peers that took one of the last updates with this one. Only their digests may make this
-            peer take their parameters.
     """
 
-    def __init__(
-        self,
-        averager: Averager,
-        *,
-        every: int,
-        labels: Sequence[str],
-        companions: Callable[[], Collection[str]] = frozenset,
-    ) -> None:
+    def __init__(self, averager: Averager, *, every: int, labels: Sequence[str]) -> None:
         self._board = averager.board(TOPIC, CALM_LOOK_SECONDS)
         self._averager = averager
         self._every = every
         self._labels = tuple(labels)
-        self._companions = companions
         self._word: RecipeRecord | None = None
         self._rules: frozenset[str] = frozenset()
         self._read = DecodedWords(RecipeRecord)
@@ -213,13 +202,13 @@ class DriftMonitor:
         self._note(None)
         self._publish()
 
-    def updated(self, lineage: Lineage, numbers: Settings, digests: Callable[[], list[bytes]]) -> None:
+    def updated(self, lineage: Lineage, numbers: Settings, tensors: Sequence[torch.Tensor]) -> None:
         """Note an update.
 
         Args:
             lineage: lineage after the update.
             numbers: hyperparameters of the update.
-            digests: returns the digests of the parameters after it, one per tensor; called every few updates.
+            tensors: the parameters after it, of which it takes the digests every few updates.
         """
         self._update = lineage.epoch
         rate = rate_of(lineage.epoch, numbers)
@@ -227,7 +216,7 @@ class DriftMonitor:
             self._rates.append(rate)
         is_due = self._every > 0 and lineage.epoch % self._every == 0
         if is_due:
-            found = short_digests(digests())
+            found = short_digests([tensor_digest(local_of(tensor)) for tensor in tensors])
             self._checks[lineage.epoch, lineage.state] = found
             for old in list(self._checks)[:-MAX_CHECKS]:
                 del self._checks[old]
@@ -235,10 +224,12 @@ class DriftMonitor:
                 self._word = replace(self._word, epoch=lineage.epoch, state=lineage.state, digests=found)
             self._publish(now=True)
 
-    def poll(self, *, forked: bool) -> None:
+    def poll(self, companions: Collection[str], *, forked: bool) -> None:
         """Read the others' records, if any may be new.
 
         Args:
+            companions: the peers that took one of the last updates with this one. Only their digests may make this peer
+                take their parameters.
             forked: true if some peers have other lineages; this peer then publishes its hyperparameters up to now.
         """
         if self._word is None:
@@ -255,7 +246,7 @@ class DriftMonitor:
         mine = replace(self._word, rates=tuple(self._rates), until=self._update)
         self.differs = differences(mine, words.values())
         self._warn()
-        self._compare(words)
+        self._compare(words, companions)
 
     def keeps_apart(self, peers: Collection[str]) -> str:
         """Return the difference that keeps this peer from following any of these peers, by their last known records.
@@ -271,7 +262,7 @@ class DriftMonitor:
                 self._warned.add(sentence)
                 logger.warning("%s", sentence)
 
-    def _compare(self, words: dict[str, RecipeRecord]) -> None:
+    def _compare(self, words: dict[str, RecipeRecord], companions: Collection[str]) -> None:
         """Compare the parameters after the last update for which others of this lineage published digests."""
         for (epoch, state), mine in sorted(self._checks.items(), reverse=True):
             theirs = {
@@ -282,7 +273,6 @@ class DriftMonitor:
             if not theirs:
                 continue
             self._note(drifted(epoch, mine, theirs, self._labels))
-            companions = self._companions()
             known = {peer_id: digests for peer_id, digests in theirs.items() if peer_id in companions}
             self.outnumbered = outnumbered(mine, known)
             if self.drifted is not None and time.monotonic() >= self._logged_at + ERROR_SECONDS:

@@ -50,7 +50,9 @@ class RecipeRecord(Message, frozen=True, kw_only=True, tag=2):
     """Digests of its parameters, 8 bytes per chunk."""
 
     def __post_init__(self) -> None:
-        if not all(is_name(name) and _is_text(text) for name, text in self.fields):
+        texts = [text for _, text in self.fields]
+        is_shown = all(len(text) <= MAX_FIELD_CHARS and text.isprintable() for text in texts)
+        if not is_shown or not all(is_name(name) for name, _ in self.fields):
             raise ValueError("a recipe with a field that is too long, or not printable")
         if len(self.state) != (DIGEST_BYTES if self.epoch else 0):
             raise ValueError("a recipe with a state of another length")
@@ -132,7 +134,3 @@ def _field_difference(name: str, its: str, own: str) -> tuple[str, str, str]:
 def _sentence(count: int, one: str, several: str, rest: str) -> str:
     subject, verb = ("1 peer", one) if count == 1 else (f"{count} peers", several)
     return f"{subject} of this run {verb} {rest}"
-
-
-def _is_text(text: str) -> bool:
-    return len(text) <= MAX_FIELD_CHARS and text.isprintable()

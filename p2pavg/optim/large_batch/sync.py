@@ -171,7 +171,9 @@ def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float
     members = {*result.peers, *(set(result.observers) - result.lost.keys())} - {me}
     while True:
         version = board.version
-        told = _told_of(board, group)
+        # What peers published for this round; malformed words are left out.
+        said = decoded_all({peer: entry.value for peer, entry in board.entries.items()}, ReceivedDigest)
+        told = {peer: word.digest for peer, word in said.items() if word.group == group}
         others = sorted(peer for peer in members & told.keys() if told[peer] != digest)
         if others:
             raise SyncError(f"{_peers(others)} received other parameters than this one")
@@ -186,9 +188,3 @@ def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float
 
 def _peers(ids: list[str]) -> str:
     return f"{len(ids)} peer{'s' if len(ids) > 1 else ''} ({', '.join(ids)})"
-
-
-def _told_of(board: Topic, group: bytes) -> dict[str, bytes]:
-    """Return the digests that peers published for one round; leave out malformed ones."""
-    said = decoded_all({peer_id: entry.value for peer_id, entry in board.entries.items()}, ReceivedDigest)
-    return {peer_id: word.digest for peer_id, word in said.items() if word.group == group}

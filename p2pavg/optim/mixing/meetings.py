@@ -24,6 +24,8 @@ from p2pavg.optim.mixing.mixing import ROUND, MixingOptions, is_too_far, lag_beh
 class MixingView(RunView):
     """The view of a peer whose run has no common parameters: every peer of the run counts, whatever its round is."""
 
+    hands_over: ClassVar[bool] = False
+
     @property
     def is_called(self) -> bool:
         """False: no peer waits for the batch of a certain other one."""
@@ -89,7 +91,7 @@ class Meetings(RoundCoordinator):
                 version, peers = self.run.version, self.run.survey().peers
                 if peers >= self.run.peers_to_start:
                     return
-                self.on_look()
+                self.poll_peers()
                 self.run.stand_by()
                 self.waits(f"{peers} of {self.run.peers_to_start} peers are there to start", ())
                 self.run.wait(version, min(LOOK_SECONDS, max(until - time.monotonic(), 0.0)))
@@ -149,7 +151,7 @@ class Meetings(RoundCoordinator):
                 if time.monotonic() >= began + limit:
                     return result
                 self.waits(result.reason, ())
-                self.on_look()
+                self.poll_peers()
         finally:
             self.waits_no_more()
 

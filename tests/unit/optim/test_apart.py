@@ -226,12 +226,12 @@ def test_digests_of_another_lineage_are_not_compared() -> None:
         "b": encode_word(replace(word, epoch=99)),
     }
     talk.version += 1
-    optimizer._training.poll()
-    assert optimizer._training.watch.drifted is None
+    optimizer._together.poll_peers()
+    assert optimizer._together.watch.drifted is None
     talk.others["c"] = encode_word(replace(word, digests=b"x" * 8))
     talk.version += 1
-    optimizer._training.poll()
-    assert optimizer._training.watch.drifted is not None
+    optimizer._together.poll_peers()
+    assert optimizer._together.watch.drifted is not None
 
 
 def test_a_waiting_peer_hears_of_the_difference_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,5 +242,5 @@ def test_a_waiting_peer_hears_of_the_difference_too(caplog: pytest.LogCaptureFix
     optimizer = large_batch(averager, SGD([parameter(1.0)], lr=0.1))
     optimizer._training.begin()
     mine.others = {"a": talk.mine}
-    optimizer._together.on_look()
+    optimizer._together.poll_peers()
     assert "target_batch_size 4096, this one with 4" in caplog.text

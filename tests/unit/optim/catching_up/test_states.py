@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -150,6 +151,8 @@ class Run:
     def remember(self, companions: frozenset[str]) -> None:
         self.remembered = companions
 
+    def run_end(self) -> None: ...
+
 
 class Owner:
     def __init__(self) -> None:
@@ -178,12 +181,7 @@ class World:
         together = type(
             "RoundCoordinator",
             (),
-            {
-                "run": self.run,
-                "run_end": staticmethod(lambda: None),
-                "waits": lambda *_: None,
-                "waits_no_more": lambda *_: None,
-            },
+            {"run": self.run, "waits": lambda *_: None, "waits_no_more": lambda *_: None},
         )()
         self.states = States(
             self.run_state,
@@ -543,8 +541,9 @@ def test_only_members_and_peers_that_were_named_end_a_program(
     states, sharing, run = world.states, cast(Any, world.sharing), cast(Any, world.run)
     sharing.members_only, sharing.bootstrap = members_only, frozenset({"named"})
     run.peers_ahead = lambda: (ahead,)
-    states._keeps_apart = lambda peers: (
-        f"{', '.join(sorted(peers))} trains another architecture" if peers else ""
+    together = cast(Any, states._together)
+    together.watch = SimpleNamespace(
+        keeps_apart=lambda peers: f"{', '.join(sorted(peers))} trains another architecture" if peers else ""
     )
     if not ends:
         states.check_company()

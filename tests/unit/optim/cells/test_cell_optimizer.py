@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -15,6 +16,7 @@ from p2pavg.base.result import Failed, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager
 from p2pavg.optim import CellOptimizer, Cells, RunState
 from p2pavg.optim.cells import cell_optimizer
+from p2pavg.optim.cells.cell_choice import CellBoard
 from p2pavg.optim.cells.cell_member import MIXED, CellMember
 from p2pavg.optim.cells.cells import holders
 from tests.unit.optim.fakes import Alone
@@ -98,7 +100,7 @@ class Training:
             base=cast(Averager, self.cell),
             cells=cells,
             cell=1,
-            live=lambda: live,
+            board=cast(CellBoard, SimpleNamespace(live=lambda _: live)),
             on_update=self.reports.append,
             **(given | options),
         )

@@ -17,6 +17,7 @@ from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers
 from p2pavg.optim.coordination.together import RoundCoordinator
+from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.runs.records.board import Entry
 from p2pavg.telemetry.events import AnyEvent, Waits
 from p2pavg.telemetry.hub import Events
@@ -62,7 +63,7 @@ class Rounds:
         self.stopped: list[str] = []
         self.waits: list[float] = []
 
-    def board(self, topic: str) -> Word:
+    def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Word:
         return self.word
 
     def expect(self, peers: object) -> None:
@@ -91,6 +92,7 @@ class Company:
             target=float("inf"),
             peers_to_start=peers_to_start,
             sync_timeout=5.0,
+            watch=DriftMonitor(cast(Averager, self.rounds), every=0, labels=()),
             **options,
         )
         self._sequence = 0

@@ -28,15 +28,15 @@ def test_only_companions_outnumber_a_peer(
 ) -> None:
     averager, talk = Alone(), Talk()
     averager.boards[TOPIC] = talk
-    watch = DriftMonitor(cast(Averager, averager), every=10, labels=["weight"], companions=lambda: companions)
+    watch = DriftMonitor(cast(Averager, averager), every=10, labels=["weight"])
     watch.begins(WORD, LINEAGE)
-    watch.updated(LINEAGE, (), lambda: [tensor_digest(torch.zeros(3))])
+    watch.updated(LINEAGE, (), [torch.zeros(3)])
     mine = encode_word(replace(TOLD, digests=_digest(0.0)))
     false = encode_word(replace(TOLD, digests=_digest(1.0)))
     talk.others = {"honest": mine} | dict.fromkeys(["a", "b", *(f"sybil{n}" for n in range(50))], false)
     for _ in range(3):
         talk.version += 1
-        watch.poll(forked=False)
+        watch.poll(companions, forked=False)
     assert watch.drifted is not None
     assert len(caplog.records) == 1, "one line a minute"
     assert watch.outnumbered is expected

@@ -28,6 +28,7 @@ import numbers
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, TypeAlias
 
 import torch
@@ -228,11 +229,11 @@ def _check_schedule(scheduler: Any, saved: Mapping[Any, Any]) -> None:
             _check_schedules(inner, saved[name], place)
         # torch keeps an argument under its own name or behind an underscore, such as ``_milestones``.
         elif name.lstrip("_") in arguments:
-            _check_same(own[name], saved[name], place)
+            _check(own[name], saved[name], place, _Rule.SAME)
         elif is_torchs or name in _PER_GROUP:
-            _check_like(own[name], saved[name], place)
+            _check(own[name], saved[name], place, _Rule.LIKE)
         else:
-            _check_grown(own[name], saved[name], place, of_schedule=True)
+            _check(own[name], saved[name], place, _Rule.GROWN_SCHEDULE)
 
 
 def _check_schedules(own: Sequence[Any], saved: object, place: str) -> None:
@@ -331,7 +332,7 @@ class _Group:
         elif name in options:
             # A count that both peers have.
             options[name] = _fitted(options[name], value)
-            _check_grown(self._own[name], options[name], place, of_schedule=False)
+            _check(self._own[name], options[name], place, _Rule.GROWN)
             return
         elif value is None or value is False:
             return
@@ -357,13 +358,13 @@ def _setting(own: Any, value: Any, place: str, name: str) -> Any:
         return own
     # Another value here would be another algorithm, such as ``maximize`` or ``nesterov``.
     if isinstance(own, bool | None | str | torch.dtype):
-        _check_same(own, value, place)
+        _check(own, value, place, _Rule.SAME)
         return own
     if isinstance(own, torch.Tensor) and own.numel() == 1 and not isinstance(value, torch.Tensor):
         # The state's is taken as it is: in fewer bits it would be another rate than the run's.
         own = own.item()
     fitted = _fitted(own, value)
-    _check_like(own, fitted, place)
+    _check(own, fitted, place, _Rule.LIKE)
     return fitted
 
 
@@ -387,89 +388,72 @@ def _check_state(number: int, state: Mapping[Any, Any]) -> None:
             raise StateError(f"the state of parameter {number} counts {count!r} steps")
 
 
-def _check_like(own: Any, value: Any, place: str) -> None:
-    """Raise StateError if a value is of another kind than this peer's own. A tensor of one number is a number."""
-    own = plain_number(own)
+class _Rule(Enum):
+    """How far a value of a state may differ from this peer's own."""
+
+    SAME = auto()
+    """It is this peer's own. A list and a tuple of the same values are the same."""
+    LIKE = auto()
+    """Numbers differ; kinds, keys, lengths and shapes do not. A tensor of one number is a number."""
+    GROWN = auto()
+    """Training has made it of this peer's own: a list may have become longer, a dict may have other entries, and
+    ``None`` may have become anything plain."""
+    GROWN_SCHEDULE = auto()
+    """The same, of a schedule: see :func:`_check_free`."""
+
+
+def _check(own: Any, value: Any, place: str, rule: _Rule) -> None:
+    """Raise StateError if a value differs from this peer's own by more than a rule allows."""
+    own, grows = plain_number(own), rule in (_Rule.GROWN, _Rule.GROWN_SCHEDULE)
+    if own is None and grows:
+        _check_free(value, place, of_schedule=rule is _Rule.GROWN_SCHEDULE)
+        return
+    is_counter = isinstance(own, Counter)
+    has_entries = isinstance(own, dict) and (rule is _Rule.SAME or not is_counter)
+    if isinstance(own, list | tuple):
+        good = type(value) in (list, tuple) and (grows or len(value) == len(own))
+    elif has_entries:
+        good = type(value) is (Counter if is_counter else dict) and (grows or value.keys() == own.keys())
+    else:
+        good = _fits(own, value, rule)
+    if not good:
+        advice = "; start this peer with the run's" if rule is _Rule.SAME else ""
+        raise StateError(f"the state's {place} is {_shown(value)}, this peer's {_shown(own)}{advice}")
+    if isinstance(own, list | tuple):
+        for index, its in enumerate(value):
+            # A new item of a list has nothing to be compared with, so its numbers alone are bounded.
+            _check(own[index] if index < len(own) else None, its, place, rule)
+    elif has_entries:
+        for name, its in value.items():
+            _check(own.get(name), its, f"{place} {_shown(name)}", rule)
+
+
+def _fits(own: Any, value: Any, rule: _Rule) -> bool:
+    """Return whether a value without parts, or a Counter, is what a rule allows; see :func:`_check`."""
+    if rule is _Rule.SAME:
+        own, value = (each.tolist() if isinstance(each, torch.Tensor) else each for each in (own, value))
+        # True equals 1 in Python, and an argument may treat the two differently.
+        return isinstance(own, bool) == isinstance(value, bool) and bool(own == value)
     if isinstance(own, torch.Tensor):
-        good = isinstance(value, torch.Tensor) and value.shape == own.shape
-        good = good and value.is_floating_point() == own.is_floating_point()
-    elif isinstance(own, Counter):
+        good = isinstance(value, torch.Tensor) and value.is_floating_point() == own.is_floating_point()
+        return good and (rule is not _Rule.LIKE or value.shape == own.shape)
+    if isinstance(own, Counter):
         # The milestones of MultiStepLR: a rate is multiplied by gamma to the power of a count.
-        good = isinstance(value, Counter) and all(
+        return isinstance(value, Counter) and all(
             type(key) is int and type(count) is int and 0 <= count <= MAX_POWER
             for key, count in value.items()
         )
-    elif isinstance(own, dict):
-        good = type(value) is dict and value.keys() == own.keys()
-    elif isinstance(own, list | tuple):
-        good = type(value) in (list, tuple) and len(value) == len(own)
     # Before the numbers: a bool is a numbers.Real, and would accept any number in its place.
-    elif own is None or isinstance(own, bool):
-        good = type(value) is type(own)
-    elif isinstance(own, numbers.Real):
+    if own is None or isinstance(own, bool):
+        return type(value) is type(own)
+    if isinstance(own, numbers.Real):
+        if rule is _Rule.GROWN_SCHEDULE and isinstance(own, float) and isinstance(value, float):
+            return True
         most = MAX_WHOLE if isinstance(own, float) else MAX_COUNT
-        good = math.isfinite(_number(value)) and (type(value) is not int or abs(value) <= most)
-    else:  # texts choose between algorithms
-        good = type(value) is type(own) and value == own
-    if not good:
-        raise StateError(f"the state's {place} is {_shown(value)}, this peer's {_shown(own)}")
-    if isinstance(own, dict) and not isinstance(own, Counter):
-        for name in own:
-            _check_like(own[name], value[name], f"{place} {name!r}")
-    elif isinstance(own, list | tuple):
-        for mine, its in zip(own, value, strict=True):
-            _check_like(mine, its, place)
-
-
-def _check_same(own: Any, value: Any, place: str) -> None:
-    """Raise StateError unless a value is this peer's own. A list and a tuple of the same values are the same."""
-    own = plain_number(own)
-    if isinstance(own, list | tuple) and type(value) in (list, tuple) and len(own) == len(value):
-        for mine, its in zip(own, value, strict=True):
-            _check_same(mine, its, place)
-        return
-    if isinstance(own, dict) and isinstance(value, dict) and own.keys() == value.keys():
-        for name in own:  # one by one: a tensor in a stranger's value has no truth of its own
-            _check_same(own[name], value[name], f"{place} {name!r}")
-        return
-    if isinstance(own, torch.Tensor) or isinstance(value, torch.Tensor):
-        own, value = (each.tolist() if isinstance(each, torch.Tensor) else each for each in (own, value))
-    # True equals 1 in Python, and an argument may treat the two differently.
-    if isinstance(own, bool) != isinstance(value, bool) or own != value:
-        raise StateError(
-            f"the state's {place} is {_shown(value)}, this peer's {_shown(own)}; start this peer with the run's"
-        )
-
-
-def _check_grown(own: Any, value: Any, place: str, *, of_schedule: bool) -> None:
-    """Raise StateError if a value cannot have become of this peer's own in training.
-
-    A list may have become longer, a dict may have other entries, and ``None`` may have become anything plain.
-
-    Args:
-        of_schedule: see :func:`_check_free`.
-    """
-    own = plain_number(own)
-    good = True
-    if own is None:
-        _check_free(value, place, of_schedule=of_schedule)
-    elif isinstance(own, dict) and not isinstance(own, Counter):
-        good = type(value) is dict
-        for name, its in value.items() if good else ():
-            _check_grown(own.get(name), its, place, of_schedule=of_schedule)
-    elif isinstance(own, list | tuple):
-        good = type(value) in (list, tuple)
-        for index, its in enumerate(value if good else ()):
-            # A new item of a list has nothing to be compared with, so its numbers alone are bounded.
-            _check_grown(own[index] if index < len(own) else None, its, place, of_schedule=of_schedule)
-    elif isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-        good = value.is_floating_point() == own.is_floating_point()
-    elif isinstance(own, torch.dtype | str | bytes):
-        good = isinstance(value, type(own))
-    elif not (of_schedule and isinstance(own, float) and isinstance(value, float)):
-        _check_like(own, value, place)
-    if not good:
-        raise StateError(f"the state's {place} is {_shown(value)}, this peer's {_shown(own)}")
+        return math.isfinite(_number(value)) and (type(value) is not int or abs(value) <= most)
+    if rule is not _Rule.LIKE and isinstance(own, torch.dtype | str | bytes):
+        return isinstance(value, type(own))
+    return type(value) is type(own) and bool(value == own)  # texts choose between algorithms
 
 
 def _check_free(value: Any, place: str, *, of_schedule: bool) -> None:
@@ -599,7 +583,7 @@ def _check_shapes(made: Mapping[int, Mapping[str, Any]], states: Mapping[int, Ma
             if name not in state:
                 raise StateError(f"the state of parameter {number} has no {name!r}")
             if own is not None:  # it may be filled later
-                _check_like(own, state[name], f"{name!r} of parameter {number}")
+                _check(own, state[name], f"{name!r} of parameter {number}", _Rule.LIKE)
 
 
 def _try_schedule(

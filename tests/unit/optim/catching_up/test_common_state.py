@@ -476,6 +476,11 @@ def test_a_schedules_copy_of_the_first_rate_is_not_taken() -> None:
         ("StepLR", "step_size", 3),
         ("MultiStepLR", "gamma", 3.0),
         ("MultiStepLR", "milestones", {"p2pavg/counter": {1: 1}}),
+        (
+            "MultiStepLR",
+            "milestones",
+            {"p2pavg/counter": {1: 1, 3: 1}},
+        ),  # the same places, one of them once less
         ("CosineAnnealingLR", "T_max", 11),
         ("CosineAnnealingLR", "eta_min", 5.0),
         ("SequentialLR", "_milestones", [3]),

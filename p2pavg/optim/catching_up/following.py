@@ -22,6 +22,7 @@ from p2pavg.base.result import Success
 from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.optim.catching_up.following_news import Attempts, ProgressReporter, UpdatePace
+from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import MIN_TRUSTED_SIGNERS
@@ -38,9 +39,6 @@ AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
 MAX_REFUSED = 64  # roots of snapshots that could not be used
-LOST_SECONDS = 10.0
-"""If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
-snapshot."""
 
 
 class Owner(Protocol):
@@ -517,9 +515,9 @@ class Follower:
         """Return the reason for waiting when no peer offers the next average."""
         epoch = self._common.lineage.epoch
         if head <= epoch:
-            # At first, the next average may just not be made yet.
-            # If this lasts, the others have taken another update than this peer.
-            if now >= self._last_found + LOST_SECONDS:
+            # At first, the next average may just not be made yet. If this lasts, the others have taken another update
+            # than this peer. The members of a round have as long to say their new state.
+            if now >= self._last_found + MIN_ABSENCE_SECONDS:
                 # Voters that are further back are late, and their snapshots would take back this peer's updates.
                 self._lose_the_log(now, forked=head == epoch)
             return f"no peer offers a later state than that of update {epoch}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from p2pavg.base.errors import P2PAvgError
-from p2pavg.base.limits import LOOK_SECONDS, MAX_TIMEOUT_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS, MAX_TIMEOUT_SECONDS
 from p2pavg.base.messages import Hash, Message, decoded_all
 from p2pavg.base.result import Failed, InProgress, NoPeers, Success
 from p2pavg.blocking import Averager
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 RUN_SUFFIX = "/sync"
 TOPIC = "sync"
-FAILED_SYNC_PAUSE_SECONDS = 0.2  # pause after a failed round
 
 
 class ReceivedDigest(Message, frozen=True, tag=2):
@@ -156,7 +155,7 @@ def _until_all_came(
             logger.info("not all peers are present yet: %s", result.reason)
         if not isinstance(result, InProgress):
             averager.clear()  # the next attempt contributes the same tensors again
-            time.sleep(FAILED_SYNC_PAUSE_SECONDS)
+            time.sleep(GLANCE_SECONDS)
 
 
 def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float) -> None:

@@ -14,8 +14,9 @@ from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.catching_up import following
 from p2pavg.optim.catching_up.common_state import CommonState
-from p2pavg.optim.catching_up.following import LOST_SECONDS, Follower, Following
+from p2pavg.optim.catching_up.following import Follower, Following
 from p2pavg.optim.catching_up.following_news import FOLLOWING_RETRY_SECONDS, UpdatePace
+from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
 from p2pavg.optim.coordination.view import RunView
 from p2pavg.optim.ranks.shards import Ranks
 from p2pavg.state.average import ProvenAverage
@@ -382,7 +383,7 @@ def test_late_voters_do_not_take_back_this_peers_updates(world: World) -> None:
     """It is at update 3, and they have not published more than update 2."""
     world.run_is_at(2, snapshot=offer_of(1), log=1)
     world.advance()
-    world.advance(LOST_SECONDS)
+    world.advance(MIN_ABSENCE_SECONDS)
     world.advance()
     assert not world.sharing.snapshots
 
@@ -413,7 +414,7 @@ def test_few_peers_that_are_ahead_prove_nothing_without_two_members(
     few_are_ahead(world)
     world.advance()
     world.averages_come(signers=signers)
-    assert "has too few signatures of this peer's last groups" in world.advance(LOST_SECONDS).reason
+    assert "has too few signatures of this peer's last groups" in world.advance(MIN_ABSENCE_SECONDS).reason
     assert (world.common.value, world.common.lineage.epoch) == (6.0, 3)
     world.behind, world.few = False, ()  # it has waited long enough for them
     assert world.advance().caught_up
@@ -578,7 +579,7 @@ def test_a_peer_whose_state_is_of_no_use_waits_for_a_snapshot(world: World) -> N
 def test_most_peers_hold_another_state_of_this_update(world: World) -> None:
     world.run_is_at(3, snapshot=offer_of(3))
     assert "no peer offers a later state" in world.advance().reason
-    world.advance(LOST_SECONDS)
+    world.advance(MIN_ABSENCE_SECONDS)
     assert "fetching the state of update 3" in world.advance().reason
 
 

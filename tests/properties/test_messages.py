@@ -28,6 +28,7 @@ from p2pavg.matchmaking.messages import (
 )
 from p2pavg_dht import verify
 from p2pavg_dht.record import pack as pack_record
+from tests.properties.changes import changed, replaced
 from tests.unit.group.samples import SIGNERS, candidate, roster, signed
 
 ME, OTHER, AUXILIARY = candidate(0), candidate(1), candidate(2, auxiliary=True)
@@ -125,37 +126,10 @@ def test_arbitrary_fields(kind: int, fields: list[Any]) -> None:
     check(bytes([kind]) + msgpack.packb(fields))
 
 
-@st.composite
-def mutations(draw: st.DrawFn) -> bytes:
-    data = bytearray(encode(draw(messages)))
-    for _ in range(draw(st.integers(1, 4))):
-        position = draw(st.integers(0, len(data)))
-        match draw(st.sampled_from(["change", "insert", "remove", "cut", "repeat"])):
-            case "change":
-                data[position : position + 1] = draw(st.binary(min_size=1, max_size=1))
-            case "insert":
-                data[position:position] = draw(st.binary(min_size=1, max_size=5))
-            case "remove":
-                del data[position : position + draw(st.integers(1, 40))]
-            case "cut":
-                del data[position:]
-            case "repeat":
-                data[position:position] = data[position : position + 40]
-    return bytes(data)
-
-
 @settings(deadline=None)
-@given(mutations())
+@given(changed(messages.map(encode)))
 def test_changed_bytes(data: bytes) -> None:
     check(data)
-
-
-def replaced(tree: Any, path: list[int], value: object) -> Any:
-    """Return a nested list with the element at a path replaced. Indices wrap around."""
-    if not path or not isinstance(tree, list) or not tree:
-        return value
-    index = path[0] % len(tree)
-    return [*tree[:index], replaced(tree[index], path[1:], value), *tree[index + 1 :]]
 
 
 @settings(deadline=None)

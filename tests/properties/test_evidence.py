@@ -1,9 +1,6 @@
-"""Decoders of notices, requests, answers and evidence: a value that makes the same bytes, or RemoteProtocolError."""
+"""Decoders of notices and evidence: a value that makes the same bytes, or RemoteProtocolError."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import msgpack
 import pytest
@@ -12,13 +9,7 @@ from hypothesis import strategies as st
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import first_text
-from p2pavg.verification.evidence.accusation import (
-    EvidenceAnswer,
-    EvidenceRequest,
-    Notice,
-    read_accusation,
-    read_notice,
-)
+from p2pavg.verification.evidence.accusation import Notice, read_accusation, read_notice
 from tests.unit.verification.evidence.samples import KIND, contradiction, named, signer
 
 PEERS = [signer(number).peer_id for number in range(3)]
@@ -51,34 +42,11 @@ NOTICES = st.builds(
         max_size=16,
     ).map(tuple),
 )
-DECODERS: list[tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = [
-    (read_notice, Notice.encode),
-    (EvidenceRequest.decode, EvidenceRequest.encode),
-    (EvidenceAnswer.decode, EvidenceAnswer.encode),
-]
 
 
 @given(NOTICES)
 def test_notices_survive_the_wire(notice: Notice) -> None:
     assert read_notice(notice.encode()) == notice
-
-
-@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32), st.binary(max_size=256))
-def test_requests_survive_the_wire(key: bytes, digest: bytes, certificate: bytes) -> None:
-    request = EvidenceRequest(key, digest, certificate)
-    assert EvidenceRequest.decode(request.encode()) == request
-
-
-@pytest.mark.parametrize(("read", "encode"), DECODERS, ids=["notice", "request", "answer"])
-@given(data=MESSAGES)
-def test_any_bytes_are_read_or_refused(
-    read: Callable[[bytes], Any], encode: Callable[[Any], bytes], data: bytes
-) -> None:
-    try:
-        value = read(data)
-    except RemoteProtocolError:
-        return
-    assert read(encode(value)) == value
 
 
 @given(NOTICES, st.integers(0, 10**6), st.integers(1, 255))

@@ -44,10 +44,16 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or ``None`` while the process runs."""
         with self._looking:
-            if self._code is None:
+            return self._look()
+
+    def _look(self) -> int | None:
+        if self._code is None:
+            try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self._code = os.waitstatus_to_exitcode(status) if pid else None
-            return self._code
+            except ChildProcessError:  # something else in this program has waited for it; Popen says 0, too
+                pid, status = self.pid, 0
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; return the exit code.
@@ -56,8 +62,8 @@ class ForkedProcess:
             subprocess.TimeoutExpired: the process still runs after ``timeout`` seconds.
         """
         with self._looking:
-            if self._code is not None:
-                return self._code
+            if (code := self._look()) is not None:
+                return code
             end = os.pidfd_open(self.pid)
         try:
             poll = select.poll()
@@ -78,7 +84,7 @@ class ForkedProcess:
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the process has ended."""
         with self._looking:
-            if self._code is None:
+            if self._look() is None:
                 os.kill(self.pid, sig)
 
 

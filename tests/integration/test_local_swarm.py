@@ -268,6 +268,14 @@ class TestForkedProcesses:
             monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signalled"))
             process.kill()
 
+    def test_a_process_for_which_something_else_has_waited_has_ended(self) -> None:
+        with LocalSwarm(stay, peers=0, fork=True) as swarm:
+            process = swarm.add(wait=False).process
+            os.kill(process.pid, signal.SIGKILL)
+            assert os.waitpid(process.pid, 0)[0] == process.pid
+            process.kill()
+            assert process.wait() == 0
+
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Poll for a condition; return false if it does not come true within two minutes."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .plan import Kill, Start, fail_if_killed_too_often, next_actions
+from .plan import Kill, Start, fail_if_killed_too_often, is_over, next_actions
 from .processes import Processes
 from .progress import Run, State
 
@@ -29,7 +29,7 @@ class Launcher:
         """Follow all processes until they are done or have failed; the run holds their results."""
         run = self._run
         with Processes(self._output) as processes:
-            self._follow(processes, lambda: all(peer.ended for peer in run.peers))
+            self._follow(processes, lambda: is_over(run))
         batches = run.batches()
         if batches is not None and any(peer.state is State.DONE for peer in run.peers):
             # After the peers: beside them, it would compete for the processors and slow them down.

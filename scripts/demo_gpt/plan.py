@@ -38,6 +38,14 @@ def next_actions(run: Run) -> list[Start | Kill]:
     return actions
 
 
+def is_over(run: Run) -> bool:
+    """Return whether no peer trains any more, nor will: the late one joins a run that has begun."""
+    late = run.settings.late_peer
+    return all(
+        peer.ended for index, peer in enumerate(run.peers) if index != late or peer.state is not State.PLANNED
+    )
+
+
 def fail_if_killed_too_often(run: Run) -> None:
     for peer in run.peers:
         if peer.state is State.KILLED and len(peer.kills) >= MOST_STARTS:

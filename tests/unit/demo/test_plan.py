@@ -3,7 +3,7 @@
 import signal
 
 from scripts.demo_gpt.events import Done, Ready, TrainLoss, Update
-from scripts.demo_gpt.plan import MOST_STARTS, Start, fail_if_killed_too_often, next_actions
+from scripts.demo_gpt.plan import MOST_STARTS, Start, fail_if_killed_too_often, is_over, next_actions
 from scripts.demo_gpt.progress import Run, State
 from scripts.demo_gpt.settings import Settings
 
@@ -50,6 +50,25 @@ def test_a_peer_that_is_killed_again_and_again_has_failed() -> None:
     fail_if_killed_too_often(run)
     assert run.peers[1].state is State.FAILED
     assert run.peers[1].reason == "killed by SIGKILL, for the 4th time"
+
+
+def test_a_run_whose_peers_have_all_failed_does_not_wait_for_the_late_one() -> None:
+    run = run_of(3)
+    run.peers[0].fail("an unknown codec")
+    assert not is_over(run)
+    run.peers[1].fail("an unknown codec")
+    assert is_over(run)
+    assert run.peers[2].state is State.PLANNED
+
+
+def test_a_run_is_not_over_while_the_late_peer_trains() -> None:
+    run = run_of(3)
+    ready(run, 0, 1, 2)
+    for peer in run.peers[:2]:
+        peer.apply(Done(digest=""))
+    assert not is_over(run)
+    run.peers[2].apply(Done(digest=""))
+    assert is_over(run)
 
 
 def test_the_batches_of_each_update_are_those_that_its_members_name() -> None:

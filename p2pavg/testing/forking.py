@@ -38,15 +38,15 @@ class ForkedProcess:
         self.stdin = stdin
         self.stdout = stdout
         self._code: int | None = None
-        self._looking = threading.Lock()
+        self._polling = threading.Lock()
         """Held while the id is used: it may belong to another process once the exit code is known."""
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or ``None`` while the process runs."""
-        with self._looking:
-            return self._look()
+        with self._polling:
+            return self._poll()
 
-    def _look(self) -> int | None:
+    def _poll(self) -> int | None:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -61,8 +61,8 @@ class ForkedProcess:
         Raises:
             subprocess.TimeoutExpired: the process still runs after ``timeout`` seconds.
         """
-        with self._looking:
-            if (code := self._look()) is not None:
+        with self._polling:
+            if (code := self._poll()) is not None:
                 return code
             end = os.pidfd_open(self.pid)
         try:
@@ -83,8 +83,8 @@ class ForkedProcess:
 
     def send_signal(self, sig: int) -> None:
         """Send a signal, unless the process has ended."""
-        with self._looking:
-            if self._look() is None:
+        with self._polling:
+            if self._poll() is None:
                 os.kill(self.pid, sig)
 
 

@@ -50,7 +50,7 @@ async def main() -> None:
     """See the top of this file."""
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="log: %(message)s")
     mapping.CHECK_MAPPING_SECONDS = float(sys.argv[1])
-    mapping.RETRY_SECONDS = float(sys.argv[1])  # type: ignore[attr-defined]
+    mapping.RETRY_SECONDS = float(sys.argv[1]) / 5  # type: ignore[attr-defined]
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio.serve_tcp, greet, 0, host="0.0.0.0"))
         clients = [CLIENTS[name]() for name in sys.argv[2:]] or None

@@ -22,7 +22,7 @@ import logging
 import trio
 
 from p2pavg.base.errors import ClosedError, UnreachableError, is_shortage
-from p2pavg.base.limits import MAX_TIMEOUT_SECONDS, QUICK_REPLY_SECONDS
+from p2pavg.base.limits import QUICK_REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import direct
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -249,8 +249,8 @@ class Reaching:
 
     async def _close_when_idle(self, muxed: GuardedYamux) -> None:
         try:
-            # A stream that lasts longer than any round does not keep a relay busy for ever.
-            with trio.move_on_after(MAX_TIMEOUT_SECONDS):
+            # Streams of records are renewed with each call: without a bound, they keep a place at a relay for ever.
+            with trio.move_on_after(10 * RETRY_SECONDS):
                 # Idle twice in a row: the other side may still read a stream that has ended here.
                 idle = 0
                 while idle < _IDLE_LOOKS and not muxed.event_closed.is_set():

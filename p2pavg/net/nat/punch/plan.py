@@ -16,7 +16,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
-from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
 from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host, version_of
@@ -66,7 +65,8 @@ class PunchAnswer(Message, frozen=True, tag="answer"):
 
     refusal: str = ""
     endpoint: Endpoint | None = None
-    busy: Annotated[float, Meta(ge=0.0, le=REPLY_SECONDS)] = 0.0
+    # A part of the protocol: an answer of more seconds is refused.
+    busy: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
 
     def __post_init__(self) -> None:
         cut(self, refusal=MAX_REASON)

@@ -221,7 +221,7 @@ async def ask_to_look(transport: Transport, peer_id: PeerId) -> Observed:
     """Ask a connected peer how it sees this one.
 
     Raises:
-        UnreachableError: no answer came within ASK_SECONDS, or an invalid one.
+        UnreachableError: no answer came within QUICK_REPLY_SECONDS, or an invalid one.
     """
     message = await _ask(transport, peer_id, Look(), QUICK_REPLY_SECONDS)
     try:

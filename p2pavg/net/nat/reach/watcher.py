@@ -309,8 +309,10 @@ class ReachWatcher:
         ]
         for peer in servers[:_MOST_PROBES]:
             try:
-                # From the fresh port itself: a router may map each local port to another outer one.
-                seen = await ask(peer.host, peer.port, local_port=port, timeout=PROBE_SECONDS)
+                # From the fresh port itself: a router may map each local port to another outer one. For less time than
+                # a search for a lane has (DIRECT_SECONDS); two servers of both versions fit into REPLY_SECONDS.
+                timeout = 2 * ROUND_TRIPS_SECONDS
+                seen = await ask(peer.host, peer.port, local_port=port, timeout=timeout)
             except UnreachableError as error:
                 reasons.append(str(error))
             else:

@@ -103,8 +103,8 @@ class WhoamiAnswerer:
     async def answer(self, opened: socket.socket) -> None:
         """Answer the probe on an accepted connection, and close it.
 
-        At most QUESTION_BYTES are read, for ANSWER_SECONDS. A connection beyond the limits is closed without an answer.
-        Raises nothing for anything that the other side does.
+        At most QUESTION_BYTES are read, for QUICK_REPLY_SECONDS. A connection beyond the limits is closed without an
+        answer. Raises nothing for anything that the other side does.
 
         Args:
             opened: an accepted, connected socket whose bytes are all unread; this call owns it.

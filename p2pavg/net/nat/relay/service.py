@@ -140,7 +140,7 @@ class RelayService:
     async def _answer_pings(self, stream: Stream) -> None:
         pings = TokenBucket(2.0 / RELAY_PING_SECONDS, MAX_PINGS)
         while True:
-            # Two pings may be missing, or late.
+            # One ping may be missing, and the next one late.
             with trio.move_on_after(2.5 * RELAY_PING_SECONDS) as silence:
                 data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
                 if data is None:

@@ -57,7 +57,7 @@ def naming_errors(
     try:
         yield
     except OSError as error:
-        named = error.filename
+        named = error.filename2 or error.filename  # of a rename, it is the target that is in the way
         # Users know nothing of drafts.
         if not isinstance(named, str) or _DRAFT.fullmatch(os.path.basename(named)):
             named = os.fspath(place)

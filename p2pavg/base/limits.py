@@ -57,7 +57,7 @@ IDLE_STREAM_SECONDS = 2 * STALL_SECONDS
 """After which the serving side closes a stream without another round or call. The side that opened it keeps it for half
 as long, and so never writes to a stream that is closed there."""
 EXCHANGE_SECONDS = 60.0  # the exchange timeout of a configuration that names none
-MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate
+MAX_TIMEOUT_SECONDS = 1800.0  # about half of the lifetime of a signed candidate
 
 # Before something is tried again.
 ASK_AGAIN_SECONDS = 1.0

@@ -291,5 +291,5 @@ class RoundAudits:
 
     def _cut(self, data: Buffer) -> Iterator[memoryview]:
         view = memoryview(data).cast("B")
-        for piece in answer_pieces(len(view), self._context.meter.announced_mbps):
+        for piece in answer_pieces(len(view), self._context.meter.known_mbps[0]):
             yield view[piece.start : piece.stop]

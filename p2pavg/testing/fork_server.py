@@ -52,8 +52,14 @@ def serve(control: socket.socket) -> ForkRequest | None:
                 break
             parent = os.fork()
             if not parent:
-                if pid := os.fork():
-                    os.setpgid(pid, pid)
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    print("p2pavg: no process was forked:", error, file=sys.stderr, flush=True)
+                    os._exit(1)
+                if pid:
+                    with suppress(OSError):  # the process has done it itself, and may have ended
+                        os.setpgid(pid, pid)
                     control.send(str(pid).encode())
                     os._exit(0)
                 request = ForkRequest(**json.loads(data))

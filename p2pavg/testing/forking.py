@@ -27,7 +27,7 @@ from p2pavg.base.limits import START_SECONDS, STOP_SECONDS
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
 _MAX_ANSWER_BYTES = 64
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # of linux/prctl.h
 
 
 class ForkedProcess:
@@ -68,7 +68,7 @@ class ForkedProcess:
         try:
             poll = select.poll()
             poll.register(end, select.POLLIN)
-            poll.poll(None if timeout is None else 1000 * timeout)
+            poll.poll(None if timeout is None else 1000 * max(timeout, 0.0))
         finally:
             os.close(end)
         code = self.poll()
@@ -121,14 +121,16 @@ class ForkServer:
                 files = [their_input, their_output, 2]
                 socket.send_fds(self._control, [json.dumps(request).encode()], files)
                 pid = self._control.recv(_MAX_ANSWER_BYTES)
-                if not self._control.recv(_MAX_ANSWER_BYTES):
-                    raise ConnectionResetError("no answer")
+                # The second message says that it is an orphan. If it could not be forked, that one is the only one.
+                if not pid.isdigit() or not self._control.recv(_MAX_ANSWER_BYTES):
+                    raise ConnectionResetError("no process was forked")
         except OSError as error:
             self._process.kill()  # its late answer would be taken for the next one's
             stdin.close()
             stdout.close()
             raise RuntimeError(
-                "the server that forks processes has ended; its last words are on standard error"
+                f"the server that forks processes has ended, or could not fork ({error}); its last words are on"
+                " standard error"
             ) from error
         finally:
             os.close(their_input)
@@ -154,13 +156,19 @@ class ForkServer:
 
 @contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Become the parent of each process below this one whose own parent ends, for as long as the block runs."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of each process below this one whose own parent ends, for as long as the block runs.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    prctl, before = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl does not let this process adopt what it starts")
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 class _Servers:
@@ -184,9 +192,9 @@ class _Servers:
             }
             if environment != self._environment:
                 self._end()
+                self._environment = environment
             while len(self._running) < _SERVERS:
                 self._running.append(ForkServer())
-            self._environment = environment
             turn = next(self._turns) % _SERVERS
             if self._running[turn].is_lost:
                 self._running[turn].close()

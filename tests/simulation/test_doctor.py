@@ -8,6 +8,10 @@ import pytest
 import trio
 
 from p2pavg.base.limits import QUICK_REPLY_SECONDS
+from p2pavg.net.transport import Stream
+from p2pavg.runs.records.hello import PROTOCOL
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing.simulation import EPOCH
 from p2pavg.tools.doctor import examination
 from p2pavg.tools.doctor.examination import (
     CLOCK_SECONDS,
@@ -36,6 +40,22 @@ def test_the_parts_fit_into_the_total() -> None:
     longest = max(LEARN_REACH_SECONDS + SPARE_SECONDS, CLOCK_SECONDS + of_the_run)
     assert QUICK_REPLY_SECONDS + LONG_PROBE_SECONDS + longest <= TOTAL_SECONDS
     assert TOTAL_SECONDS <= 25.0  # the program's start and end are the rest of 30 s
+
+
+async def test_a_silent_contact_costs_the_clocks_of_no_other_one() -> None:
+    async def keep_silent(_stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    async with simulated_peers(MemoryNetwork(), 4) as (doctor, *others):
+        others[0].context.transport.serve(PROTOCOL, keep_silent)
+        while len(doctor.records.contacts) < len(others):
+            await doctor.records.find(bytes(32))
+            await trio.sleep(1.0)
+        await trio.sleep(10.0)  # the doctor's own peer has asked for clocks, and would be refused
+        asking = examination._Examination(ExaminedPeer(), lambda: EPOCH + trio.current_time())
+        with trio.move_on_after(CLOCK_SECONDS):
+            await asking._ask_clocks(doctor)
+    assert len(asking._heard) == 2
 
 
 async def test_checks_that_hang_or_fail(

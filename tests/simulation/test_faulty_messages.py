@@ -13,7 +13,7 @@ import trio
 
 import p2pavg
 from p2pavg.matchmaking import link
-from p2pavg.matchmaking.attempt_state import AttemptState
+from p2pavg.matchmaking.attempt_state import AttemptState, Memory
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -69,6 +69,14 @@ async def test_message_that_raises_excludes_its_sender(
     first: bool,
 ) -> None:
     """In version 0.1 the exception left the averager and ended the training program."""
+    banned, ban = set[str](), Memory.ban
+
+    def note(self: Memory, peer_id: str, reason: str, until: float) -> None:
+        assert until > trio.current_time() + 60.0, "it would send the same in the next attempt"
+        banned.add(peer_id)
+        ban(self, peer_id, reason, until)
+
+    monkeypatch.setattr(Memory, "ban", note)
     handler = AttemptState if rule == "learn" else Matchmaking
     monkeypatch.setattr(handler, rule, raises_for_the_hostile(getattr(handler, rule), sender_of))
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
@@ -77,6 +85,7 @@ async def test_message_that_raises_excludes_its_sender(
     for record in errors:
         assert HOSTILE in record.getMessage()
         assert record.exc_info is not None
+    assert banned == ({HOSTILE} if errors else set())
     for peer_id in results.keys() - {HOSTILE}:
         result = results[peer_id]
         assert isinstance(result, p2pavg.Success), result

@@ -15,7 +15,7 @@ import trio
 from p2pavg.base.errors import BootstrapError, BusyError, ConfigError
 from p2pavg.base.files import locked
 from p2pavg.base.formats import count
-from p2pavg.base.limits import HOLD_OFF_SECONDS
+from p2pavg.base.limits import HOLD_OFF_SECONDS, MAX_BACKOFF_SECONDS
 from p2pavg.net.addresses import is_circuit, parse_peer_address
 from p2pavg.net.gate.client import GateSigner, GateTransport, open_gate_transport
 from p2pavg.net.gate.messages import MAX_GATE_BYTES, TellNotice, TellUpdate
@@ -85,12 +85,14 @@ async def join_again(peer: Peer, addresses: Sequence[str]) -> None:
     For a daemon from which others bootstrap: it may be the first one that starts after all were stopped, so it waits
     for no other peer.
     """
+    pause = HOLD_OFF_SECONDS
     while not peer.records.contacts:
         try:
             await peer.join(addresses)
         except BootstrapError as error:
             logger.debug("none of the peers of the last start is there: %s", error)
-            await trio.sleep(HOLD_OFF_SECONDS)
+            await trio.sleep(pause)
+            pause = min(2 * pause, MAX_BACKOFF_SECONDS)
         else:
             logger.info("joined the network again: %s answered", count(len(peer.records.contacts), "peer"))
 

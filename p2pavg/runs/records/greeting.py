@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 ASKED_AT_ONCE = 8  # the median of eight clocks stays right with three false ones
 GREET_AGAIN_SECONDS = 300.0  # clocks drift slowly
 FRESH_GREETING_SECONDS = 10.0  # for which answers are reused
+GREETING_SECONDS = 3.0
+"""For one answer. A result that says why no group formed, and the doctor, wait for all of them."""
 MIN_SECONDS_BETWEEN = 0.5  # between two questions of one peer; an honest peer asks at most every ten seconds
 MAX_REMEMBERED = 1024  # askers
 
@@ -97,10 +99,10 @@ class Greeter:
 
     async def _ask(self, contact: Contact, heard: list[HelloAnswer]) -> None:
         stream: Stream | None = None
-        with trio.move_on_after(QUICK_REPLY_SECONDS):
+        with trio.move_on_after(GREETING_SECONDS):
             try:
                 stream = await self._transport.open_stream(
-                    contact.peer_id, PROTOCOL, addresses=contact.addresses, timeout=QUICK_REPLY_SECONDS
+                    contact.peer_id, PROTOCOL, addresses=contact.addresses, timeout=GREETING_SECONDS
                 )
                 asked = self._wall_clock()
                 await send_message(stream, QUESTION)

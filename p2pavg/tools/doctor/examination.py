@@ -17,13 +17,13 @@ from pathlib import Path
 import trio
 
 from p2pavg.base.errors import ListenError
-from p2pavg.base.limits import EXCHANGE_SECONDS
+from p2pavg.base.limits import EXCHANGE_SECONDS, GLANCE_SECONDS, QUICK_REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.nat.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg.runs.membership.run_file import RunFile
-from p2pavg.runs.records.greeting import ASKED_AT_ONCE, MIN_SECONDS_BETWEEN, Greeter
+from p2pavg.runs.records.greeting import ASKED_AT_ONCE, GREETING_SECONDS, MIN_SECONDS_BETWEEN, Greeter
 from p2pavg.runs.records.hello import HelloAnswer, clock_error
 from p2pavg.runs.records.identity import SEED_BYTES
 from p2pavg.tools.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 TOTAL_SECONDS = 24.0
 """Timeout of everything; the program's start and end take some more."""
-CLOCK_SECONDS = 3.25
+CLOCK_SECONDS = GREETING_SECONDS + GLANCE_SECONDS
+"""The answers count when the slowest contact has had its time."""
 LEARN_REACH_SECONDS = 10.0
-"""Time to learn the reachability, and that of announced addresses, from joining the network on: a dial that a router
-drops takes half of it."""
+"""Time to learn the reachability, from joining the network on."""
 SPARE_SECONDS = 0.5
 """A check has so much more than its own wait, whose result counts when it ends."""
 
@@ -236,10 +236,12 @@ class _Examination:
             self._findings += network_rules.judge_reach(found, own_hosts, port, listens=listens)
 
     async def _judge_announced(self, peer: Peer, listens: bool) -> None:
-        with self._checking("announced", LEARN_REACH_SECONDS + SPARE_SECONDS):
+        # One peer may dial two addresses, one after the other, whose packets a router drops.
+        most = 2 * QUICK_REPLY_SECONDS + ROUND_TRIPS_SECONDS
+        with self._checking("announced", most + SPARE_SECONDS):
             tried = network.not_tried(self._options.announce)
             if listens:
-                with trio.move_on_after(LEARN_REACH_SECONDS):
+                with trio.move_on_after(most):
                     await network.try_announced(peer, tried)
             self._findings += judge_announced(tried, listens=listens)
 

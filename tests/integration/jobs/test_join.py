@@ -151,7 +151,7 @@ def test_a_packed_job_trains_in_launch_as_on_the_desk(
     monkeypatch.setenv("UPDATES", str(FEW_UPDATES))
     launched = call(folder, "launch", "-n", "2", "--job", "job")
     ends = re.findall(r"^\[([01])\] ended with (.*)$", launched, re.MULTILINE)
-    assert sorted(number for number, _ in ends) == ["0", "1"]
+    assert sorted(number for number, _ in ends) == ["0", "1"], launched
     assert len({digest for _, digest in ends}) == 1
     shutil.rmtree(folder / "job" / ".scratch")
     alone = run_python("job/train.py", cwd=folder, check=True)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.messages import Lane, incoming
+from p2pavg.allreduce.movers.moves import Move, ReceiveIndex, ReceivePart, RunWork, carry_out, receiving_share
 from p2pavg.allreduce.movers.routes import Routes
 from p2pavg.allreduce.reduction import PartTracker
+from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
+from p2pavg.group.milestones import ignore
 from p2pavg.group.roster import Roster, share_cutter, sites_of
 from p2pavg.group.topology import Hierarchical
 from p2pavg_compression import Fp32
@@ -162,6 +168,47 @@ def test_a_link_between_two_sites_carries_each_value_once() -> None:
         for receiver in ids[4:]
     )
     assert crossing == ELEMENTS
+
+
+async def test_a_share_that_another_member_passes_on_is_passed_on_to_the_site() -> None:
+    found, routes = ledgers(group(["a", "a", "b", "b"]))
+    me = next(iter(found))
+    values = AttemptData(
+        ledger=found[me],
+        codec=Fp32(),
+        vector=torch.zeros(ELEMENTS),
+        buffers=Buffers(0),
+        aggregation=Aggregation(audits=None, topology=Hierarchical()),
+    )
+    signals = Signals(list[object]().append, ignore, values, found[me], trio.CancelScope())
+    signals.open()
+    [reducer] = routes.relayed_by(me)
+    steps = incoming([], [(reducer, part) for part in found[me].parts[reducer]])
+
+    class Zeros:
+        """A lane on which the parts come one after the other, all of them zeros."""
+
+        def __init__(self) -> None:
+            self._indices = iter(range(len(steps)))
+
+        async def move(self, move: Move) -> Any:
+            match move:
+                case ReceiveIndex():
+                    return next(self._indices)
+                case ReceivePart(coming, follow, _):
+                    coming.rest[:] = bytes(len(coming.rest))
+                    return bytes(follow)
+                case RunWork(work):
+                    return work()
+
+    first = values.forward_at(reducer)
+    assert first is not None
+    with trio.fail_after(5.0):
+        async with trio.open_nursery() as nursery:
+            for part in found[me].parts[reducer]:
+                nursery.start_soon(signals.until_ready, first + part.index)
+            await trio.testing.wait_all_tasks_blocked()
+            await carry_out(receiving_share(values, reducer, steps, signals), Zeros())
 
 
 @pytest.mark.parametrize("whole_share", [False, True], ids=["part by part", "passed on"])

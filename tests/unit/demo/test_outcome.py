@@ -146,6 +146,18 @@ def test_the_sentence_does_not_speak_for_a_peer_that_failed() -> None:
     assert "Their parameters differ" in sentences(run)
 
 
+def test_the_sentences_tell_of_the_late_and_the_killed_peer() -> None:
+    run = Run.planned(Settings(peers=3, steps=STEPS))
+    for peer in run.peers:
+        train(peer, STEPS, loss=2.02, group=3)
+    run.peers[1].kills.append(2)
+    for peer in run.peers:
+        peer.apply(Done(digest="same"))
+    text = sentences(run)
+    assert "Peer 2 started late, and fetched what it had missed." in text
+    assert "Peer 1 was killed at step 2, started again, and caught up." in text
+
+
 def test_the_json_object_of_a_run_with_a_failure() -> None:
     assert to_json(finished_run(), None)["relative_difference"] == pytest.approx(0.01)
     report = json.loads(json.dumps(to_json(run_with_a_killed_peer(), None)))

@@ -11,7 +11,6 @@ from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 
 SEED_BYTES = 32
-"""A certificate that expires within this time is worth a warning."""
 _ASK = (
     "ask the run's operator for a new one: `p2pavg run invite` with the id that `p2pavg identity FILE` prints"
 )

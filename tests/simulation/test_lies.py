@@ -45,6 +45,7 @@ from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster, read_roster
 from p2pavg.group.shares import SharePart
 from p2pavg.matchmaking.actions import Actions, Send
+from p2pavg.matchmaking.attempt_state import Memory
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.messages import Accept, GroupCommit, GroupProposal, Message
 from p2pavg.matchmaking.own_group import OwnGroup
@@ -655,7 +656,7 @@ async def test_a_member_that_names_another_digest_is_left_out_and_the_reducer_is
         completed(self, attempt, digests)
 
     monkeypatch.setattr(exchange.Exchange, "hold", lie)
-    monkeypatch.setattr(Matchmaker, "ban", lambda *banned: bans.append(banned))
+    monkeypatch.setattr(Memory, "ban", lambda *banned: bans.append(banned))
     swarm = await play(how=config(group_size=SIZE, audit=audit))
     assert bans == []
     check_exact(swarm, honest(liar))

@@ -316,7 +316,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
             if end.is_error:
                 remedy = "tell the run's operator; `job.log` has the program's words"
                 raise ConfigError(end.why, remedy=remedy)
-            with trio.move_on_after(LOOK_SECONDS):  # a terminal that was stopped does not hold up the end
+            with trio.move_on_after(LOOK_SECONDS):  # a stopped terminal holds up the last flush only
                 await tell(end.why)
         nursery.cancel_scope.cancel()
 

@@ -154,7 +154,7 @@ class JobVersions:
             self.given.seconds = before + trio.current_time() - began
             self._keep_given(self.given.text)
             if self.given.sentence != said:
-                # A terminal that was stopped with Ctrl-S does not hold up the end.
+                # A terminal that was stopped with Ctrl-S does not keep the run from its end: only the last flush waits.
                 with trio.move_on_after(LOOK_SECONDS) as scope:
                     scope.shield = True
                     await tell(self.given.sentence)

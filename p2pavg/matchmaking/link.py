@@ -31,7 +31,7 @@ VERIFIED_IN_A_TURN = 16
 
 
 class LinkOwner(Protocol):
-    """What happens on a link is told to the attempt that it belongs to."""
+    """The attempt that a link belongs to: it is told of everything on the link."""
 
     def heard(self, link: JoinLink, message: Message) -> None:
         """Handle a message of the other end."""

@@ -183,9 +183,8 @@ class _Assistance:
     async def help_rounds(self) -> None:
         """Look for schemas that peers of the run average, and help the rounds of each."""
         host, helping, run_id, records = self._host, self._helping, self._config.run_id, self.run.records
-        helped: dict[
-            bytes, trio.CancelScope
-        ] = {}  # the schemas whose groups take this peer in, by their ready keys
+        # The schemas whose groups take this peer in, by their ready keys.
+        helped: dict[bytes, trio.CancelScope] = {}
         async with (
             trio.open_nursery() as tails,
             trio.open_nursery() as nursery,

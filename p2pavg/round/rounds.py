@@ -63,7 +63,7 @@ class Alone(NamedTuple):
 
 
 class RunPresence(Protocol):
-    """What this peer publishes of a run, and what it can see of the others."""
+    """This peer as the others of a run see it, and its view of them."""
 
     async def why_alone(self) -> Alone:
         """Return why peers of the run may be there and yet not meet this one."""

@@ -389,7 +389,7 @@ def _check_state(number: int, state: Mapping[Any, Any]) -> None:
 
 
 class _Rule(Enum):
-    """How far a value of a state may differ from this peer's own."""
+    """The difference that a value of a state may have from this peer's own."""
 
     SAME = auto()
     """It is this peer's own. A list and a tuple of the same values are the same."""

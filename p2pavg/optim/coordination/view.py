@@ -411,7 +411,7 @@ class RunView:
 
     @property
     def last_words(self) -> dict[str, LastWord]:
-        """What the other peers that have ended said last."""
+        """The last words of the other peers that have ended."""
         return decoded_all({peer: entry.value for peer, entry in self._topic().entries.items()}, LastWord)
 
     def _topic(self) -> Topic:

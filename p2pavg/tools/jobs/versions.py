@@ -440,9 +440,8 @@ def _answer_to(question: str) -> str:
 
 async def tell(text: str) -> None:
     """Print a line, or several, for the user."""
-    await in_left_thread(
-        print_line, text
-    )  # a terminal that was stopped with Ctrl-S must not stop the network
+    # A terminal that was stopped with Ctrl-S must not stop the network.
+    await in_left_thread(print_line, text)
 
 
 def print_line(line: str) -> None:

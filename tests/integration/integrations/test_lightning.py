@@ -13,9 +13,8 @@ from p2pavg.base.result import Success
 from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, local
 
-if (
-    TYPE_CHECKING
-):  # importing lightning takes seconds, which only the worker that runs these tests is to spend
+# Importing lightning takes seconds, which only the worker that runs these tests is to spend.
+if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from p2pavg.integrations.lightning import LightningCallback

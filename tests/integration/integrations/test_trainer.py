@@ -12,9 +12,8 @@ from p2pavg.optim import AveragedOptimizer
 from p2pavg.optim.coordination import attendance
 from tests.unit.optim.fakes import Alone, large_batch
 
-if (
-    TYPE_CHECKING
-):  # importing transformers takes seconds, which only the worker that runs these tests is to spend
+# Importing transformers takes seconds, which only the worker that runs these tests is to spend.
+if TYPE_CHECKING:
     from transformers import Trainer
 
 pytestmark = [pytest.mark.one_worker, pytest.mark.filterwarnings("ignore")]

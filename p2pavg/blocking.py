@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 from p2pavg.allreduce.vector.accumulation import Given
-from p2pavg.base.limits import CALM_LOOK_SECONDS, GLANCE_SECONDS, LOOK_SECONDS
+from p2pavg.base.limits import GLANCE_SECONDS, LOOK_SECONDS
 from p2pavg.base.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
 from p2pavg.base.threads.program_end import ProgramEnd
 from p2pavg.base.threads.trio_thread import TrioThread
@@ -41,8 +41,6 @@ from p2pavg.telemetry.status import RunPeer
 
 logger = logging.getLogger(__name__)
 
-
-LAST_WORDS = "ends"
 
 T = TypeVar("T")
 
@@ -335,22 +333,13 @@ class Averager:
         siblings = [ending for sibling in self._siblings for ending in sibling._endings()]
         return [self._ending, *siblings]
 
-    def last_words(self, lasts: float) -> Topic:
-        """Return the board of the last words of peers that take no further update.
-
-        Args:
-            lasts: seconds for which this peer's can be read after it has closed.
-        """
-        # Between two looks for last words that do not come by themselves: they live for minutes.
-        return self._call(partial(self._averager.board, LAST_WORDS, CALM_LOOK_SECONDS, lasts=lasts))
-
     def is_connected(self, peer_id: str) -> bool:
         """See :meth:`p2pavg.DecentralizedAverager.is_connected`."""
         return self._averager.is_connected(peer_id)
 
-    def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Topic:
+    def board(self, topic: str, look_seconds: float = LOOK_SECONDS, *, lasts: float | None = None) -> Topic:
         """See :meth:`p2pavg.DecentralizedAverager.board`."""
-        return self._call(partial(self._averager.board, topic, look_seconds))
+        return self._call(partial(self._averager.board, topic, look_seconds, lasts=lasts))
 
 
 @contextmanager

@@ -274,12 +274,9 @@ class Player:
     def is_connected(self, peer_id: str) -> bool:
         return peer_id in {actor.name for actor in self.stage.actors if actor.there}
 
-    def last_words(self, lasts: float) -> Board:
-        return self.board("ends")
-
     # ------------------------------------------------------------------ the boards
 
-    def board(self, topic: str, look_seconds: float = 1.0) -> Board:
+    def board(self, topic: str, look_seconds: float = 1.0, *, lasts: float | None = None) -> Board:
         return self.boards.setdefault(topic, Board(self, topic))
 
     def hears(self, at: float, name: str, word: Entry, topic: str = TOPIC) -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from p2pavg.base.limits import LOOK_SECONDS
+from p2pavg.base.limits import CALM_LOOK_SECONDS, LOOK_SECONDS
 from p2pavg.base.messages import DecodedWords, decoded_all
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.state import Lineage
@@ -106,6 +106,9 @@ class JobChange:
 
 
 TOPIC = "progress"
+LAST_WORDS = "ends"
+"""The topic of the last words of peers that take no further update. They live for minutes, so that calm looks do for
+those that do not come by themselves."""
 SPEED_WEIGHT = 0.2  # weight of the newest batch in the moving average of samples per second
 BATCHES = 8  # in the median of batch times, which ignores a single batch delayed by an evaluation
 
@@ -421,7 +424,7 @@ class RunView:
         less still reads it.
         """
         if self._last_words is None:
-            self._last_words = self._averager.last_words(self._sync_timeout)
+            self._last_words = self._averager.board(LAST_WORDS, CALM_LOOK_SECONDS, lasts=self._sync_timeout)
         return self._last_words
 
     def run_end(self) -> RunEnd | None:

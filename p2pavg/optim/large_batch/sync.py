@@ -95,7 +95,9 @@ def sync_parameters(
         exchange_timeout=longest,
         access=None if access is None else replace(access, contributing=Role.SOURCE),
     )
-    board = averager.board(TOPIC)  # the run's board, which stays open when the round's averager closes
+    # The run's board, which stays open when the round's averager closes. A digest outlives its peer: a program may end
+    # as soon as this call has returned, while others still wait for its digest.
+    board = averager.board(TOPIC, lasts=timeout)
     with averager.sibling(config) as sibling:
         result = _until_all_came(sibling, kept, source=source, source_id=source_id, until=until)
     if not isinstance(result, Success):

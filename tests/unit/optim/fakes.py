@@ -106,18 +106,15 @@ class Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accumulation, {"accumulate": "add"}.get(name, name))
 
-    def board(self, topic: str, look_seconds: float = 1.0) -> Board:
-        return self.boards.setdefault(topic, Board())
+    def board(self, topic: str, look_seconds: float = 1.0, *, lasts: float | None = None) -> Board:
+        """Return a board; on one whose entries last, no other peer has published any."""
+        return self.boards.setdefault(topic, Board() if lasts is None else EmptyBoard())
 
     def share_states(self, settings: ShareSettings) -> NoStates:
         return NoStates()
 
     def on_end(self, ending: object) -> None:
         """Need no end."""
-
-    def last_words(self, lasts: float) -> Board:
-        """Return a board on which no other peer has said one."""
-        return EmptyBoard()
 
     def cancel_matchmaking(self, reason: str) -> bool:
         """Return false: no group is looked for."""

@@ -64,7 +64,7 @@ class Rounds:
         self.opened.append(config)
         yield self
 
-    def board(self, topic: str) -> Board:
+    def board(self, topic: str, *, lasts: float) -> Board:
         assert topic == "sync"
         return self.sync_board
 

@@ -26,10 +26,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from p2pavg.base.errors import ListenError, is_shortage
-from p2pavg.base.hostnames import is_loopback, may_ask
+from p2pavg.base.hosts import is_loopback, may_ask, prefix_of
 from p2pavg.base.limits import LOOK_SECONDS, REPLY_SECONDS
 from p2pavg.net.limits.call_budget import CallBudget
-from p2pavg.net.limits.sources import prefix_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

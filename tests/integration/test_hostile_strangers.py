@@ -12,13 +12,13 @@ import trio
 import trio.lowlevel
 
 from p2pavg.base.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.base.hosts import prefix_of
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits import memory_budget
 from p2pavg.net.limits.call_budget import CallBudget, CallRates
 from p2pavg.net.limits.dial_policy import HOST_FAILURES, HOST_FAILURES_PER_SECOND
 from p2pavg.net.limits.first_messages import Handshakes
-from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.transport import Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer, peer_over
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Contact, Ed25519Signer, sign_record

@@ -15,7 +15,7 @@ import trio
 
 import p2pavg
 from p2pavg.base.errors import UnreachableError
-from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.hosts import is_loopback
 from p2pavg.blocking import open_averager
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.libp2p.transport import Libp2pTransport

@@ -15,9 +15,9 @@ from functools import cached_property
 
 import trio
 
+from p2pavg.base.hosts import parse_host
 from p2pavg.net.keep_alive import keep_alive
 from p2pavg.net.lanes.certificates import check_connection
-from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.transport import Buffer
 
 # The bytes that are encrypted and then handed to the system at once. A lane's thread releases the GIL once per piece.

@@ -22,11 +22,11 @@ import logging
 import trio
 
 from p2pavg.base.errors import ClosedError, UnreachableError, is_shortage
+from p2pavg.base.hosts import is_loopback, parse_host, version_of
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, RETRY_SECONDS
 from p2pavg.net.addresses import direct
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.limits.sources import is_loopback, parse_host, version_of
 from p2pavg.net.nat.punch.meeting import Puncher
 from p2pavg.net.nat.punch.service import ALL_TRIES_SECONDS, PunchService
 from p2pavg.net.nat.reach.options import ReachOptions

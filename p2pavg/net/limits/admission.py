@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from p2pavg.net.limits.sources import prefix_of
+from p2pavg.base.hosts import prefix_of
 
 
 class TrustClass(IntEnum):

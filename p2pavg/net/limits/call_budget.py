@@ -1,7 +1,7 @@
 """The budget of inbound record calls: processor time, and bytes of answers.
 
 This module decides; it does no I/O and has no clock. After each answer, the call's cost is charged to its caller and to
-the caller's prefix (:mod:`p2pavg.net.limits.sources`). A caller in debt has to wait, and is refused if the wait would
+the caller's prefix (:mod:`p2pavg.base.hosts`). A caller in debt has to wait, and is refused if the wait would
 be long.
 """
 

@@ -13,8 +13,8 @@ import ipaddress
 from collections import Counter
 from collections.abc import Iterable
 
+from p2pavg.base.hosts import Address, parse_host, prefix_of
 from p2pavg.net.limits.rate import Accounts
-from p2pavg.net.limits.sources import Address, parse_host, prefix_of
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.hosts import prefix_of
 from p2pavg.net.limits.call_budget import LONGEST_DELAY, CallBudget
-from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.transport import Stream
 
 

@@ -181,7 +181,7 @@ class BandwidthBudget:
 
         Args:
             now: seconds of a clock that does not run backwards.
-            prefix: the network of the peer; see :func:`p2pavg.net.limits.sources.prefix_of`.
+            prefix: the network of the peer; see :func:`p2pavg.base.hosts.prefix_of`.
         """
         buckets = (self._total, self._peers.of(peer_id), self._prefixes.of(prefix))
         if self._under_way >= MAX_AT_ONCE or not take_from_all(now, COST_BYTES, *buckets):

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.base.hosts import prefix_of
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.base.messages import Count, Message
 from p2pavg.net.limits.rate import BLOCK_BYTES, MAX_BLOCKS, ROUNDS, BandwidthBudget
-from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.transport import Stream, receive_message, send_message
 
 PROTOCOL = "/p2pavg/bandwidth/1"

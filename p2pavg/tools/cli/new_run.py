@@ -17,7 +17,7 @@ from typing import Any
 
 from p2pavg.base.errors import AddressError, ConfigError
 from p2pavg.base.files import PUBLIC, keep_file, make_folder, read_text
-from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.hosts import is_loopback
 from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.group.topology import BUTTERFLY, resolve_topology
 from p2pavg.net.addresses import parse_peer_address

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from p2pavg.base.hostnames import may_ask
+from p2pavg.base.hosts import may_ask
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.tools.monitor.guard import COOKIE, HEADERS, bearer, is_token
 from p2pavg.tools.monitor.watching import READ_SECONDS, Watcher

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import trio
 
 from p2pavg.base.errors import ConfigError, ListenError
-from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.hosts import is_loopback, prefix_of
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS, STALL_SECONDS
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.blocking import Averager
 from p2pavg.net.limits.call_budget import CallBudget
-from p2pavg.net.limits.sources import prefix_of
 from p2pavg.peer.averager import DecentralizedAverager
 from p2pavg.peer.host import Host
 from p2pavg.runs.membership.membership import RunAccess

@@ -40,11 +40,11 @@ from typing import Protocol, TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.hosts import version_of
 from p2pavg.base.limits import REPLY_SECONDS
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import Accounts, TokenBucket
-from p2pavg.net.limits.sources import version_of
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.plan import (
     MAX_MESSAGE_BYTES,

@@ -16,9 +16,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.base.hosts import MAX_HOST_CHARS, parse_host, version_of
 from p2pavg.base.messages import Message, cut, decoded
 from p2pavg.net.addresses import MAX_ADDRESS_CHARS
-from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host, version_of
 from p2pavg.net.nat.reach.reachability import Reachability
 
 # The messages with which two peers coordinate a punch, on any stream between them.

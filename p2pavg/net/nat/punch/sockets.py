@@ -25,7 +25,7 @@ from contextlib import suppress
 import trio
 
 from p2pavg.base.errors import UnreachableError
-from p2pavg.net.limits.sources import parse_host
+from p2pavg.base.hosts import parse_host
 from p2pavg.net.nat.punch import plan
 from p2pavg.net.nat.punch.plan import Endpoint
 from p2pavg.net.nat.reach.whoami import bound_socket

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import zip_longest
 
+from p2pavg.base.hosts import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.net.nat.reach.reachability import PUNCHABLE_BARRIERS, Barrier, Probes
 
 

@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
-from p2pavg.net.limits.sources import parse_host
+from p2pavg.base.hosts import parse_host
 
 _TABLE = Path("/proc/net/route")
 _MAX_TABLE_CHARS = 1 << 20

@@ -34,9 +34,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from p2pavg.base.hosts import is_loopback, version_of
 from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.limits.sources import is_loopback, version_of
 from p2pavg.net.nat.reach.facts import ENOUGH, VERSIONS, Endpoint, Facts, Mapped, Neighbour
 from p2pavg.net.nat.reach.reachability import (
     BEING_TRIED_SENTENCE,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiaddr import Multiaddr
 
 from p2pavg.base.errors import AddressError, ConfigError
-from p2pavg.base.hostnames import is_loopback
+from p2pavg.base.hosts import is_loopback
 from p2pavg.net.addresses import check_is_list, is_circuit, parse_listen_address, parse_peer_address
 from p2pavg.net.nat.relay.limits import DEFAULT_RELAY_MBPS, RelayLimits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from p2pavg.net.limits.sources import prefix_of
+from p2pavg.base.hosts import prefix_of
 
 
 class Kind(StrEnum):

@@ -21,11 +21,11 @@ import trio
 from msgspec import Meta
 
 from p2pavg.base.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.base.hosts import MAX_HOST_CHARS, parse_host
 from p2pavg.base.limits import QUICK_REPLY_SECONDS, REPLY_SECONDS
 from p2pavg.base.messages import Message, Port, cut, decoded
 from p2pavg.net.limits.dial_policy import NOT_REACHED
 from p2pavg.net.limits.rate import Accounts, TokenBucket, take_from_all
-from p2pavg.net.limits.sources import MAX_HOST_CHARS, parse_host
 from p2pavg.net.transport import PeerId, Stream, Transport, receive_message, send_message
 
 logger = logging.getLogger(__name__)

@@ -32,10 +32,10 @@ import psutil
 import trio
 
 from p2pavg.base.errors import UnreachableError, is_shortage
+from p2pavg.base.hosts import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.base.limits import CALM_LOOK_SECONDS, REPLY_SECONDS, ROUND_TRIPS_SECONDS
 from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.limits.sources import is_loopback, parse_host, prefix_of, version_of
 from p2pavg.net.nat.reach.facts import Endpoint, Mapped, Neighbour
 from p2pavg.net.nat.reach.knowledge import AskDialBack, AskLook, AskWhoami, Knowledge, Question
 from p2pavg.net.nat.reach.mapping import PortMapper

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import trio
 
 from p2pavg.base.errors import RemoteProtocolError, UnreachableError
+from p2pavg.base.hosts import parse_host, version_of
 from p2pavg.base.limits import QUICK_REPLY_SECONDS
 from p2pavg.net.limits.rate import Accounts, TokenBucket, take_from_all
-from p2pavg.net.limits.sources import parse_host, version_of
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
+from p2pavg.base.hosts import parse_host, prefix_of
 from p2pavg.base.limits import RETRY_SECONDS
 from p2pavg.net.addresses import CIRCUIT, is_circuit
 from p2pavg.net.limits.dial_policy import is_private
-from p2pavg.net.limits.sources import parse_host, prefix_of
 from p2pavg.net.nat.reach.facts import Neighbour
 
 RELAYS_WANTED = 2

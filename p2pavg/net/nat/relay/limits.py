@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from p2pavg.base.hosts import prefix_of
 from p2pavg.net.limits.rate import WIRE_OVERHEAD, TokenBucket, take_from_all
-from p2pavg.net.limits.sources import prefix_of
 
 DEFAULT_RELAY_MBPS = 10.0
 

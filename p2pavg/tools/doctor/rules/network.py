@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from p2pavg.base.formats import count
-from p2pavg.net.limits.sources import parse_host
+from p2pavg.base.hosts import parse_host
 from p2pavg.runs.records.hello import SKEW_SECONDS, HelloAnswer, other_versions, wrong_clock
 from p2pavg.tools.doctor.findings import Finding, fault, not_known, note, ok, warning
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from p2pavg.base.hosts import prefix_of
 from p2pavg.net.limits.admission import (
     Acquaintances,
     Admission,
@@ -9,7 +10,6 @@ from p2pavg.net.limits.admission import (
     ConnectionLimits,
     TrustClass,
 )
-from p2pavg.net.limits.sources import prefix_of
 
 SMALL = ConnectionLimits(
     connections=12,

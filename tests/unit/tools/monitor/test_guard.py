@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.base.hostnames import is_loopback, may_ask
+from p2pavg.base.hosts import is_loopback, may_ask
 from p2pavg.tools.monitor.guard import HEADERS, bearer, is_token
 from p2pavg.tools.monitor.serving import MonitorOptions
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.hosts import prefix_of
 from p2pavg.base.limits import RETRY_SECONDS
-from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.nat.reach.facts import Neighbour
 from p2pavg.net.nat.relay.choice import (
     MAX_DISTRUSTED,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.base.hosts import prefix_of
 from p2pavg.net.limits.rate import WIRE_OVERHEAD
-from p2pavg.net.limits.sources import prefix_of
 from p2pavg.net.nat.relay import limits as module
 from p2pavg.net.nat.relay.limits import Circuit, RelayBudget, RelayLimits, Reservation
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pavg_compression import (
+    KNOWN_CODECS,
     MAX_MAGNITUDE,
     NF4,
     Bf16,
@@ -18,20 +19,14 @@ from p2pavg_compression import (
     Int8,
     Ternary,
     TopK,
+    resolve_codec,
 )
 from p2pavg_compression.kernels import LEVELS
 
 CODECS: list[Codec] = [
-    Fp32(),
-    Fp16(),
-    Bf16(),
+    *(resolve_codec(name) for name in KNOWN_CODECS),
     Int8(block_size=64),
-    Int8(),
-    Blockwise8(),
     Blockwise8(block_size=1024),
-    Int4(),
-    NF4(),
-    Ternary(),
     Ternary(block_size=64),
     TopK(chunk=64, k=8),
     TopK(chunk=256, k=16, bits=1),

@@ -16,21 +16,11 @@ from numpy.typing import NDArray
 from p2pavg.allreduce.events import FalseNormError, UndecodableError
 from p2pavg.allreduce.reduction import SLACK, NormCheck, PartContribution, average_part, vector_norm
 from p2pavg.group.aggregation import Median, RobustRule
-from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, Ternary, TopK
+from p2pavg_compression import KNOWN_CODECS, Codec, Fp32, resolve_codec
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
 IDS = [signer.peer_id for signer in SIGNERS]
-CODECS: list[Codec] = [
-    Fp32(),
-    Fp16(),
-    Bf16(),
-    Int8(block_size=64),
-    Blockwise8(block_size=64),
-    Int4(),
-    NF4(),
-    Ternary(),
-    TopK(chunk=64, k=16),
-]
+CODECS = [resolve_codec(name) for name in KNOWN_CODECS]
 
 
 def check_of(*norms: float) -> NormCheck:

@@ -22,23 +22,18 @@ from p2pavg_compression import (
     resolve_codec,
 )
 
-CODECS: dict[str, Codec] = {
-    "fp32": Fp32(),
-    "fp16": Fp16(),
-    "bf16": Bf16(),
+KNOWN: list[Codec] = [resolve_codec(name) for name in KNOWN_CODECS]
+"""The known codecs with their defaults: a new one is in it by itself."""
+VARIANTS: dict[str, Codec] = {
     "int8:64": Int8(block_size=64),
-    "int8:256": Int8(),
-    "blockwise8:64": Blockwise8(),
     "blockwise8:4096": Blockwise8(block_size=4096),
-    "int4:64": Int4(),
-    "nf4:64": NF4(),
     "nf4:256": NF4(block_size=256),
     "ternary:64": Ternary(block_size=64),
     "ternary:4096": Ternary(block_size=4096),
-    "topk:4096:64:2": TopK(),
     "topk:256:4:1": TopK(chunk=256, k=4, bits=1),
     "topk:64:16:2": TopK(chunk=64, k=16),
 }
+CODECS = {codec.name: codec for codec in KNOWN} | VARIANTS
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -18,7 +18,7 @@ from p2pavg.optim.base.state import digest_of
 from p2pavg.optim.catching_up.common_state import CommonState
 from p2pavg.population.weights import Weights
 from p2pavg.state.snapshot import copy_of, read
-from p2pavg_compression import resolve_codec
+from p2pavg_compression import KNOWN_CODECS, resolve_codec
 from tests.unit.optim.fakes import Alone, Make, both, large_batch
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ FACTORIES = frozenset(
     | {"normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
 )
 """Functions of torch whose results have the default dtype or are on the default device."""
-CODECS = ("fp32", "fp16", "bf16", "blockwise8", "int8", "ternary:64", "topk:64:4:2")
+CODECS = tuple(KNOWN_CODECS)
 DEFAULTS = ((torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float16, "meta"))
 
 

@@ -17,19 +17,19 @@ def table_and_diagram() -> str:
 
 
 def diagram() -> str:
-    """Return the rows that change the phase as a Mermaid state diagram."""
+    """Return the changes of phase as a Mermaid state diagram, each once; the table has their reasons."""
+    arrows = [
+        (source, row.becomes.value)
+        for row in TABLE
+        if row.becomes is not None
+        for source in (["live"] if row.phases == LIVE else sorted(phase.value for phase in row.phases))
+    ]
+    changes = [(source, to) for source, to in dict.fromkeys(arrows) if source != to]
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {RoundPhase.EXCHANGING.value}"]
-    for row in TABLE:
-        if row.becomes is None:
-            continue
-        sources = ["live"] if row.phases == LIVE else sorted(phase.value for phase in row.phases)
-        lines += [
-            f"    {source} --> {row.becomes.value}: {row.text.replace(':', ' -')}"
-            for source in sources
-            if source != row.becomes.value
-        ]
-    lines += ["    live: any phase before the end", "```", ""]
-    return "\n".join(lines)
+    lines += [
+        f"    {source} --> {to}" for source, to in changes if source == "live" or ("live", to) not in changes
+    ]
+    return "\n".join([*lines, "    live: any phase before the end", "```", ""])
 
 
 def table() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pavg.allreduce.messages import Average, Lane, LaneHeader
@@ -15,9 +15,8 @@ from p2pavg.base.threads.processor import ProcessorWait, never_waits
 from p2pavg.base.threads.workers import RunInThread
 from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import OnMilestone, ignore
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.group.shares import MAX_PART_ELEMENTS, SharePart
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
@@ -48,7 +47,7 @@ class RunContext:
     download: RateLimit
     meter: BandwidthMeter
     """Measures in each round what this peer's link carries."""
-    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
+    cutter: ShareCutter
     """Cuts the vector among any members; every member computes the same shares."""
     processor_wait: ProcessorWait = never_waits
     """Of the event loop's thread."""
@@ -66,7 +65,7 @@ def run_context(
     elements: int,
     group_size: int,
     meter: BandwidthMeter,
-    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
+    cutter: ShareCutter,
     upload: RateLimit,
     download: RateLimit,
     recheck: float = 0.0,
@@ -95,7 +94,7 @@ def run_context(
         upload=upload,
         download=download,
         meter=meter,
-        cut_shares=cut_shares,
+        cutter=cutter,
         processor_wait=peer.processor_wait,
         on_milestone=peer.on_milestone,
         recheck=recheck,

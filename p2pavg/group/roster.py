@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -236,28 +236,31 @@ def _between(ranges: Sequence[Range], first: int, last: int) -> Iterator[Range]:
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
 
 
-def share_cutter(
-    elements: int, granularity: int, topology: Topology = BUTTERFLY
-) -> Callable[[Sequence[Candidate]], tuple[int, ...]]:
-    """Return the function that cuts a vector of ``elements`` into shares, one per member.
+@dataclass(frozen=True, slots=True)
+class ShareCutter:
+    """Cuts a vector of ``elements`` into shares, one per member, whose bounds are multiples of ``granularity``.
 
-    It uses only what the members signed, so every member computes the same shares.
+    It uses only what the members signed, so every member computes the same shares, and no leader can put more load on
+    one of them.
     """
-    if not isinstance(topology, Star | Hierarchical | Butterfly | Gossip):
-        assert_never(topology)  # a new one must say how it cuts, and not be taken for a butterfly
 
-    def cut(members: Sequence[Candidate]) -> tuple[int, ...]:
+    elements: int
+    granularity: int
+    topology: Topology = BUTTERFLY
+
+    def cut(self, members: Sequence[Candidate]) -> tuple[int, ...]:
+        """Return the number of elements of each member's share, in the members' order."""
+        topology = self.topology
         if isinstance(topology, Star):
-            reducer = elect(members, elements)
-            return tuple(elements if position == reducer else 0 for position in range(len(members)))
-        of_sites = (
-            shares_of_sites(elements, granularity, members) if isinstance(topology, Hierarchical) else None
-        )
-        if of_sites is not None:
-            return of_sites
-        return _fastest_shares(elements, granularity, tuple(map(link_of, members)))
-
-    return cut
+            reducer = elect(members, self.elements)
+            return tuple(self.elements if position == reducer else 0 for position in range(len(members)))
+        if isinstance(topology, Hierarchical):
+            of_sites = shares_of_sites(self.elements, self.granularity, members)
+            if of_sites is not None:
+                return of_sites
+        elif not isinstance(topology, Butterfly | Gossip):
+            assert_never(topology)  # a new one must say how it cuts, and not be taken for a butterfly
+        return _fastest_shares(self.elements, self.granularity, tuple(map(link_of, members)))
 
 
 @lru_cache(maxsize=64)  # groups meet again; with 16 members, exact fractions take a millisecond
@@ -360,18 +363,12 @@ class Roster:
         """Number of members by which parts are sized. All attempts of a group have parts of the same size."""
         return self.group_size or len(self.members)
 
-    def among(
-        self,
-        attempt: int,
-        positions: Iterable[int],
-        cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
-        granularity: int,
-    ) -> Roster:
+    def among(self, attempt: int, positions: Iterable[int], cutter: ShareCutter) -> Roster:
         """Return the roster of an attempt of this group.
 
         Args:
             positions: of the attempt's members; in attempt 0, all of them.
-            cut_shares: see :func:`share_cutter`.
+            cutter: of the run.
 
         Raises:
             RemoteProtocolError: these members cannot form a group.
@@ -382,7 +379,7 @@ class Roster:
                 raise RemoteProtocolError("a first attempt among some of the members")
             return self
         members = tuple(self.members[position] for position in chosen)
-        divided = ranges_after_loss(self.shares, chosen, cut_shares(members), granularity)
+        divided = ranges_after_loss(self.shares, chosen, cutter.cut(members), cutter.granularity)
         return Roster(
             members=members,
             shares=tuple(sum(stop - start for start, stop in ranges) for ranges in divided),

@@ -10,7 +10,7 @@ from p2pavg.base.limits import MAX_WEIGHT
 from p2pavg.base.result import NoPeersCode
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import silent_members
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.matchmaking.messages import JoinRequest, Message, Nudge
 
 
@@ -106,11 +106,7 @@ class Settings:
     takes the place of none of them: the group waits for them as it would without it."""
     minimum: int
     match_timeout: float  # seconds
-    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
-    """Cuts the vector into shares from the members' signed records only.
-
-    Every member computes the same shares, so no leader can put more load on one of them.
-    """
+    cutter: ShareCutter
     max_share: int | None = None  # largest number of elements that this peer reduces
     max_weight: float = MAX_WEIGHT  # largest weight of a contribution; peers that announce more are refused
     refuses: Refuses | None = None

@@ -160,7 +160,7 @@ def wrong_with(
     choose = settings.choose_observers
     if choose is not None and roster.observers != choose(roster.members):
         return "a roster whose observers do not follow from what its members signed"
-    if roster.shares != settings.cut_shares(roster.members):
+    if roster.shares != settings.cutter.cut(roster.members):
         return "a roster whose shares do not follow from its members' bandwidths"
     own = roster.shares[roster.position(me.peer_id)]
     if settings.max_share is not None and own > settings.max_share:

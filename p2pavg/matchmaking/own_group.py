@@ -148,7 +148,7 @@ class OwnGroup:
         self._proposals += 1
         roster = state.roster = Roster(
             members=members,
-            shares=state.settings.cut_shares(members),
+            shares=state.settings.cutter.cut(members),
             proposal=self._proposals,
             observers=state.observers_among(members),
         )

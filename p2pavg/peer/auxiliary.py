@@ -22,7 +22,7 @@ from p2pavg.base.limits import (
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
-from p2pavg.group.roster import share_cutter
+from p2pavg.group.roster import ShareCutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
@@ -253,7 +253,7 @@ class _Assistance:
         host, config = self._host, self._config
         codec = resolve_codec(entry.codec)
         aggregation = read_aggregation(entry.aggregation)
-        cut_shares = share_cutter(entry.elements, codec.granularity, aggregation.topology)
+        cutter = ShareCutter(entry.elements, codec.granularity, aggregation.topology)
         # One meter a schema, because a meter sees one round at a time.
         meter = BandwidthMeter(
             given_mbps=config.bandwidth,
@@ -267,7 +267,7 @@ class _Assistance:
                 target=entry.group_size,
                 minimum=2,
                 match_timeout=EXCHANGE_SECONDS,
-                cut_shares=cut_shares,
+                cutter=cutter,
                 choose_observers=None,  # the members' rule is unknown here
                 max_share=MAX_AUXILIARY_ELEMENTS,
                 refuses=self.run.refuses,
@@ -286,7 +286,7 @@ class _Assistance:
                 # An entry is a stranger's claim, and must not decide how much memory is taken.
                 elements=min(entry.elements, MAX_AUXILIARY_ELEMENTS),
                 meter=meter,
-                cut_shares=cut_shares,
+                cutter=cutter,
                 upload=self._upload,
                 download=self._download,
             ),

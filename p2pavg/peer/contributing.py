@@ -13,7 +13,7 @@ from p2pavg.base.result import NoPeersCode
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.participation import observers
-from p2pavg.group.roster import share_cutter
+from p2pavg.group.roster import ShareCutter
 from p2pavg.group.topology import site_of
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
@@ -99,7 +99,7 @@ def open_rounds(
     """
     codec, aggregation = config.codec, config.aggregation
     key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
-    cut_shares = share_cutter(schema.elements, codec.granularity, aggregation.topology)
+    cutter = ShareCutter(schema.elements, codec.granularity, aggregation.topology)
     matchmaker = Matchmaker(
         host.context,
         key=key,
@@ -107,7 +107,7 @@ def open_rounds(
             target=config.group_size,
             minimum=config.min_group_size,
             match_timeout=config.match_timeout,
-            cut_shares=cut_shares,
+            cutter=cutter,
             choose_observers=partial(observers, config.participation),
             max_weight=config.most_weight,
             refuses=run.refuses,
@@ -139,7 +139,7 @@ def open_rounds(
             elements=schema.elements,
             group_size=config.group_size,
             meter=meter,
-            cut_shares=cut_shares,
+            cutter=cutter,
             upload=RateLimit(config.max_upload_mbps),
             download=RateLimit(config.max_download_mbps),
             recheck=float(config.recheck),

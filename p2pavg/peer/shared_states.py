@@ -15,7 +15,7 @@ from p2pavg.allreduce.vector.accumulation import Schema
 from p2pavg.base.limits import LOOK_SECONDS
 from p2pavg.base.threads.workers import in_own_thread
 from p2pavg.group.candidate import Candidate, ready_key
-from p2pavg.group.roster import share_cutter
+from p2pavg.group.roster import ShareCutter
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer.host import Host, JoinedRun
 from p2pavg.runs.config import AveragingConfig
@@ -52,7 +52,7 @@ def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Sche
     aggregation = config.aggregation
     key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
     codec, membership = config.codec, run.membership
-    cut_shares = share_cutter(schema.elements, codec.granularity, aggregation.topology)
+    cutter = ShareCutter(schema.elements, codec.granularity, aggregation.topology)
 
     def trusts(member: Candidate) -> bool:
         if membership is None:
@@ -66,7 +66,7 @@ def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Sche
             codec=codec,
             elements=schema.elements,
             robust=aggregation.robust is not None,
-            cut_shares=cut_shares,
+            cutter=cutter,
             trusts=trusts,
         )
 

@@ -417,7 +417,7 @@ class Exchange:
         self._ledger = None
         try:
             # Each member computes the roster of the attempt by itself, so a leader cannot choose the shares.
-            roster = self._roster.among(number, members, context.cut_shares, context.codec.granularity)
+            roster = self._roster.among(number, members, context.cutter)
         except RemoteProtocolError as error:
             reason = f"the members that are left cannot form a group: {error}"
             self._voting.happen(GivenUp(reason, FailedCode.PEERS_LOST))

@@ -23,7 +23,7 @@ from p2pavg.consensus.certificate import MAX_CERTIFICATE_BYTES, verified_commit
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.roster import Roster
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.group.shares import SharePart
 from p2pavg.net.transport import Buffer
 from p2pavg.state.values import pack_values, unpack_values
@@ -81,7 +81,7 @@ class Expected:
         codec: of the run.
         elements: length of the vector.
         robust: true if the run has a robust rule.
-        cut_shares: cuts the vector among any members, as in a round.
+        cutter: cuts the vector among any members, as in a round.
         trusts: returns whether a member's signature counts.
     """
 
@@ -90,7 +90,7 @@ class Expected:
     codec: Codec
     elements: int
     robust: bool
-    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
+    cutter: ShareCutter
     trusts: Callable[[Candidate], bool]
 
 
@@ -150,7 +150,7 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
     if sum(whole.shares) != expected.elements:
         raise RemoteProtocolError(f"an average of {sum(whole.shares)} elements")
     granularity = expected.codec.granularity
-    roster = whole.among(commit.attempt, commit.members, expected.cut_shares, granularity)
+    roster = whole.among(commit.attempt, commit.members, expected.cutter)
     by_share = [parts_of_share(roster, position, granularity) for position in range(len(roster.members))]
     parts = tuple(part for of_share in by_share for part in of_share)
     digests = _cut(rest)

@@ -26,7 +26,7 @@ from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES, ResultCommit
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.candidate import ready_key, sign_candidate
-from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.optim.base.joined import joined
 from p2pavg.optim.base.recipe import Recipe, hyperparameters, numbers_digest
 from p2pavg.optim.base.state import Lineage, Origin, digest_of, lineage_from, pack_lineage, pack_origin
@@ -120,7 +120,7 @@ class MadeRun:
             names=None, shapes=shapes, dtypes=(torch.float32,) * 2, devices=(torch.device("cpu"),) * 2
         )
         self._key = ready_key(RUN_ID, self.schema.hash, "", aggregation.text)
-        self._cut = share_cutter(self.schema.elements, self._codec.granularity, aggregation.topology)
+        self._cutter = ShareCutter(self.schema.elements, self._codec.granularity, aggregation.topology)
         inner = " and ".join(
             type(one).__qualname__ for one in getattr(self.optimizer, "optimizers", [self.optimizer])
         )
@@ -206,7 +206,7 @@ class MadeRun:
         self.now += ROUND_SECONDS
         vector = self._random((self.schema.elements,)).mul_(0.1)
         members = tuple(self._candidate(number) for number in self.members)
-        roster = Roster(members=members, shares=self._cut(members), proposal=1)
+        roster = Roster(members=members, shares=self._cutter.cut(members), proposal=1)
         encoded, digest, decoded = self._encoded(roster, vector)
         everyone = frozenset(range(len(members)))
         statement = Statement(roster.group_id, 0, everyone, digest)

@@ -920,7 +920,7 @@ async def test_leader_with_different_rosters_causes_no_wrong_result(
             roster = action.message.roster
             if action.peer_id in ids:
                 members = [m for m in roster.members if not fewer or m is me or m.peer_id in ids]
-                shares = settings.cut_shares(members)
+                shares = settings.cutter.cut(members)
                 roster = Roster(members=tuple(members), shares=shares, proposal=roster.proposal + 1)
                 actions[at] = Send(action.peer_id, GroupProposal(roster), action.reason)
             proposed[action.peer_id] = roster.group_id

@@ -15,7 +15,7 @@ import p2pavg
 from p2pavg.allreduce.vector.accumulation import schema_of
 from p2pavg.base.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
-from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.matchmaking.messages import (
     PROTOCOL,
     GroupProposal,
@@ -94,7 +94,7 @@ class Standing:
         if self.proposes and number % 2:
             members = (self.me, joined)
             return GroupProposal(
-                Roster(members=members, shares=share_cutter(1_000, 64)(members), proposal=number)
+                Roster(members=members, shares=ShareCutter(1_000, 64).cut(members), proposal=number)
             )
         return LeaderStatus(self.ready, False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,8 @@ from p2pavg.base.errors import ConfigError, RemoteProtocolError, StateError
 from p2pavg.base.numbers import bounded_weights
 from p2pavg.consensus.certificate import verified_commit
 from p2pavg.group.aggregation import Aggregation, read_aggregation
-from p2pavg.group.candidate import Candidate, ready_key
-from p2pavg.group.roster import Roster, norm_factors, share_cutter
+from p2pavg.group.candidate import ready_key
+from p2pavg.group.roster import Roster, ShareCutter, norm_factors
 from p2pavg.state.average import MIN_TRUSTED_SIGNERS, Expected
 from p2pavg.state.history.entries import SegmentBeginning
 from p2pavg_compression import Codec, CodecError, resolve_codec
@@ -31,7 +30,7 @@ class SegmentRules:
     codec: Codec
     aggregation: Aggregation
     schema: Schema
-    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
+    cutter: ShareCutter
 
     def expected(self) -> Expected:
         """Return how an average is checked. Who its members are is checked apart from it."""
@@ -41,7 +40,7 @@ class SegmentRules:
             codec=self.codec,
             elements=self.schema.elements,
             robust=self.aggregation.robust is not None,
-            cut_shares=self.cut_shares,
+            cutter=self.cutter,
             trusts=lambda _: True,
         )
 
@@ -65,7 +64,7 @@ class SegmentRules:
             raise RemoteProtocolError("the certificate of a group with other tensors or rules")
         if sum(whole.shares) != self.schema.elements:
             raise RemoteProtocolError(f"the certificate of an average of {sum(whole.shares)} elements")
-        return whole.among(commit.attempt, commit.members, self.cut_shares, self.codec.granularity)
+        return whole.among(commit.attempt, commit.members, self.cutter)
 
     def contributions_in(self, roster: Roster) -> Contributions:
         """Return what is in the average of a group, by the roster of the attempt that was committed."""
@@ -123,7 +122,7 @@ def rules_of(beginning: SegmentBeginning) -> SegmentRules:
         codec=codec,
         aggregation=aggregation,
         schema=schema,
-        cut_shares=share_cutter(schema.elements, codec.granularity, aggregation.topology),
+        cutter=ShareCutter(schema.elements, codec.granularity, aggregation.topology),
     )
 
 

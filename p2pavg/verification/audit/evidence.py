@@ -24,7 +24,7 @@ from p2pavg.base.messages import Count, Message, pack
 from p2pavg.base.numbers import bounded_weights
 from p2pavg.consensus.votes import SIGNATURE_BYTES, Ballot, Members, Position
 from p2pavg.group.aggregation import Aggregation, RobustRule, check_combinable, read_aggregation
-from p2pavg.group.roster import Roster, norm_factors, read_roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter, norm_factors, read_roster
 from p2pavg.group.shares import part_size
 from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.layout import InputManifest, Share, check_inputs, check_manifest, read_manifest
@@ -242,8 +242,8 @@ def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, 
     except (ConfigError, ValueError) as error:
         raise RemoteProtocolError(f"evidence about an unknown codec or rule: {error}") from None
     elements = sum(roster.shares)
-    cut_shares = share_cutter(elements, codec.granularity, rule.topology)
-    of_attempt = roster.among(said.attempt, members, cut_shares, codec.granularity)
+    cutter = ShareCutter(elements, codec.granularity, rule.topology)
+    of_attempt = roster.among(said.attempt, members, cutter)
     parts = max(of_attempt.shares) // part_size(elements, len(roster.members))
     if parts * PART_DIGEST_BYTES > total_bytes:  # each part has a digest in the evidence
         raise RemoteProtocolError("evidence about more parts than it has digests")

@@ -7,7 +7,7 @@ from p2pavg.allreduce.movers.lobby import StreamRouter
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.roster import share_cutter
+from p2pavg.group.roster import ShareCutter
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
 from p2pavg.testing.simulation import run_on_loop, simulated_signer
@@ -36,5 +36,5 @@ def context_over(
         upload=RateLimit(None),
         download=RateLimit(None),
         meter=BandwidthMeter(),
-        cut_shares=share_cutter(elements, codec.granularity),
+        cutter=ShareCutter(elements, codec.granularity),
     )

@@ -14,7 +14,7 @@ from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation, read_aggregation
-from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.group.shares import SharePart
 from p2pavg_compression import Blockwise8, Codec, Fp32
 from tests.unit.group.samples import SIGNERS
@@ -47,9 +47,7 @@ class Play:
         self.group = group
         self.codec = codec
         self.members = members
-        self.roster = group.among(
-            number, members, share_cutter(ELEMENTS, codec.granularity), codec.granularity
-        )
+        self.roster = group.among(number, members, ShareCutter(ELEMENTS, codec.granularity))
         self.moved = 0
         """Encoded bytes of contributions that were sent."""
         self.told: dict[int, dict[str, ResumeMark]] = {} if before is None else before.tell()

@@ -22,19 +22,19 @@ from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.milestones import ignore
-from p2pavg.group.roster import Roster, share_cutter, sites_of
+from p2pavg.group.roster import Roster, ShareCutter, sites_of
 from p2pavg.group.topology import Hierarchical
 from p2pavg_compression import Fp32
 from tests.unit.group.samples import candidate, roster
 
 ELEMENTS = 300_000
-CUT = share_cutter(ELEMENTS, 64, Hierarchical())
+CUTTER = ShareCutter(ELEMENTS, 64, Hierarchical())
 
 
 def group(names: list[str], watching: frozenset[int] = frozenset()) -> Roster:
     """Return a roster of members in sites; those in ``watching`` only observe."""
     members = [candidate(index, site=name) for index, name in enumerate(names)]
-    return roster(members, CUT(members), observers=[members[index] for index in watching])
+    return roster(members, CUTTER.cut(members), observers=[members[index] for index in watching])
 
 
 def ledgers(whole: Roster) -> tuple[dict[str, PartTracker], Routes]:

@@ -17,7 +17,7 @@ from p2pavg.base.limits import (
 )
 from p2pavg.group.candidate import read_candidate, read_signed_candidate, ready_key
 from p2pavg.group.reach import Reach
-from p2pavg.group.roster import share_cutter
+from p2pavg.group.roster import ShareCutter
 from tests.unit.group.samples import DEADLINE, KEY, SIGNERS, candidate, record_of, signed
 
 ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
@@ -218,24 +218,24 @@ def test_a_peer_may_sign_that_it_does_not_know_its_bandwidth() -> None:
 def test_a_newcomer_to_a_run_of_slow_links_gets_an_equal_share() -> None:
     """If it claimed 100 Mbit/s, it would get two equal shares, and every round would take longer."""
     members = [candidate(index, bandwidth=5.0) for index in range(3)]
-    cut = share_cutter(64_000, 64)
+    cut = ShareCutter(64_000, 64).cut
     assert cut([*members, candidate(3, bandwidth=0.0)]) == (16_000,) * 4
     assert cut([*members, candidate(3, bandwidth=100.0)])[3] == 32_000
 
 
 def test_shares_follow_the_signed_bandwidths() -> None:
     members = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([225.0, 100.0])]
-    assert share_cutter(4096, 64)(members) == (2816, 1280)
-    assert share_cutter(100, 64)(members) == (64, 36)
+    assert ShareCutter(4096, 64).cut(members) == (2816, 1280)
+    assert ShareCutter(100, 64).cut(members) == (64, 36)
 
 
 def test_shares_depend_on_contributing_and_on_reachability() -> None:
     members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True)]
-    assert share_cutter(1000, 1)(members) == (200, 200, 200, 400)
+    assert ShareCutter(1000, 1).cut(members) == (200, 200, 200, 400)
     for unreachable in (candidate(0, addresses=()), candidate(0, reach=Reach.RELAYED)):
-        assert share_cutter(1000, 1)([unreachable, candidate(1), candidate(2)]) == (0, 500, 500)
+        assert ShareCutter(1000, 1).cut([unreachable, candidate(1), candidate(2)]) == (0, 500, 500)
 
 
 def test_a_signed_bandwidth_buys_no_more_than_two_equal_shares() -> None:
     members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True, bandwidth=1e5)]
-    assert share_cutter(1200, 1)(members) == (200, 200, 200, 600)
+    assert ShareCutter(1200, 1).cut(members) == (200, 200, 200, 600)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_NORM
 from p2pavg.group.aggregation import Aggregation, Median, read_aggregation
-from p2pavg.group.roster import Roster, norm_factors
+from p2pavg.group.roster import Roster, ShareCutter, norm_factors
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
 IDS = [signer.peer_id for signer in SIGNERS]
@@ -61,9 +61,10 @@ def test_a_weight_that_is_a_lie_does_not_make_the_liars_norm_the_median() -> Non
 def test_a_later_attempt_has_the_median_of_its_own_members() -> None:
     group = of_norms([1.0, 1.0, 4.0, 8.0, 8.0])
     assert norm_factors(group, 1.0) == {IDS[3]: 0.5, IDS[4]: 0.5}
-    left = group.among(5, range(1, 5), lambda _members: (1250,) * 4, 1)
+    cutter = ShareCutter(sum(group.shares), 1)
+    left = group.among(5, range(1, 5), cutter)
     assert norm_factors(left, 1.0) == {IDS[3]: 0.5, IDS[4]: 0.5}
-    left = group.among(5, range(2, 5), lambda _members: (1666, 1667, 1667), 1)
+    left = group.among(5, range(2, 5), cutter)
     assert norm_factors(left, 1.0) == {}
 
 

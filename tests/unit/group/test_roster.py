@@ -12,7 +12,7 @@ from p2pavg.base.limits import MAX_METRIC, MAX_WEIGHT
 from p2pavg.base.messages import pack
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.places.gossip import COUNTS
-from p2pavg.group.roster import Roster, read_roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter, read_roster
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, OTHER_KEY, candidate, roster
 
@@ -219,7 +219,7 @@ def test_the_remaining_members_contribute_or_observe_as_before() -> None:
     group = roster([A, SILENT, B, C], proposal=7, observers=[SILENT, C])
 
     def among(*positions: int) -> Roster:
-        return group.among(5, positions, share_cutter(sum(group.shares), 1), 1)
+        return group.among(5, positions, ShareCutter(sum(group.shares), 1))
 
     left = among(0, 3)
     assert left.members == (A, C)
@@ -228,9 +228,9 @@ def test_the_remaining_members_contribute_or_observe_as_before() -> None:
     assert among(0, 2).observers == frozenset()
     with pytest.raises(RemoteProtocolError, match="without a contributor"):
         among(1, 3)
-    assert group.among(0, range(4), share_cutter(0, 1), 1) is group
+    assert group.among(0, range(4), ShareCutter(0, 1)) is group
     with pytest.raises(RemoteProtocolError, match="first attempt"):
-        group.among(0, range(3), share_cutter(0, 1), 1)
+        group.among(0, range(3), ShareCutter(0, 1))
 
 
 class TestMetrics:

@@ -10,7 +10,7 @@ import p2pavg
 from p2pavg.base.errors import ConfigError
 from p2pavg.group.aggregation import Aggregation, Audits, check_codec_for, read_aggregation
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.roster import relays_of, share_cutter, shares_of_sites, sites_of
+from p2pavg.group.roster import ShareCutter, relays_of, shares_of_sites, sites_of
 from p2pavg.group.topology import Butterfly, Hierarchical, resolve_topology, site_of
 from p2pavg_compression import TopK, resolve_codec
 from tests.unit.group.samples import candidate
@@ -33,15 +33,17 @@ def test_without_two_sites_of_which_one_has_two_members_all_are_one_site(names: 
     assert sites_of(members(*names)) == ((0, 1, 2),)
     assert shares_of_sites(ELEMENTS, 64, members(*names)) is None
     butterfly, sited = (
-        share_cutter(ELEMENTS, 64, topology)(members(*names)) for topology in (Butterfly(), Hierarchical())
+        ShareCutter(ELEMENTS, 64, topology).cut(members(*names)) for topology in (Butterfly(), Hierarchical())
     )
     assert butterfly == sited
 
 
 def test_another_topology_takes_no_notice_of_sites() -> None:
-    cut = share_cutter(ELEMENTS, 64, Butterfly())
+    cut = ShareCutter(ELEMENTS, 64, Butterfly()).cut
     assert cut(members("a", "a", "b")) == cut(members("", "", ""))
-    assert cut(members("a", "a", "b")) != share_cutter(ELEMENTS, 64, Hierarchical())(members("a", "a", "b"))
+    assert cut(members("a", "a", "b")) != ShareCutter(ELEMENTS, 64, Hierarchical()).cut(
+        members("a", "a", "b")
+    )
 
 
 def test_an_auxiliary_is_a_site_of_its_own_without_a_share() -> None:
@@ -55,7 +57,7 @@ def test_an_auxiliary_is_a_site_of_its_own_without_a_share() -> None:
 def test_an_auxiliary_beside_one_site_reduces_as_in_a_butterfly() -> None:
     group = [*members("a", "a"), candidate(2, auxiliary=True)]
     assert sites_of(group) == ((0, 1, 2),)
-    assert share_cutter(ELEMENTS, 64, Hierarchical())(group) == share_cutter(ELEMENTS, 64)(group)
+    assert ShareCutter(ELEMENTS, 64, Hierarchical()).cut(group) == ShareCutter(ELEMENTS, 64).cut(group)
 
 
 def test_sites_have_equal_parts_and_fast_members_have_more_of_them() -> None:

@@ -14,7 +14,7 @@ from p2pavg.base.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.aggregation import Aggregation, Median, read_aggregation, topology_in
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.reach import Reach
-from p2pavg.group.roster import MAX_AUXILIARY_INPUTS, elect, share_cutter
+from p2pavg.group.roster import MAX_AUXILIARY_INPUTS, ShareCutter, elect
 from p2pavg.group.topology import BUTTERFLY, Butterfly, Gossip, Star, Topology, resolve_topology
 from tests.unit.group.samples import candidate, roster
 
@@ -85,7 +85,7 @@ def test_gossip_out_of_range_is_refused(values: dict[str, Any], message: str) ->
 
 def test_a_group_that_gossips_shares_the_vector_like_a_butterfly() -> None:
     group = members(20.0, 50.0)
-    assert share_cutter(ELEMENTS, 64, Gossip())(group) == share_cutter(ELEMENTS, 64)(group)
+    assert ShareCutter(ELEMENTS, 64, Gossip()).cut(group) == ShareCutter(ELEMENTS, 64).cut(group)
 
 
 def test_a_butterfly_changes_no_key_and_a_star_does() -> None:
@@ -153,21 +153,21 @@ class TestElection:
 
 
 class TestShares:
-    cut = staticmethod(share_cutter(ELEMENTS, 64, Star()))
+    cutter = ShareCutter(ELEMENTS, 64, Star())
 
     def test_one_member_has_the_whole_vector(self) -> None:
-        assert self.cut(members(20.0, 1000.0, 20.0)) == (0, ELEMENTS, 0)
+        assert self.cutter.cut(members(20.0, 1000.0, 20.0)) == (0, ELEMENTS, 0)
 
     def test_those_that_are_left_elect_anew(self) -> None:
         group = members(20.0, 1000.0, 50.0, 20.0)
-        whole = roster(group, self.cut(group))
-        left = whole.among(1, [0, 2, 3], self.cut, 64)
+        whole = roster(group, self.cutter.cut(group))
+        left = whole.among(1, [0, 2, 3], self.cutter)
         assert left.shares == (0, ELEMENTS, 0)
         assert left.ranges == ((), ((0, ELEMENTS),), ())
-        last = whole.among(2, [0, 3], self.cut, 64)
+        last = whole.among(2, [0, 3], self.cutter)
         assert sorted(last.shares) == [0, ELEMENTS]
 
     def test_a_reducer_that_is_left_goes_on(self) -> None:
         group = members(20.0, 1000.0, 50.0, 20.0)
-        whole = roster(group, self.cut(group))
-        assert whole.among(1, [0, 1, 3], self.cut, 64).ranges == ((), ((0, ELEMENTS),), ())
+        whole = roster(group, self.cutter.cut(group))
+        assert whole.among(1, [0, 1, 3], self.cutter).ranges == ((), ((0, ELEMENTS),), ())

@@ -11,7 +11,7 @@ from typing import Any
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.participation import Participation, observers
 from p2pavg.group.reach import Reach
-from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,
@@ -49,7 +49,7 @@ def settings(
         expected=frozenset(expected),
         minimum=minimum,
         match_timeout=MATCH_TIMEOUT,
-        cut_shares=share_cutter(1000, 64),
+        cutter=ShareCutter(1000, 64),
         choose_observers=partial(observers, rule),
     )
 
@@ -90,7 +90,7 @@ def row(count: int, seconds: float = 1.0, **about: Any) -> list[Candidate]:
 
 def roster_of(*members: Candidate, proposal: int = 1, observers: Collection[str] = ()) -> Roster:
     """Return the roster that the first of these members may propose."""
-    shares = settings().cut_shares(members)
+    shares = settings().cutter.cut(members)
     return Roster(members=members, shares=shares, proposal=proposal, observers=frozenset(observers))
 
 

@@ -534,7 +534,7 @@ class TestProposing:
             "other leader": (third, me),
             "expired member": (leader, me, candidate(3, EPOCH - 3700)),
         }.get(what, (leader, me, third))
-        shares = settings().cut_shares(members)
+        shares = settings().cutter.cut(members)
         if what == "greedy shares":
             shares = (0, sum(shares), 0)
         rules = following(leader, me)

@@ -20,7 +20,7 @@ from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import DIGEST_BYTES, ResultCommit
 from p2pavg.group.candidate import Candidate, sign_candidate
-from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.state.average import (
     MAX_MANIFEST_BYTES,
     MAX_NUMBERS_BYTES,
@@ -42,7 +42,7 @@ STATE = b"s" * 32
 ELEMENTS = 3000
 CODEC = resolve_codec("bf16")
 VALUES = torch.arange(ELEMENTS, dtype=torch.float32).remainder(64)
-CUT = share_cutter(ELEMENTS, CODEC.granularity)
+CUTTER = ShareCutter(ELEMENTS, CODEC.granularity)
 
 
 def member(index: int, **changes: Any) -> Candidate:
@@ -62,7 +62,7 @@ def member(index: int, **changes: Any) -> Candidate:
 
 def roster_of(size: int = 4, **changes: Any) -> Roster:
     members = tuple(member(index, **changes) for index in range(size))
-    return Roster(members=members, shares=CUT(members), proposal=1)
+    return Roster(members=members, shares=CUTTER.cut(members), proposal=1)
 
 
 ROSTER = roster_of()
@@ -96,7 +96,7 @@ def logged(
         cut: roster with the shares of the attempt, if they are not those of its members.
     """
     among = range(len(roster.members)) if members is None else members
-    found = roster.among(attempt, among, CUT, CODEC.granularity) if cut is None else cut
+    found = roster.among(attempt, among, CUTTER) if cut is None else cut
     encoded, digest = encoded_in(found, values)
     statement = Statement(roster.group_id, attempt, frozenset(among), digest)
     signatures = tuple((one, simulated_signer(one).sign(statement.signed_bytes())) for one in signers)
@@ -111,7 +111,7 @@ def expected(roster: Roster = ROSTER, **changes: Any) -> Expected:
         "codec": CODEC,
         "elements": ELEMENTS,
         "robust": False,
-        "cut_shares": CUT,
+        "cutter": CUTTER,
         "trusts": lambda _member: True,
     }
     return Expected(**(fields | changes))
@@ -122,7 +122,7 @@ MANIFEST = logged().manifest()
 
 def of_one(members: Sequence[int]) -> Roster:
     """Return the roster of an attempt in which the first member reduces everything."""
-    found = ROSTER.among(5, members, CUT, CODEC.granularity)
+    found = ROSTER.among(5, members, CUTTER)
     whole = (((0, ELEMENTS),), *((),) * (len(members) - 1))
     return replace(found, shares=(ELEMENTS, *(0,) * (len(members) - 1)), divided=whole)
 
@@ -147,7 +147,7 @@ def test_a_replayed_round_has_the_metrics_of_its_members(robust: bool, loss: flo
     members = tuple(
         member(index, weight=1.0, metrics={"loss": claim}) for index, claim in enumerate((1, 2, 1e29))
     )
-    roster = Roster(members=members, shares=CUT(members), proposal=1)
+    roster = Roster(members=members, shares=CUTTER.cut(members), proposal=1)
     average = logged(roster, signers=(0, 1, 2))
     success = replayed_success(read_manifest(average.manifest(), expected(roster, robust=robust)), [])
     assert success.metrics["loss"] == pytest.approx(loss)

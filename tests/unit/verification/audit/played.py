@@ -14,7 +14,7 @@ from p2pavg.allreduce.values import AttemptData
 from p2pavg.allreduce.vector.buffers import Buffers
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.group.aggregation import Aggregation, Audits
-from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.roster import Roster, ShareCutter
 from p2pavg.group.topology import BUTTERFLY, Topology
 from p2pavg.net.transport import Buffer
 from p2pavg.verification.audit.keeping import AuditRequest, KeptShare, ticket_bytes
@@ -43,7 +43,7 @@ def group_of(
         changes: dict[str, Any] = {"auxiliary": True} if index == auxiliary else {"weight": 1.0 + index}
         norm = 0.0 if index == auxiliary else float(vector(index).norm())
         members.append(candidate(index, codec=codec.name, norm=norm, **changes))
-    return roster(members, share_cutter(ELEMENTS, codec.granularity, topology)(members))
+    return roster(members, ShareCutter(ELEMENTS, codec.granularity, topology).cut(members))
 
 
 class Played:
@@ -68,8 +68,8 @@ class Played:
         self.codec = codec
         self.aggregation = aggregation
         self.group = group_of(codec, size + (attempt > 0), auxiliary, aggregation.topology)
-        cut_shares = share_cutter(ELEMENTS, codec.granularity, aggregation.topology)
-        self.members = self.group.among(attempt, range(size), cut_shares, codec.granularity)
+        cutter = ShareCutter(ELEMENTS, codec.granularity, aggregation.topology)
+        self.members = self.group.among(attempt, range(size), cutter)
         self.subject = Subject(self.group.group_id, attempt, tuple(range(size)), aggregation.text)
         self.values = [self._values(index) for index in range(size)]
         if liar is not None:

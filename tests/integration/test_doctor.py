@@ -273,8 +273,13 @@ class TestPeers:
         """The doctor corrects its clock, and finds the run whose records look expired."""
 
         async def examined() -> list[str]:
-            options = ExaminedPeer(listen=[LOOPBACK], bootstrap=[scene.addresses["one"]], run_id="healthy")
-            found = await examine(options, wall_clock=lambda: time.time() + LATE_SECONDS)
+            options = ExaminedPeer(
+                listen=[LOOPBACK],
+                bootstrap=[scene.addresses["one"]],
+                run_id="healthy",
+                wall_clock=lambda: time.time() + LATE_SECONDS,
+            )
+            found = await examine(options)
             assert [each.name for each in found if each.level == "fault"] == ["clock"]
             assert "2 peers can meet" in [each.what for each in found if each.name == "peers"]
             return [each.cause for each in found if each.name == "clock"]

@@ -60,16 +60,17 @@ class ExaminedPeer:
     certificate: Path | None = None
     announce: Sequence[str] = ()
     port_mapping: bool = True
+    wall_clock: Callable[[], float] = time.time
+    """Its machine's clock, in seconds since 1970."""
 
 
-async def examine(options: ExaminedPeer, *, wall_clock: Callable[[], float] = time.time) -> list[Finding]:
+async def examine(options: ExaminedPeer) -> list[Finding]:
     """Return the findings of all checks, sorted, within :data:`TOTAL_SECONDS` and the time of closing connections.
 
     Args:
         options: addresses are checked by the caller.
-        wall_clock: this machine's clock, in seconds since 1970.
     """
-    examination = _Examination(options, wall_clock)
+    examination = _Examination(options)
     # Whatever was found by then is judged: a network that answers nothing is what the user asks about.
     with bare_exceptions(), trio.move_on_after(TOTAL_SECONDS):
         examination._judge_files()
@@ -80,9 +81,8 @@ async def examine(options: ExaminedPeer, *, wall_clock: Callable[[], float] = ti
 class _Examination:
     """The facts on which several rules depend, and the findings so far."""
 
-    def __init__(self, options: ExaminedPeer, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, options: ExaminedPeer) -> None:
         self._options = options
-        self._wall_clock = wall_clock
         self._findings: list[Finding] = []
         self._file: RunFile | None = None
         self._key: str | None = None
@@ -96,7 +96,7 @@ class _Examination:
 
     def _now(self) -> float:
         """Return this machine's wall clock, corrected by what other peers say. Otherwise all records look expired."""
-        return self._wall_clock() + clock_error(self._heard)
+        return self._options.wall_clock() + clock_error(self._heard)
 
     def conclude(self) -> list[Finding]:
         """Return the findings, and those that follow from the facts of several checks."""
@@ -203,7 +203,7 @@ class _Examination:
             greeter = Greeter(
                 peer.context.transport,
                 peer.records,
-                wall_clock=self._wall_clock,  # uncorrected
+                wall_clock=self._options.wall_clock,  # uncorrected
                 protocols=network.PROTOCOLS,
                 runs=lambda: 0,
             )

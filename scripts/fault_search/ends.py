@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.fault_search.starts import ENDED, OPENED, TRAINING, _address_of, running
+from scripts.fault_search.starts import ENDED, OPENED, QUICKSTART, _address_of, running
 from tests.simulation.ends import TOLD_SECONDS, UPDATES, EndSetting, Incident, draw_setting, play_ends
 
 TOLD = "RunEndedError: the run has ended"
@@ -55,7 +55,7 @@ def _play(seed: int) -> tuple[int, int, list[str]]:
 
 def program(*, local: bool, epochs: int = UPDATES) -> str:
     """Return the documented program with naps, which prints its lineage and a digest of its parameters at the end."""
-    found = re.search(r"```python\n(.*?)```", TRAINING.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", QUICKSTART.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found is not None
     text = found.group(1)
     given = "AveragedOptimizer(inner, averager, target_batch_size=256)"
@@ -74,7 +74,7 @@ def program(*, local: bool, epochs: int = UPDATES) -> str:
         ("bootstrap=sys.argv[1:]", "bootstrap=sys.argv[1:2]"),
         ("loss {report.metrics['loss']:.3f}\"\n", "loss {report.metrics['loss']:.3f}\", flush=True\n"),
     ):
-        assert text.count(was) == 1, f"docs/how-to/train.md has no longer: {was}"
+        assert text.count(was) == 1, f"docs/tutorial/quickstart.md has no longer: {was}"
         text = text.replace(was, becomes)
     held = "optimizer.anchor" if local else "list(model.parameters())"
     return text + (

@@ -1,7 +1,7 @@
 """Start the documented program as DiLoCo peers, again and again: scripts/faults starts [--starts 20 --late 0 1.5 7].
 
 Each start is a daemon to bootstrap from, two peers at once, and a last one at once or some seconds later. The program
-is the first one of ``docs/how-to/train.md`` with the optimizer of ``train-locally.md``. A start succeeds if all
+is the first one of ``docs/tutorial/quickstart.md`` with the optimizer of ``train-locally.md``. A start succeeds if all
 three programs end with the same lineage at the last update. A third peer that cannot join has to report that.
 
 scripts/faults starts --ends 100          whole runs of 2 to 6 processes that nap, are stopped and are killed
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-TRAINING = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "train.md"
+QUICKSTART = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "quickstart.md"
 EPOCHS = 20
 SYNC_EVERY = 10
 BATCH_SECONDS = (
@@ -40,7 +40,7 @@ ENDED = "ended with lineage"
 
 def program(epochs: int = EPOCHS) -> str:
     """Return the documented program with DiLoCo and without a state; it prints its lineage at the end."""
-    found = re.search(r"```python\n(.*?)```", TRAINING.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", QUICKSTART.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found is not None
     text = found.group(1)
     for was, becomes in (
@@ -61,7 +61,7 @@ def program(epochs: int = EPOCHS) -> str:
             "        if report.updated:\n",
         ),
     ):
-        assert text.count(was) == 1, f"docs/how-to/train.md has no longer: {was}"
+        assert text.count(was) == 1, f"docs/tutorial/quickstart.md has no longer: {was}"
         text = text.replace(was, becomes)
     return text + f'    print("{ENDED}", optimizer.lineage.state.hex(), flush=True)\n'
 

@@ -103,7 +103,7 @@ def test_the_command_writes_the_files_around_a_peer(installed: Path, alone: Path
 
 def test_the_quickstart_trains_from_the_wheel(installed: Path, alone: Path) -> None:
     path = alone / "train.py"
-    program = snippets("docs/how-to/train.md")[0]
+    program = snippets("docs/tutorial/quickstart.md")[0]
     path.write_text(f'{program}\nopen("from", "a").write(p2pavg.__file__)\n', encoding="utf-8")
     with started(path, [], python=installed / "bin/python") as first:
         assert first.stdout is not None

@@ -13,7 +13,7 @@ import pytest
 
 from scripts.fault_search.starts import Program, running
 
-TRAINING = Path(__file__).parents[3] / "docs/how-to/train.md"
+QUICKSTART = Path(__file__).parents[3] / "docs/tutorial/quickstart.md"
 LATE_SECONDS = 10.0  # a peer that starts this late has missed updates
 WATCHDOG_SECONDS = 600.0
 DIGEST = """
@@ -34,7 +34,7 @@ def program(folder: Path, name: str, state: str = "", identity: bool = False) ->
     The programs end at the first update of all three in which one of them has seen the file ``end``. The metric of that
     update is the same for its members, so they all end at this one, however late each of them sees the file.
     """
-    found = re.search(r"```python\n(.*?)```", TRAINING.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", QUICKSTART.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found is not None
     text = found.group(1)
     for was, becomes in (
@@ -58,7 +58,7 @@ def program(folder: Path, name: str, state: str = "", identity: bool = False) ->
             f"bootstrap=sys.argv[1:], identity={str(folder / (name + '.key')) if identity else None!r})",
         ),
     ):
-        assert text.count(was) == 1, f"docs/how-to/train.md has no longer: {was}"
+        assert text.count(was) == 1, f"docs/tutorial/quickstart.md has no longer: {was}"
         text = text.replace(was, becomes)
     path = folder / f"{name}.py"
     path.write_text(LOGGED + text + DIGEST, encoding="utf-8")

@@ -24,6 +24,7 @@ NEXT_VERSION = "0.3.0"
 TERMS = ("--max-weight", "1000", "--days", "30")
 LISTEN = "/ip4/127.0.0.1/tcp/{}"
 SUMMARY = "state|run |peers|rounds|certificate|version"
+BRIEFLY = "^(state|rounds)"
 
 
 class Day:
@@ -108,9 +109,9 @@ class Day:
         """Look at the daemons until both have helped rounds."""
         stage = self.stage
         stage.begin("Watch", "Both daemons help the rounds. Exit code 0 says that they are connected.")
-        for name in ("hub", "vera"):
+        for name, shows in (("hub", SUMMARY), ("vera", BRIEFLY)):
             stage.wait_for(f"{name} helps", partial(self.has_helped, name))
-            stage.command("status", "--home", name, shows=SUMMARY)
+            stage.command("status", "--home", name, shows=shows)
 
     def revoke(self, vera: Program, ann: Program, ben: Program) -> None:
         """Revoke the volunteer's certificate, and see its daemon hear of it."""
@@ -141,7 +142,7 @@ class Day:
         stage.note(f"$ sed -i s,/tcp/{old}/,/tcp/{new}/, lab.run")
         hub = stage.daemon("hub", "--listen", LISTEN.format(new))
         stage.wait_for("the hub helps again", partial(self.has_helped, "hub"))
-        stage.command("status", "--home", "hub", shows=SUMMARY)
+        stage.command("status", "--home", "hub", shows=BRIEFLY)
         self.updates_of(ann, ben, after=self.epoch_of(ann))
         return hub
 
@@ -161,7 +162,7 @@ class Day:
             return found.get("version") == NEXT_VERSION and found.get("rounds", 0) > 0
 
         stage.wait_for("the new version helps", is_new)
-        text = stage.command("status", "--home", "hub", shows=SUMMARY)
+        text = stage.command("status", "--home", "hub", shows=f"{BRIEFLY}|^version")
         if f"process {hub.process.pid}" not in text or f"/tcp/{self._ports['new hub']}/" not in text:
             raise DayError(f"another process or port after SIGHUP:\n{text}")
         self.updates_of(ann, ben, after=self.epoch_of(ann))

@@ -79,7 +79,10 @@ class Day:
     def invite(self) -> None:
         """Sign certificates for the hub and three peers."""
         stage = self.stage
-        stage.begin("Invite three", "Ann and Ben train. Vera, a volunteer, gives bandwidth.")
+        stage.begin(
+            "Invite three",
+            "Ann and Ben train. Vera, a volunteer, gives bandwidth. The hub and Ben get their certificates likewise.",
+        )
         for name, role in (
             ("hub", "auxiliary"),
             ("ann", "contributor"),
@@ -88,11 +91,12 @@ class Day:
         ):
             key = f"{name}/identity.key" if role == "auxiliary" else f"{name}.key"
             (stage.folder / key).parent.mkdir(mode=0o700, exist_ok=True)
-            self._ids[name] = stage.command("identity", key, shows="^$").strip()
+            shown = name in ("ann", "vera")
+            self._ids[name] = stage.command("identity", key, shows="^$", shown=shown).strip()
             stage.know(self._ids[name], f"{name.upper()}_ID")
             output = f"{name}/lab.cert" if role == "auxiliary" else f"{name}.cert"
             given = (self._ids[name], *TERMS, "--role", role, "-o", output)
-            stage.command("run", "invite", "lab.run", *given, shows="^made")
+            stage.command("run", "invite", "lab.run", *given, shows="^made", shown=shown)
 
     def start(self) -> tuple[Program, Program, Program, Program]:
         """Start two daemons and two members that train."""

@@ -96,12 +96,13 @@ class Stage:
         """Write a name in place of a peer's id in the transcript."""
         self._ids[peer_id] = name
 
-    def command(self, *arguments: str, code: int = 0, shows: str = "") -> str:
+    def command(self, *arguments: str, code: int = 0, shows: str = "", shown: bool = True) -> str:
         """Run ``p2pavg`` as an operator does, and note it.
 
         Args:
             code: the exit code that it must have.
             shows: pattern of the output lines that the transcript shows; empty for all.
+            shown: false to leave the command out of the transcript.
         """
         done = subprocess.run(
             [sys.executable, "-m", "p2pavg", *arguments],
@@ -116,12 +117,11 @@ class Stage:
             raise DayError(
                 f"{arguments} ended with {done.returncode}, not {code}:\n{done.stdout}{done.stderr}"
             )
-        self.note(f"$ p2pavg {' '.join(arguments)}")
-        for line in done.stdout.splitlines():
-            if re.search(shows, line):
-                self.note(line)
-        if code:
-            self.note(f"exit code {code}")
+        lines = [f"$ p2pavg {' '.join(arguments)}"]
+        lines += [line for line in done.stdout.splitlines() if re.search(shows, line)]
+        lines += [f"exit code {code}"] if code else []
+        for line in lines if shown else ():
+            self.note(line)
         return done.stdout
 
     def note(self, line: str) -> None:

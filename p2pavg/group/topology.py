@@ -75,8 +75,8 @@ class Hierarchical:
 class Gossip:
     """Each round is among a few peers, and the next one among others. A group averages like a butterfly.
 
-    So a run may have any number of peers, and no peer waits for all. The peers' averages differ: each round brings them
-    nearer to each other. The document on topologies says how fast, and what it costs.
+    So a run may have any number of peers, and no peer waits for all. The peers' averages differ, and each round brings
+    them nearer to each other: see docs/how-to/train-in-small-groups.md.
 
     Args:
         degree: number of peers that this one averages with in each round, 1 to 63.

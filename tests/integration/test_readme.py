@@ -124,11 +124,6 @@ def check_that_both_train(first: subprocess.Popen[str], second: subprocess.Popen
     ]
 
 
-def test_the_readmes_quickstart_is_the_program_that_the_other_tests_run() -> None:
-    """``test_wheel.py`` runs it."""
-    assert snippets("README.md")[0] == snippets("docs/tutorial/quickstart.md")[0]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> None:
@@ -169,18 +164,11 @@ def test_the_documented_picture_of_a_population_is_that_of_the_benchmark() -> No
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_snippet_is_python(page: Path) -> None:
+def test_every_snippet_is_python_and_imports_what_exists(page: Path) -> None:
     for code in snippets(str(page.relative_to(ROOT))):
         compile(code, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_import_of_a_snippet_works(page: Path) -> None:
-    for code in snippets(str(page.relative_to(ROOT))):
-        tree = compile(code, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("p2pavg"):
-                exec(ast.unparse(node), {})
+        for line in re.findall("^from p2pavg.* import [^(\n]*$", code, flags=re.MULTILINE):
+            exec(line, {})
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)

@@ -52,7 +52,7 @@ async def test_a_silent_contact_costs_the_clocks_of_no_other_one() -> None:
             await doctor.records.find(bytes(32))
             await trio.sleep(1.0)
         await trio.sleep(10.0)  # the doctor's own peer has asked for clocks, and would be refused
-        asking = examination._Examination(ExaminedPeer(), lambda: EPOCH + trio.current_time())
+        asking = examination._Examination(ExaminedPeer(wall_clock=lambda: EPOCH + trio.current_time()))
         with trio.move_on_after(CLOCK_SECONDS):
             await asking._ask_clocks(doctor)
     assert len(asking._heard) == 2

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -262,6 +263,46 @@ async def test_a_follower_that_is_revoked_while_it_waits_is_dropped() -> None:
         assert leader._rounds.matchmaker._attempt is attempt, "the same attempt"
         assert attempt.rules.group.followers == {}
         nursery.cancel_scope.cancel()
+
+
+async def test_an_auxiliary_leaves_a_leader_that_is_revoked_while_its_group_waits() -> None:
+    """Otherwise it would help no other group for as long as that one waits."""
+    how = of_run(3, group_size=3, match_timeout=5.0)
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), 5) as peers,
+        peers[3].averager(how) as one,
+        peers[4].averager(replace(how, access=certified(4))) as other,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def average() -> list[p2pavg.RoundResult]:
+            results: list[p2pavg.RoundResult] = []
+
+            async def step(averager: p2pavg.DecentralizedAverager) -> None:
+                averager.accumulate([values(0)])
+                results.append(await averager.step(wait=None))
+
+            async with trio.open_nursery() as steps:
+                steps.start_soon(step, one)
+                steps.start_soon(step, other)
+            return results
+
+        await average()  # the run has other peers all the time
+        nursery.start_soon(partial(assist, peers[1], "sim", access=certified(1, roles=[Role.AUXILIARY])))
+        revoked = certified(0)
+        waits = replace(how, access=revoked, min_group_size=3, match_timeout=300.0)
+        nursery.start_soon(Swarm().step_once, peers[0], 0, waits)
+        await trio.sleep(20.0)
+        identifiers = [read_certificate(revoked.certificate).identifier]
+        newer = revoke(RUN.sign, authority=RUN.public, number=1, identifiers=identifiers)
+        with telling(peers[2]) as (records, membership):
+            assert await hand_over(records, membership, newer, 60.0) >= 1
+        await trio.sleep(SPREAD_LOOK_SECONDS)
+        results = await average()
+        nursery.cancel_scope.cancel()
+    for result in results:
+        assert isinstance(result, p2pavg.Success), result
+        assert result.auxiliaries == (peers[1].id,)
 
 
 @contextmanager

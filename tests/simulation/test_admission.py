@@ -324,19 +324,21 @@ def list_of(number: int) -> RevocationList:
     return revoke(RUN.sign, authority=RUN.public, number=number, identifiers=[bytes([number]) * 16])
 
 
-async def test_a_revocation_reaches_every_run_of_the_authority() -> None:
+async def test_a_revocation_reaches_every_run_of_the_authority_and_those_that_come_later() -> None:
     """Such as the run of each shard, whose id is made from the run's."""
     async with (
-        simulated_peers(MemoryNetwork(latency=LAN), 3) as peers,
+        simulated_peers(MemoryNetwork(latency=LAN), 4) as peers,
         peers[0].averager(of_run(0)) as one,
         peers[1].averager(of_run(1, run_id="sim/shard 1 of 2")) as other,
     ):
         with telling(peers[2]) as (records, membership):
             assert await hand_over(records, membership, list_of(1), 60.0) >= 1
         await trio.sleep(SPREAD_LOOK_SECONDS)
-        for averager in (one, other):
-            assert averager._run.membership is not None
-            assert averager._run.membership.known.newest == list_of(1)
+        async with peers[3].averager(of_run(3)) as late:
+            await trio.sleep(SPREAD_LOOK_SECONDS)
+            for averager in (one, other, late):
+                assert averager._run.membership is not None
+                assert averager._run.membership.known.newest == list_of(1)
 
 
 @pytest.mark.parametrize("ends", [0, 1], ids=["the first", "the second"])

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from p2pavg.consensus.choice import (
-    MemberAnswers,
-    Stuck,
-    _complete_without_the_dead,
-    choose,
-    possibly_committed,
-)
+import pytest
+
+from p2pavg.consensus.choice import MemberAnswers, Stuck, choose, possibly_committed
 from p2pavg.consensus.votes import Begin, Complete, Members
 from tests.unit.consensus.answers import ALL, BALLOT, SIZE, accepted, answers, holds, promise, some
 
@@ -52,55 +48,63 @@ class TestPossiblyCommitted:
         assert possibly_committed(group) == FIRST
 
 
-class TestStillGood:
-    """A complete result that counts dead members, although no member waits for their votes any more."""
+WITH_RESULT = promise(complete=RESULT)
+OF_OTHERS = Complete(4, some(0, 2, 3))
 
-    def complete(self, group: MemberAnswers) -> Complete | None:
-        return _complete_without_the_dead(group, frozenset(group.promises))
 
-    def test_when_several_members_died(self) -> None:
-        group = answers({1: promise(), 2: promise(complete=RESULT)}, dead=some(0, 3))
-        assert self.complete(group) == RESULT
-
-    def test_when_all_members_answer(self) -> None:
-        group = answers({position: promise(complete=RESULT) for position in range(SIZE)})
-        assert self.complete(group) == RESULT
-
-    def test_not_when_a_lost_member_may_be_alive(self) -> None:
-        """It keeps its contribution for the next round, so this round's result must not count it."""
-        group = answers({0: promise(complete=RESULT), 1: promise(), 2: promise()})
-        assert self.complete(group) is None
-
-    def test_not_when_a_member_gave_up(self) -> None:
-        group = answers({0: promise(complete=RESULT), 1: promise(), 2: promise()}, left={3: -1})
-        assert self.complete(group) is None
-
-    def test_not_when_a_live_member_outside_the_view_is_in_it(self) -> None:
-        group = answers({position: promise(complete=RESULT) for position in range(SIZE)})
-        assert _complete_without_the_dead(group, some(0, 1, 2)) is None
-
-    def test_not_when_only_a_member_outside_the_view_has_it(self) -> None:
-        without_three = Complete(0, some(0, 1, 2))
-        group = answers({0: promise(), 1: promise(), 2: promise(), 3: promise(complete=without_three)})
-        assert _complete_without_the_dead(group, some(0, 1, 2)) is None
-
-    def test_not_when_a_member_of_the_view_is_not_in_it(self) -> None:
-        without_one = Complete(4, some(0, 2, 3))
-        group = answers(
-            {0: promise(attempt=4, complete=without_one), 1: promise(attempt=4), 2: promise(attempt=4)},
-            dead=some(3),
-        )
-        assert self.complete(group) is None
-
-    def test_not_when_a_member_has_begun_a_newer_attempt(self) -> None:
-        group = answers({0: promise(complete=RESULT), 1: promise(attempt=4), 2: promise()}, dead=some(3))
-        assert self.complete(group) is None
-
-    def test_not_when_only_an_auxiliary_has_completed_it(self) -> None:
-        group = answers(
-            {0: promise(), 1: promise(), 2: promise(complete=RESULT)}, holders=some(0, 1, 3), dead=some(3)
-        )
-        assert self.complete(group) is None
+@pytest.mark.parametrize(
+    ("group", "found"),
+    [
+        pytest.param(answers({1: promise(), 2: WITH_RESULT}, dead=some(0, 3)), RESULT, id="several died"),
+        pytest.param(answers(dict.fromkeys(range(SIZE), WITH_RESULT)), RESULT, id="all answer"),
+        # It keeps its contribution for the next round, so this round's result must not count it.
+        pytest.param(answers({0: WITH_RESULT, 1: promise(), 2: promise()}), None, id="one may be alive"),
+        pytest.param(
+            answers({0: WITH_RESULT, 1: promise(), 2: promise()}, left={3: -1}), None, id="one gave up"
+        ),
+        pytest.param(
+            answers(
+                {0: promise(attempt=4, complete=OF_OTHERS), 1: promise(attempt=4), 2: promise(attempt=4)},
+                dead=some(3),
+            ),
+            None,
+            id="one that answers is not in it",
+        ),
+        pytest.param(
+            answers({0: WITH_RESULT, 1: promise(attempt=4), 2: promise()}, dead=some(3)),
+            None,
+            id="one has begun a newer attempt",
+        ),
+        pytest.param(
+            answers({0: promise(), 1: promise(), 2: WITH_RESULT}, holders=some(0, 1, 3), dead=some(3)),
+            None,
+            id="only an auxiliary has it",
+        ),
+        # Member 3 answers, and cannot exchange with another one.
+        pytest.param(
+            answers(
+                {position: promise(complete=RESULT, apart=[3]) for position in range(3)} | {3: WITH_RESULT}
+            ),
+            None,
+            id="one outside of the view is in it",
+        ),
+        pytest.param(
+            answers(
+                {position: promise(apart=[3]) for position in range(3)}
+                | {3: promise(complete=Complete(0, some(0, 1, 2)))}
+            ),
+            None,
+            id="only one outside of the view has it",
+        ),
+    ],
+)
+def test_a_complete_result_is_taken_only_if_it_counts_the_view_and_the_dead(
+    group: MemberAnswers, found: Complete | None
+) -> None:
+    """No member waits for the votes of the dead any more."""
+    begun = choose(group)
+    assert isinstance(begun, Begin)
+    assert (Complete(begun.attempt, begun.members) if begun.attempt != BALLOT else None) == found
 
 
 class TestChoice:
@@ -138,7 +142,7 @@ class TestChoice:
         assert found.reason == "2 of the members are left, at least 3 are needed"
 
     def test_a_possible_commit_is_adopted_although_a_lost_member_may_be_alive(self) -> None:
-        """A complete result without a possible commit is not: see TestStillGood."""
+        """A complete result without a possible commit is not: see the test before."""
         group = answers({1: holds(FIRST), 2: holds(FIRST), 3: holds(FIRST)}, dead=NO_MEMBERS)
         assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 1, NO_MEMBERS, must=True)
 

@@ -14,8 +14,9 @@ from p2pavg.base.limits import (
     ROUND_TRIPS_SECONDS,
 )
 from p2pavg.group.candidate import Candidate
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Report, Send
 from p2pavg.matchmaking.attempt_state import AttemptPhase
 from p2pavg.matchmaking.messages import (
     Accept,
@@ -153,6 +154,18 @@ class TestDeadlines:
         assert rules.state.phase is AttemptPhase.LEADING
         assert Close(leader.peer_id, "silent for 6 s", upward=True) in actions
         assert rules.ready_peers == 1
+
+    @pytest.mark.parametrize(("decided", "seconds"), [(False, [11, 22]), (True, [10, 20])])
+    def test_a_follower_reports_at_its_deadline_and_after_each_match_timeout(
+        self, decided: bool, seconds: list[int]
+    ) -> None:
+        """A second later, if its leader has not said that it is over: that word may be on its way."""
+        leader, me = candidate(0, EPOCH + 100), candidate(1, EPOCH + MATCH_TIMEOUT, reach=Reach.PUNCHABLE)
+        rules, reported = following(leader, me), []
+        for second in range(1, 26):
+            actions = rules.told_by_leader(leader.peer_id, LeaderStatus(2, decided), EPOCH + second)
+            reported += [second for action in actions if isinstance(action, Report)]
+        assert reported == seconds
 
     def test_an_unreachable_candidate_is_asked_again_later(self) -> None:
         other, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 60)

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.messages import Message
-from p2pavg.consensus.votes import MAX_BALLOT
 from tests.unit.base.encoding.test_message_structs import classes
 
 MOST = 4  # elements of a generated list, and characters of a text
@@ -112,18 +110,6 @@ def test_one_field_of_another_type(data: st.DataObject, kind: type[Message], oth
     if fields:
         fields[data.draw(st.integers(0, len(fields) - 1))] = other
     read(kind, msgspec.msgpack.encode(fields))
-
-
-@given(
-    st.binary(min_size=32, max_size=32),
-    st.sampled_from(Lane),
-    st.integers(0, MAX_BALLOT),
-    st.integers(0, 255),
-)
-def test_every_lane_header_is_short(group_id: bytes, lane: Lane, attempt: int, reducer: int) -> None:
-    header = LaneHeader(group_id, lane, attempt, reducer)
-    assert LaneHeader.decode(header.encode()) == header
-    assert len(header.encode()) <= MAX_HEADER_BYTES
 
 
 @settings(max_examples=1000)

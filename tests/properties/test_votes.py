@@ -36,7 +36,7 @@ from p2pavg.consensus.votes import (
     Vote,
     decode_vote,
 )
-from tests.properties.changes import changed, replaced
+from tests.properties.changes import replaced
 
 SIZE = 8
 
@@ -198,12 +198,6 @@ def test_a_vote_of_a_larger_group_names_members_only_or_is_refused(vote: Vote, s
     found = check(vote.encode(), size)
     assert found in (None, vote)
     assert found is None or members_in(vote) <= frozenset(range(size))
-
-
-@settings(deadline=None)
-@given(changed(votes.map(lambda vote: vote.encode())))
-def test_changed_bytes_are_read_or_refused(data: bytes) -> None:
-    check(data)
 
 
 @settings(deadline=None)

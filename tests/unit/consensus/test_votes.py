@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import inspect
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.base.limits import MAX_GROUP_SIZE, MAX_MEMBERS
@@ -33,6 +34,7 @@ from p2pavg.consensus.votes import (
     Vote,
     decode_vote,
 )
+from tests.unit.base.encoding.test_message_structs import parts
 from tests.unit.consensus.answers import ALL, SIZE, some
 
 NO_MEMBERS: Members = frozenset()
@@ -149,22 +151,14 @@ def promise(
     return ("promise", ballot, attempt, accepted, complete, apart, hostile, digest)
 
 
-# Wrong types and lengths of fields are those of test_message_structs.py.
+# Wrong types, lengths and numbers of fields are those of test_message_structs.py.
 MALFORMED: dict[str, tuple[object, ...]] = {
-    "a ballot below 0": ("gather", -1, -2),
-    "a ballot above the limit": ("gather", MAX_BALLOT + 1, 0),
     "a question that is older than its leader's attempt": ("gather", 5, 5),
-    "a question of a leader in no attempt": ("gather", 5, -1),
-    "a promise of a ballot below 0": promise(ballot=-1),
-    "a promise in an attempt below 0": promise(attempt=-1),
     "a promise in an attempt of the future": promise(attempt=5),
-    "a promise that accepted a ballot below 0": promise(accepted=(-1, -1, (0,), (0,), False)),
-    "a promise that accepted an attempt below 0": promise(accepted=(4, -1, (0,), (0,), False)),
     "a promise that accepted an attempt of the future": promise(accepted=(4, 5, (0,), (0,), False)),
     "a promise that accepted strangers": promise(accepted=(4, 4, (0, SIZE), (0,), False)),
     "a promise that accepted a view of strangers": promise(accepted=(4, 4, (0,), (SIZE,), False)),
     "a promise that accepted its own ballot": promise(accepted=(5, 0, (0,), (0,), False)),
-    "a promise that has an attempt below 0": promise(complete=(-1, (0,))),
     "a promise that has a result of strangers": promise(complete=(0, (SIZE,))),
     "a promise apart from strangers": promise(apart=(SIZE,)),
     "a promise that accuses strangers": promise(hostile=(SIZE,)),
@@ -172,21 +166,14 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "a promise with a digest of another length": promise(complete=(0, (0, 1)), digest=b"short"),
     "a promise with the digest of no result": promise(digest=bytes(DIGEST_BYTES)),
     "a share of a stranger": ("shown", 0, SIZE, bytes(DIGEST_BYTES), bytes(OUTPUT_BYTES)),
-    "a share of an attempt below 0": ("shown", -1, 0, bytes(DIGEST_BYTES), bytes(OUTPUT_BYTES)),
     "a share with a digest of another length": ("shown", 0, 0, b"short", bytes(OUTPUT_BYTES)),
     "a share with a signature of another length": ("shown", 0, 0, bytes(DIGEST_BYTES), SIGNED),
-    "behind a ballot below 0": ("behind", -1),
-    "behind a ballot above the limit": ("behind", MAX_BALLOT + 1),
-    "beginning below 0": ("begin", -1, -1, (0, 1), (0, 1), 0, (), False),
-    "beginning above the limit": ("begin", MAX_BALLOT + 1, 0, (0, 1), (0, 1), 0, (), False),
-    "beginning an attempt below 0": ("begin", 5, -1, (0, 1), (0, 1), 0, (), False),
     "beginning an attempt of the future": ("begin", 5, 6, (0, 1), (0, 1), 0, (), False),
     "beginning without members": ("begin", 5, 5, (), (0, 1), 0, (), False),
     "beginning without a view": ("begin", 5, 5, (0, 1), (), 0, (), False),
     "beginning with strangers": ("begin", 5, 5, (0, SIZE), (0, 1), 0, (), False),
     "beginning in a view of strangers": ("begin", 5, 5, (0, 1), (0, SIZE), 0, (), False),
     "beginning from a stranger": ("begin", 5, 5, (0, 1), (0, 1), SIZE, (), False),
-    "beginning from a member below 0": ("begin", 5, 5, (0, 1), (0, 1), -1, (), False),
     "beginning for strangers": ("begin", 5, 0, (0, 1), (0, 1), 0, (SIZE,), False),
     "beginning with more members than there are": ("begin", 5, 5, (0, 1, 2, 3, 3), (0, 1), 0, (), False),
     "beginning anew among others than the view": ("begin", 5, 5, (0, 1), (0, 1, 2), 0, (), False),
@@ -196,14 +183,12 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "beginning for a member outside the attempt": ("begin", 5, 0, (0, 1), (0, 1, 2), 0, (2,), False),
     "beginning from a member outside the view": ("begin", 5, 0, (0, 1, 2), (0, 1), 2, (), False),
     "beginning from a member that lacks it": ("begin", 5, 0, (0, 1), (0, 1), 1, (1,), False),
-    "holding in a ballot below 0": ("held", -1, (), b""),
     "holding by a short digest": ("held", 5, (b"x" * 31,), SIGNED),
     "holding by a long digest": ("held", 5, (b"x" * 33,), SIGNED),
     "holding more shares than there are reducers": ("held", 5, (b"x" * 32,) * (SIZE + 1), SIGNED),
     "holding without a signature": ("held", 5, (b"x" * 32,), b""),
     "holding by a short signature": ("held", 5, (b"x" * 32,), SIGNED[1:]),
     "holding nothing by a signature": ("held", 5, (), SIGNED),
-    "committing an attempt below 0": ("commit", -1, (0, 1), b"", ()),
     "committing strangers": ("commit", 0, (0, SIZE), b"", ()),
     "committing by a short digest": ("commit", 0, (0, 1), b"x" * 31, ((0, SIGNED),)),
     "committing no result by a signature": ("commit", 0, (0, 1), b"", ((0, SIGNED),)),
@@ -214,11 +199,16 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "committing by a member twice": ("commit", 0, (0, 1), b"x" * 32, ((0, SIGNED), (0, SIGNED))),
     "committing by signers out of order": ("commit", 0, (0, 1), b"x" * 32, ((1, SIGNED), (0, SIGNED))),
     "trouble with a stranger": ("trouble", SIZE, False, "silent"),
-    "trouble with a member below 0": ("trouble", -1, False, "silent"),
     "trouble for a reason that is too long to read": ("trouble", 1, False, "x" * 4097),
-    "left having accepted less than nothing": ("left", -2, "bye"),
-    "left above the limit": ("left", MAX_BALLOT + 1, "bye"),
 }
+
+
+@pytest.mark.parametrize("kind", Vote.__args__)
+def test_every_number_in_a_vote_has_two_bounds(kind: type[Vote]) -> None:
+    for each in parts(inspect.type_info(kind)):
+        if isinstance(each, inspect.IntType):
+            assert (each.ge, each.gt) != (None, None)
+            assert (each.le, each.lt) != (None, None)
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
 from p2pavg.group.aggregation import (
     PLAIN,
     Aggregation,
+    Audits,
     CenteredClip,
     Median,
     RobustRule,
@@ -43,6 +46,46 @@ def test_no_rule_is_the_weighted_mean() -> None:
     assert resolve_rule(None) is None
     assert read_aggregation("") == PLAIN == Aggregation()
     assert PLAIN.text == ""
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "text"),
+    [
+        # Audits as usual are in no text, so the keys of a run are those of its rule.
+        (Aggregation(audits=None), "audit:off"),
+        (Aggregation(None, 3), "max_norm:3.0"),
+        (Aggregation(Median(), 1e6), "median max_norm:1000000.0"),
+        (Aggregation(Median(), 2.0, Audits(0.5, before=True)), "median max_norm:2.0 audit:before:0.5"),
+    ],
+)
+def test_a_bound_and_audits_are_in_the_text(aggregation: Aggregation, text: str) -> None:
+    assert aggregation.text == text
+    assert read_aggregation(text) == aggregation
+
+
+@given(
+    st.builds(
+        Aggregation,
+        st.none() | st.just(Median()),
+        st.none() | st.floats(1.0, 1e6),
+        st.none() | st.builds(Audits, st.floats(0.001, 1.0), st.booleans()),
+    )
+)
+def test_a_text_is_read_back(aggregation: Aggregation) -> None:
+    assert read_aggregation(aggregation.text) == aggregation
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("audit:after:0.125", "audit:off median", "median  audit:off", "audit:", " ", " median"),
+        *("max_norm:", "max_norm:0.5", "max_norm:nan", "max_norm:3", "max_norm:3.0 median"),
+        *("medianmax_norm:3.0", "max_norm:3.0 max_norm:3.0", "median max_norm:3.0 "),
+    ],
+)
+def test_a_text_that_no_aggregation_has_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_aggregation(text)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.base.errors import ConfigError
-from p2pavg.group.aggregation import (
-    Aggregation,
-    Audits,
-    Median,
-    drawn_parts,
-    read_aggregation,
-    resolve_audits,
-)
+from p2pavg.group.aggregation import Audits, drawn_parts, resolve_audits
 
 
 def ticket(number: int) -> bytes:
@@ -55,33 +48,6 @@ def test_a_probability_out_of_range_is_refused(probability: float) -> None:
         Audits(probability)
 
 
-def test_the_usual_audits_change_no_text() -> None:
-    """So the keys of a run are those of its rule."""
-    assert Aggregation().text == ""
-    assert Aggregation(audits=None).text == "audit:off"
-    assert Aggregation(Median(), 2.0, Audits(0.5, before=True)).text == "median max_norm:2.0 audit:before:0.5"
-
-
-@given(
-    st.builds(
-        Aggregation,
-        st.none() | st.just(Median()),
-        st.none() | st.floats(1.0, 1e6),
-        st.none() | st.builds(Audits, st.floats(0.001, 1.0), st.booleans()),
-    )
-)
-def test_a_text_is_read_back(aggregation: Aggregation) -> None:
-    assert read_aggregation(aggregation.text) == aggregation
-
-
-@pytest.mark.parametrize(
-    "text", ["audit:after:0.125", "audit:off median", "median  audit:off", "audit:", " "]
-)
-def test_a_text_that_no_aggregation_has_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        read_aggregation(text)
-
-
 def test_a_share_is_audited_as_often_as_is_set() -> None:
     for auditors in (1, 3, 15, 63):
         rounds = 20_000
@@ -95,21 +61,13 @@ def test_a_share_is_audited_as_often_as_is_set() -> None:
         assert audited / (rounds // auditors) == pytest.approx(0.125, abs=0.05)
 
 
-@given(st.binary(min_size=64, max_size=64), st.integers(0, 127), st.integers(1, 500))
-def test_an_audit_covers_a_third_of_a_share(signature: bytes, reducer: int, parts: int) -> None:
-    drawn = drawn_parts(Audits(1.0), signature, reducer, parts, 1)
-    assert len(drawn) == -(-parts // 3)
-    assert sorted(set(drawn)) == list(drawn)
-    assert 0 <= drawn[0] <= drawn[-1] < parts
-
-
 @pytest.mark.parametrize(("parts", "auditors"), [(0, 3), (8, 0)])
 def test_without_parts_or_auditors_no_member_is_drawn(parts: int, auditors: int) -> None:
     assert drawn_parts(Audits(1.0), ticket(0), 0, parts, auditors) == ()
 
 
-@given(st.binary(min_size=64, max_size=64), st.integers(0, 127), st.integers(1, 500), st.integers(2, 64))
-def test_each_stretch_of_a_share_is_audited_like_a_share(
+@given(st.binary(min_size=64, max_size=64), st.integers(0, 127), st.integers(1, 500), st.integers(1, 64))
+def test_an_audit_covers_a_third_of_each_stretch_of_a_share(
     signature: bytes, reducer: int, parts: int, stretches: int
 ) -> None:
     drawn = drawn_parts(Audits(1.0), signature, reducer, parts, 1, stretches)

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import MAX_NORM
-from p2pavg.group.aggregation import Aggregation, Median, read_aggregation
 from p2pavg.group.roster import Roster, ShareCutter, norm_factors
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
@@ -82,42 +80,3 @@ def test_a_minority_of_liars_counts_at_most_as_the_longest_honest(
     longest = most * max(honest) * (1 + 1e-12)
     assert all(member.norm * factors.get(member.peer_id, 1.0) <= longest for member in group.members)
     assert all(0 <= factor < 1 for factor in factors.values())
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "text"),
-    [
-        (Aggregation(None, 3), "max_norm:3.0"),
-        (Aggregation(Median(), 1.5), "median max_norm:1.5"),
-        (Aggregation(Median(), 1e6), "median max_norm:1000000.0"),
-    ],
-)
-def test_the_bound_is_in_the_text(aggregation: Aggregation, text: str) -> None:
-    assert aggregation.text == text
-    assert read_aggregation(text) == aggregation
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "max_norm:",
-            "max_norm:0.5",
-            "max_norm:inf",
-            "max_norm:nan",
-            "max_norm:3",
-            "max_norm:3.0 median",
-            " median",
-        ),
-        *(
-            "medianmax_norm:3.0",
-            "median  max_norm:3.0",
-            "median max_norm:3.0 ",
-            "max_norm:3.0 max_norm:3.0",
-            " ",
-        ),
-    ],
-)
-def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        read_aggregation(text)

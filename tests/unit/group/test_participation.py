@@ -73,12 +73,10 @@ members = st.lists(
 
 
 class TestRandomFraction:
-    @pytest.mark.parametrize("count", range(1, 17))
-    @pytest.mark.parametrize("fraction", [1e-9, 0.125, 0.25, 0.3, 0.5, 0.75, 1, 1.0])
-    def test_the_fraction_is_rounded_up_to_at_least_one_member(self, fraction: float, count: int) -> None:
-        chosen = drawn(RandomFraction(fraction), b"7", count)
-        assert len(chosen) == math.ceil(fraction * count)
-        assert 1 <= len(chosen) <= count
+    @pytest.mark.parametrize("fraction", [1e-9, 0.125, 0.3, 0.5, 1])
+    def test_the_fraction_is_rounded_up_to_at_least_one_member(self, fraction: float) -> None:
+        for count in range(1, 17):
+            assert len(drawn(RandomFraction(fraction), b"7", count)) == math.ceil(fraction * count)
 
     @pytest.mark.parametrize(
         ("fraction", "count", "contribute"), [(0.07, 100, 7), (0.28, 25, 7), (0.14, 50, 7)]

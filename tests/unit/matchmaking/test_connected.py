@@ -29,10 +29,11 @@ def asked(actions: Actions) -> list[str]:
     ]
 
 
-def test_a_connection_ends_the_pause() -> None:
+def test_a_connection_or_a_nudge_ends_the_pause() -> None:
     rules = unreached()
     assert not asked(rules.tick(EPOCH + 2))
     assert asked(rules.connected(early.peer_id, EPOCH + 3)) == [early.peer_id]
+    assert asked(unreached().nudged(early, EPOCH + 3)) == [early.peer_id]
 
 
 def test_it_does_so_once_for_each_attempt() -> None:

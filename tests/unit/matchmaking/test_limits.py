@@ -14,7 +14,6 @@ from p2pavg.matchmaking.messages import (
     Declined,
     GroupProposal,
     Joined,
-    JoinRequest,
     LeaderStatus,
     Refuse,
     decode,
@@ -30,7 +29,6 @@ from tests.unit.matchmaking.bus import (
     Bus,
     candidate,
     following,
-    opened,
     roster_of,
     row,
     sent,
@@ -80,13 +78,6 @@ class TestRosters:
         rules = following(leader, me)
         rules.state.settings = dataclasses.replace(rules.state.settings, minimum=3)
         assert "a roster of 2; this peer takes part in 3" in proposed(rules, leader, me)
-
-    def test_a_member_above_max_weight_is_refused_by_name(self) -> None:
-        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
-        heavy = candidate(2, EPOCH + 3, weight=1e15)
-        rules = following(leader, me)
-        rules.state.settings = dataclasses.replace(rules.state.settings, max_weight=100.0)
-        assert heavy.peer_id in proposed(rules, leader, me, heavy)
 
     def test_the_largest_groups_with_their_auxiliaries_are_rosters(self) -> None:
         """In version 0.1 the leader raised at the 129th member."""
@@ -279,18 +270,6 @@ class TestPreference:
         rules = Matchmaking(me, settings(), EPOCH)
         rules.discovered([early, late], EPOCH)
         assert rules.state.leader is None
-
-    def test_a_peer_that_could_not_be_reached_is_asked_once_after_its_nudge(self) -> None:
-        early, me = candidate(0, EPOCH + 10), candidate(1, EPOCH + 20)
-        rules = Matchmaking(me, settings(), EPOCH)
-        rules.discovered([early], EPOCH)
-        asked = []
-        for _ in range(3):
-            rules.lost_leader(early.peer_id, "refused", EPOCH, reachable=False)
-            asked.append((JoinRequest, early) in opened(rules.nudged(early, EPOCH)))
-        assert asked == [True, False, False]
-        rules.tick(EPOCH + HOLD_OFF_SECONDS)
-        assert rules.state.leader == early
 
 
 class TestSpentAttempts:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import trio
@@ -18,6 +21,7 @@ from p2pavg.runs.membership.armour import certificate_text
 from p2pavg.runs.membership.run_file import RunFile
 from p2pavg.strategies.job import CERTIFICATE, GATE, GPU_MEMORY, RUN_FILE, SCRATCH, Job, job
 from p2pavg.testing import MemoryNetwork
+from p2pavg.tools.jobs.running import JobProgram
 from tests.unit.runs.membership.runs import SECRET, Authority, signer
 
 WATCHDOG_SECONDS = 120.0
@@ -101,3 +105,14 @@ def test_torch_keeps_to_the_gpu_memory_of_the_manifest(
         monkeypatch.setenv(GPU_MEMORY, declared)
     with job():
         assert bounds == ([] if share is None else [(share, 0), (share, 1)])
+
+
+async def test_what_a_program_without_a_fence_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    """In a fence, the kernel ends it."""
+    source = "import os, time\nif os.fork() == 0:\n  print(os.getpid(), flush=True); time.sleep(600)\n"
+    said: list[str] = []
+    program = JobProgram([sys.executable, "-c", source], {}, None, tmp_path, None, said.append)
+    with trio.fail_after(WATCHDOG_SECONDS):
+        assert not (await program.run()).is_error
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(said[0])).status() == psutil.STATUS_ZOMBIE

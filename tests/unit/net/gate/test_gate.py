@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from p2pavg.base.errors import (
 )
 from p2pavg.base.threads.waits import bare_exceptions
 from p2pavg.net.gate.client import GateSigner, open_gate_transport
-from p2pavg.net.gate.messages import AskSignature, AskStream, Attach, Signature, TellNotice, news_of
+from p2pavg.net.gate.messages import (
+    AskSignature,
+    AskStream,
+    Attach,
+    ServeProtocol,
+    Signature,
+    TellNotice,
+    news_of,
+)
 from p2pavg.net.gate.server import MAX_TOLD, Gate, open_gate
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.nat.reach.reachability import NOT_ASKED
@@ -152,7 +161,6 @@ async def test_only_what_the_gate_allows_is_signed(folder: Path) -> None:
         b"\xff" * 100,
         b"\x90",
         Attach().encode() + b"x",
-        AskStream("x", "/p2pavg/match/1", (), 1.0, False).encode(),
         AskStream("x", ECHO, ("nonsense",), 1.0, False).encode(),
     ],
 )
@@ -184,6 +192,29 @@ async def test_a_chunk_that_is_too_long_ends_its_stream_only(folder: Path) -> No
             stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=5.0)
             await send_message(stream, b"still here?")
             assert await receive_message(stream) == b"still here?"
+
+
+async def test_a_program_uses_no_protocol_that_the_gate_does_not_name(folder: Path) -> None:
+    network, signer = MemoryNetwork(), Ed25519Signer(b"\x07" * 32)
+    async with (
+        network.transport(signer) as mine,
+        network.transport(Ed25519Signer(b"\x08" * 32)) as there,
+        open_gate(mine, signer, folder / "gate", {ECHO}, ()) as gate,
+    ):
+        there.serve(ECHO, echo)
+        there.serve(OTHER, echo)
+        async with open_gate_transport(folder / "gate") as program:
+            peer = partial(program.open_stream, there.peer_id, addresses=there.addresses, timeout=5.0)
+            await (await peer(ECHO)).aclose()
+            with pytest.raises(UnreachableError, match="none that a program may use"):
+                await peer(OTHER)
+        await eventually(lambda: not gate.attached)
+        async with connect_unix(folder / "gate") as socket:
+            await send_message(socket, Attach().encode())
+            await eventually(lambda: gate.attached)
+            await send_message(socket, ServeProtocol(OTHER).encode())
+            with trio.fail_after(10.0):
+                await eventually(lambda: not gate.attached)
 
 
 async def test_only_what_the_user_has_named_is_dialled(folder: Path) -> None:

@@ -79,6 +79,7 @@ def _install(place: Path, packages: bytes) -> None:
     else:
         _run([sys.executable, "-m", "venv", "--without-pip", str(place)])
         install = [sys.executable, "-m", "pip", "--quiet", "--python", str(python), "install"]
+    # `--require-hashes`: each line has some, and older versions of uv check them only if they are told to.
     # `--no-deps`: the list is complete, and nothing that it does not name comes along.
     _run([*install, "--require-hashes", "--no-deps", "--only-binary", ":all:", "-r", str(listed)])
     # p2pavg and torch are those of this install; a package of the job has priority over one of the same name.

@@ -237,7 +237,7 @@ class JobVersions:
             scratch=str(self._scratch),
             max_upload_mbps=options.max_upload_mbps,
         )
-        await _agree(page, home, options)
+        await agree(page, home, options)
         began = trio.current_time()
         # Ctrl-C ends the wait; an install that goes on is finished, or begun anew by the next start.
         python = await in_left_thread(make_environment, packages)
@@ -393,7 +393,7 @@ def _given_before(file: Path) -> GivenWork:
     return GivenWork()
 
 
-async def _agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
+async def agree(page: JobPage, home: Home, options: TrainingOptions) -> None:
     """Ask the user, unless the same job was agreed to before.
 
     Raises:

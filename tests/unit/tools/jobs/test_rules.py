@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from p2pavg.base.errors import ConfigError
 from p2pavg.base.limits import ASK_AGAIN_SECONDS, MAX_BACKOFF_SECONDS
+from p2pavg.peer.joining.home import Home
 from p2pavg.runs.membership.job_release import JobRelease
 from p2pavg.tools.jobs.limits import (
     GIB,
@@ -20,6 +26,7 @@ from p2pavg.tools.jobs.limits import (
 )
 from p2pavg.tools.jobs.manifest import JobManifest, LargeFile, Needs
 from p2pavg.tools.jobs.page import JobPage, agreed
+from p2pavg.tools.jobs.versions import TrainingOptions, agree
 
 NEEDS = Needs(memory_gb=2.0, disk_gb=1.0)
 RELEASE = JobRelease(authority=b"a" * 32, number=3, root=b"r" * 32, size=1000)
@@ -141,3 +148,24 @@ def test_only_a_clear_yes_is_one() -> None:
         assert agreed("", default=default) is default
         assert all(agreed(answer, default=default) for answer in ("y", " Yes "))
         assert not any(agreed(answer, default=default) for answer in ("n", "yess", "what?"))
+
+
+async def test_a_yes_is_about_one_job_and_its_fence(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    allowed = TrainingOptions(
+        hashes=(RELEASE.root.hex(),),
+        without_fence=False,
+        files=None,
+        max_upload_mbps=None,
+        max_download_mbps=None,
+        bandwidth=None,
+    )
+    asked = replace(allowed, hashes=())
+    with pytest.raises(ConfigError, match="no terminal to ask on"):
+        await agree(page(), home, asked)
+    await agree(page(), home, allowed)
+    await agree(page(), home, asked)
+    another = replace(page(), release=structs.replace(RELEASE, root=b"o" * 32))
+    for other in (another, page(no_fence="bwrap is not installed"), page(network=True)):
+        with pytest.raises(ConfigError, match="no terminal to ask on"):
+            await agree(other, home, asked)

@@ -283,17 +283,15 @@ class TestOwed:
         pace.arrived(BEGUN + 4.0, 1, data=True)
         assert pings(pace, BEGUN + 4.0) == about(STALLS * FLOOR_SECONDS)
 
-    def test_a_member_that_owes_nothing_is_not_given_up_for_it(self) -> None:
+    @pytest.mark.parametrize("before", ["it owed", "it has sent data", "this process stood still"])
+    def test_a_member_that_owes_nothing_is_not_given_up_for_it(self, before: str) -> None:
         pace = a_pace()
-        pace.owes(BEGUN, True)
-        pace.owes(BEGUN + 1.0, False)
-        for tick in range(1000):
-            pace.arrived(BEGUN + tick, 5, data=False)
-            assert pace.overdue(BEGUN + tick) is None
-
-    def test_data_of_a_member_that_owes_nothing_does_not_start_the_time(self) -> None:
-        pace = a_pace()
-        pace.arrived(BEGUN, 100, data=True)
+        pace.arrived(BEGUN, 100, data=before == "it has sent data")
+        if before == "it owed":
+            pace.owes(BEGUN, True)
+            pace.owes(BEGUN + 1.0, False)
+        if before == "this process stood still":
+            pace.excuse(20.0)
         for tick in range(1000):
             pace.arrived(BEGUN + tick, 5, data=False)
             assert pace.overdue(BEGUN + tick) is None
@@ -324,14 +322,6 @@ class TestExcuse:
         pace.owes(BEGUN, True)
         pace.excuse(20.0)
         assert pings(pace, BEGUN + 20.0) == about(STALLS * FLOOR_SECONDS)
-
-    def test_a_pause_starts_no_time_for_owed_data(self) -> None:
-        pace = a_pace()
-        pace.arrived(BEGUN, 5, data=False)
-        pace.excuse(20.0)
-        for tick in range(40):
-            pace.arrived(BEGUN + tick, 5, data=False)
-            assert pace.overdue(BEGUN + tick) is None
 
     def test_a_pause_does_not_make_a_slow_link_look_fast(self) -> None:
         """Data that waited meanwhile is read before the length of the pause is known."""

@@ -69,10 +69,6 @@ class TestRosters:
         for members in ((leader, helper, me, third), (leader, third, me), (leader, me, helper, third)):
             assert "out of order" in proposed(following(leader, me), *members)
 
-    def test_a_member_that_comes_before_the_leader_is_refused(self) -> None:
-        early, leader, me = row(3)
-        assert "out of order" in proposed(following(leader, me), leader, early, me)
-
     def test_fewer_members_than_this_peer_takes_part_in_are_refused(self) -> None:
         leader, me = row(2)
         rules = following(leader, me)

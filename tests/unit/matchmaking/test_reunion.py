@@ -96,51 +96,49 @@ class TestHoldingBack:
 
 
 class TestStrangers:
+    COMPANION = candidate(2, EPOCH + 1)
+
+    def waiting(self, target: int = 3, memory: Memory | None = None) -> Matchmaking:
+        """Return the rules of a peer that hopes for its last group."""
+        return Matchmaking(
+            candidate(1, EPOCH + 2),
+            settings(target),
+            EPOCH,
+            memory,
+            companions=frozenset({self.COMPANION.peer_id}),
+            hold_back=REUNION_SECONDS,
+        )
+
     def test_a_stranger_that_is_seen_ends_the_wait(self) -> None:
         """The group would not be the whole run."""
-        me, stranger = candidate(1, EPOCH + 2), candidate(2, EPOCH + 1)
-        rules = Matchmaking(me, settings(2), EPOCH, hold_back=REUNION_SECONDS)
+        rules = self.waiting()
         assert rules.state.strangers_from == EPOCH + REUNION_SECONDS
-        assert [type(action) for action in rules.discovered([stranger], EPOCH)] == [Open]
+        assert [type(action) for action in rules.discovered([candidate(3, EPOCH + 1)], EPOCH)] == [Open]
         assert rules.state.strangers_from == EPOCH
 
     @pytest.mark.parametrize(
         "other",
-        [
-            candidate(2, EPOCH + 1),
-            candidate(3, EPOCH + 1, auxiliary=True),
-            candidate(3, EPOCH + 1, state=b"o"),
-        ],
+        [COMPANION, candidate(3, EPOCH + 1, auxiliary=True), candidate(3, EPOCH + 1, state=b"o")],
         ids=["companion", "auxiliary", "other state"],
     )
     def test_others_do_not_end_the_wait(self, other: Candidate) -> None:
-        companions = frozenset({candidate(2, EPOCH).peer_id})
-        rules = Matchmaking(
-            candidate(1, EPOCH + 2), settings(3), EPOCH, companions=companions, hold_back=REUNION_SECONDS
-        )
+        rules = self.waiting()
         rules.discovered([other], EPOCH)
         assert rules.state.strangers_from == EPOCH + REUNION_SECONDS
 
     def test_an_unproven_companion_is_asked_after_the_wait(self) -> None:
         """Such as one that has wasted this peer's time."""
-        companion = candidate(2, EPOCH + 1)
-        rules = Matchmaking(
-            candidate(1, EPOCH + 2),
-            settings(2),
-            EPOCH,
-            companions=frozenset({companion.peer_id}),
-            hold_back=REUNION_SECONDS,
-        )
-        assert rules.discovered([companion], EPOCH) == []
+        rules = self.waiting(target=2)
+        assert rules.discovered([self.COMPANION], EPOCH) == []
         assert rules.wake_at() <= EPOCH + REUNION_SECONDS
         assert [type(action) for action in rules.tick(EPOCH + REUNION_SECONDS)] == [Open]
 
     def test_a_member_of_the_last_group_is_asked_at_once(self) -> None:
-        me, leader, memory = candidate(1, EPOCH + 2), candidate(2, EPOCH + 1), Memory()
+        memory = Memory()
         memory.finished_with([candidate(2, EPOCH - 10)])
-        companions = frozenset({leader.peer_id})
-        rules = Matchmaking(me, settings(3), EPOCH, memory, companions=companions, hold_back=REUNION_SECONDS)
-        assert [type(action) for action in rules.discovered([leader], EPOCH)] == [Open]
+        assert [
+            type(action) for action in self.waiting(memory=memory).discovered([self.COMPANION], EPOCH)
+        ] == [Open]
 
 
 class TestStatus:

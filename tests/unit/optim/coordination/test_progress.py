@@ -280,6 +280,11 @@ class TestDecide:
             decide(at(samples=1.0, waiting=True), seen_as(peers=2, **changes), target=target)
         )
 
+    @pytest.mark.parametrize(("samples", "decision"), [(math.nextafter(100.0, 0), Compute), (100.0, Average)])
+    def test_an_update_has_all_samples_of_the_target(self, samples: float, decision: type[Decision]) -> None:
+        found = decide(at(samples=1.0), seen_as(peers=2, samples=samples), target=100.0)
+        assert isinstance(found, decision)
+
     def test_reason_for_one_peer_is_singular(self) -> None:
         behind = decide(at(), seen_as(peers=1, ahead=(5, 1)), target=100.0)
         assert behind == LeftBehind(5, "1 peer is at epoch 5; 1 with this one at epoch 3")

@@ -433,7 +433,7 @@ class RunView:
         While the members of its last group are there and train, it reads nothing but their words.
         """
         group = self.last_group
-        if not group or not self.hands_over:
+        if not group:
             return None
         words = self.words
         present = sum(peer_id in words and not words[peer_id].left for peer_id in group)

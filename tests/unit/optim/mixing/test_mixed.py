@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from p2pavg.base.result import FailedCode
 from p2pavg.blocking import Averager
 from p2pavg.optim import MixedUpdates, StepReport, gossip, noloco
 from p2pavg.optim.coordination.progress import PeerProgress
+from p2pavg.optim.coordination.view import LAST_WORDS
 from p2pavg.optim.mixing.mixed import SKETCH
 from p2pavg.optim.mixing.mixing import ROUND
 from tests.unit.optim.fakes import Alone, large_batch, local, parameter
@@ -207,6 +209,15 @@ class TestRounds:
         assert weight.item() == pytest.approx(1.0 - 3 * LR), "the step since the contribution is kept"
         assert optimizer.anchor[0].item() == pytest.approx(1.0 - 2 * LR)
 
+    @pytest.mark.parametrize("end", [MixedUpdates.finish, MixedUpdates.leave])
+    def test_a_peer_that_ends_says_no_last_word(self, end: Callable[[MixedUpdates], None]) -> None:
+        """Peers that mix have no common update that one of them could hand over to another."""
+        averager, weight = Partner(), parameter(1.0)
+        optimizer = optimizer_of(averager, weight)
+        assert one_step(optimizer, weight, [1.0]).updated
+        end(optimizer)
+        assert LAST_WORDS not in averager.boards
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -243,11 +254,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match="participation"):
             optimizer_of(Partner(participation=p2pavg.RandomFraction(0.5)), parameter(1.0))
 
-    def test_rates_with_which_anchors_move_apart_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="do not come together"):
-            optimizer_of(Partner(), parameter(1.0), noloco, lr=3.0)
-        with pytest.raises(ValueError, match="do not come together"):
-            optimizer_of(Partner(), parameter(1.0), gossip, momentum=0.9)
+    @pytest.mark.parametrize(
+        ("make", "options", "why"),
+        [
+            (noloco, {"lr": 2.5}, "do not come together"),
+            (gossip, {"momentum": 0.9}, "do not come together"),
+            (noloco, {"momentum": 1.0}, "momentum"),
+            (noloco, {"lr": -0.7}, "lr"),
+        ],
+    )
+    def test_rates_with_which_anchors_move_apart_are_refused(
+        self, make: Any, options: dict[str, float], why: str
+    ) -> None:
+        with pytest.raises(ValueError, match=why):
+            optimizer_of(Partner(), parameter(1.0), make, **options)
 
     def test_peers_with_other_groups_have_other_states(self) -> None:
         states = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pavg.group.places.gossip import next_round, rounds_of_others
 from p2pavg.optim.mixing.mixed import SKETCH, sketch_of
-from p2pavg.optim.mixing.mixing import ROUND, check_rates, contraction, is_too_far, lag_behind
+from p2pavg.optim.mixing.mixing import ROUND, contraction, is_too_far, lag_behind
 from scripts.benchmarks.mixing import Mixing, measured
 from tests.unit.group.samples import candidate, roster
 
@@ -57,19 +57,6 @@ class TestRoundNumbers:
         assert lag_behind(0, [2**53, 3], 8) == 0
         assert lag_behind(0, [2**53, 9, 9], 8) == 9
         assert lag_behind(0, [], 8) == 0
-
-
-def test_rates_with_which_anchors_move_apart_are_refused() -> None:
-    check_rates(0.7, 0.5, 2)
-    check_rates(1.0, 0.5, 2, nesterov=True)
-    with pytest.raises(ValueError, match="do not come together"):
-        check_rates(2.5, 0.5, 2)
-    with pytest.raises(ValueError, match="do not come together"):
-        check_rates(1.0, 0.9, 2, nesterov=True)
-    with pytest.raises(ValueError, match="momentum"):
-        check_rates(0.7, 1.0, 2)
-    with pytest.raises(ValueError, match="lr"):
-        check_rates(-0.7, 0.5, 2)
 
 
 class TestDistance:

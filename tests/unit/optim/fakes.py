@@ -152,6 +152,7 @@ class Alone:
             exchange_duration=0.0,
             group_id=GROUP,
             share=(0, 0),
+            metrics=self._taken.metrics.means,
         )
 
     def taken(self) -> list[torch.Tensor]:

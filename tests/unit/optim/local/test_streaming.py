@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from dataclasses import replace
 from typing import Any, cast
@@ -19,13 +20,16 @@ from tests.unit.optim.fakes import GROUP, Alone, local, parameter
 LR = 0.1
 
 
-def stepped(optimizer: LocalUpdates, weights: torch.nn.Parameter, gradient: float = 1.0) -> StepReport:
+def stepped(
+    optimizer: LocalUpdates, weights: torch.nn.Parameter, gradient: float = 1.0, loss: float = 0.0
+) -> StepReport:
     weights.grad = torch.full_like(weights, gradient)
-    return optimizer.step(samples=1)
+    return optimizer.step(samples=1, metrics={"loss": loss})
 
 
 def run(optimizer: LocalUpdates, weights: torch.nn.Parameter, steps: int) -> list[StepReport]:
-    return [stepped(optimizer, weights) for _ in range(steps)]
+    """Take inner steps with the losses 0, 1, 2 and so on."""
+    return [stepped(optimizer, weights, loss=float(step)) for step in range(steps)]
 
 
 def updates_of(reports: list[StepReport]) -> list[int]:
@@ -61,13 +65,17 @@ class Slow(Alone):
 
 class TestDelay:
     def test_average_is_applied_after_delay_steps(self) -> None:
-        """The round is there at once; the next boundary counts from the contribution."""
-        averager, weights = Alone(), parameter(1.0)
+        """The next boundary counts from the contribution, and each step counts once."""
+        averager, weights = Alone(compression=None), parameter(1.0)
         averager.runs_for = 1
         optimizer = local(averager, SGD([weights], lr=LR), sync_every=4, delay=2)
         reports = run(optimizer, weights, 15)
         assert updates_of(reports) == [6, 10, 14]
         assert isinstance(reports[3].result, InProgress)
+        given = [report.result.weights["me"] for report in reports if isinstance(report.result, Success)]
+        assert given == [4.0, 4.0, 4.0]
+        assert optimizer.anchor[0].item() == pytest.approx(1.0 - 12 * LR)
+        assert weights.item() == pytest.approx(1.0 - 15 * LR)
 
     @pytest.mark.parametrize(
         ("alpha", "expected"),
@@ -82,16 +90,6 @@ class TestDelay:
         assert run(optimizer, weights, 6)[-1].updated
         assert optimizer.anchor[0].item() == pytest.approx(1.0 - 4 * LR)
         assert weights.item() == pytest.approx(expected)
-
-    def test_steps_since_a_contribution_count_once(self) -> None:
-        averager, weights = Alone(compression=None), parameter(1.0)
-        averager.runs_for = 1
-        optimizer = local(averager, SGD([weights], lr=LR), sync_every=4, delay=2)
-        reports = run(optimizer, weights, 14)
-        given = [report.result.weights["me"] for report in reports if isinstance(report.result, Success)]
-        assert given == [4.0, 4.0, 4.0]
-        assert optimizer.anchor[0].item() == pytest.approx(1.0 - 12 * LR)
-        assert weights.item() == pytest.approx(1.0 - 14 * LR)
 
     def test_late_average_is_applied_with_the_first_later_step(self) -> None:
         averager, weights = Alone(compression=None), parameter(1.0)
@@ -138,8 +136,11 @@ class TestDelay:
         assert reports[6].result.weights["me"] == 6.0, "which has the steps since"
         assert weights.item() == pytest.approx(1.0 - 7 * LR)
 
-    def test_failed_round_loses_nothing(self) -> None:
-        averager = Failing(Failed(reason="x", code=FailedCode.OTHER), compression=None)
+    @pytest.mark.parametrize("used", [False, None], ids=["not used", "not known"])
+    def test_failed_round_loses_nothing(self, used: bool | None) -> None:
+        averager = Failing(
+            Failed(reason="x", code=FailedCode.OTHER, contribution_used=used), compression=None
+        )
         weights = parameter(1.0)
         averager.runs_for = 1
         optimizer = local(averager, SGD([weights], lr=LR), sync_every=4, delay=1)
@@ -147,7 +148,27 @@ class TestDelay:
         assert isinstance(reports[4].result, Failed)
         assert isinstance(reports[8].result, Success)
         assert reports[8].result.weights["me"] == 8.0
+        assert reports[8].result.metrics["loss"] == pytest.approx(3.5), "of all eight steps"
         assert weights.item() == pytest.approx(1.0 - 9 * LR)
+
+    def test_failed_round_keeps_no_copy_of_the_parameters(self) -> None:
+        """A copy of what was sent is for the steps since, while the contribution may be in an average."""
+        weights = torch.nn.Parameter(torch.ones(1, 12345))
+
+        def copies() -> int:
+            return sum(
+                isinstance(found, torch.Tensor) and found.shape == weights.shape for found in gc.get_objects()
+            )
+
+        averager = Failing(
+            Failed(reason="x", code=FailedCode.OTHER, contribution_used=False), compression=None
+        )
+        averager.runs_for = 1
+        optimizer = local(averager, SGD([weights], lr=LR), sync_every=4, delay=1)
+        run(optimizer, weights, 3)
+        before = copies()
+        assert isinstance(run(optimizer, weights, 3)[1].result, Failed)
+        assert copies() == before
 
     def test_return_to_the_anchor_while_a_round_runs(self) -> None:
         """The contribution is in the average; the steps since are lost; nothing counts twice."""

@@ -334,6 +334,18 @@ class TestMissedRounds:
         world.took("liar")
         assert world.seen().peers == 2, "it came"
 
+    def test_peer_that_still_computes_has_missed_no_round_in_the_background(self, world: World) -> None:
+        """The others have begun without it, after the grace period."""
+        world.attendance = PeerTrust(world.now, overlaps=True)
+        world.says("a", "slow")
+        world.took("a", "slow")
+        for _ in range(6):
+            world.says("a", waiting=True, started=True)
+            world.says("slow", started=True)
+            world.took("a")
+        world.says("a", "slow", started=True)
+        assert world.seen().peers == 3
+
     def test_number_of_remembered_absent_peers_is_limited(self, running: World) -> None:
         for number in range(2 * MAX_REMEMBERED):
             running.words = {}

@@ -196,6 +196,11 @@ def mistakes(how: dict[str, Any]) -> None:
         for samples, loss in ((BATCH, math.inf if rank else 1.0), (BATCH + rank, 1.0), (BATCH, 1.0)):
             attempt(partial(optimizer.step, samples=samples, metrics={"loss": loss}))
             said.append(str(averager.weight))
+        if rank:
+            for parameter in network.parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+        attempt(partial(optimizer.step, samples=BATCH))
+        said.append(str(averager.weight))
     (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
 
 

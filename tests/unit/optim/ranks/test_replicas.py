@@ -13,11 +13,12 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from p2pavg import RandomFraction
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, ReplicatedOptimizer
 from p2pavg.optim.ranks.replicas import _Mirror
 from p2pavg.optim.ranks.shards import Ranks
-from tests.unit.optim.fakes import Alone
+from tests.unit.optim.fakes import Alone, Make, large_batch, local
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +177,24 @@ def test_the_other_ranks_hear_of_any_error_of_rank_0(monkeypatch: pytest.MonkeyP
     with pytest.raises(BrokenError):
         optimizer.load_state_dict(optimizer.state_dict())
     assert heard == ["BrokenError"]
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "options", "named"),
+    [
+        # Participants would be drawn for each rank, so one update would mix different samples.
+        (large_batch, {"participation": RandomFraction(0.5)}, {}, "participation"),
+        (local, {"participation": RandomFraction(0.5)}, {}, "participation"),
+        (large_batch, {}, {"overlap": True}, "overlap"),
+        (local, {}, {"delay": 1}, "delay"),
+    ],
+)
+def test_what_sharded_ranks_cannot_have_is_named(
+    make: Make, config: dict[str, Any], options: dict[str, Any], named: str
+) -> None:
+    weights = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=f"{named} cannot be used with a process_group"):
+        make(Alone(**config), SGD([weights]), process_group=dist.group.WORLD, **options)
 
 
 def test_a_wrong_argument_is_named() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from p2pavg.allreduce.reduction import PartContribution, average_part
 from p2pavg.optim import ErrorFeedback
-from p2pavg_compression import Codec, Int4, Ternary, TopK
+from p2pavg_compression import Blockwise8, Codec, Int4, Int8, Ternary, TopK
 
 ELEMENTS = 300  # with a short last block
 CODECS: list[Codec] = [
@@ -57,7 +57,9 @@ def test_what_was_sent_and_what_is_left_are_what_was_given(
 
 
 @pytest.mark.parametrize(
-    "codec", [Ternary(block_size=64), Ternary(), TopK(chunk=64, k=8)], ids=lambda codec: codec.name
+    "codec",
+    [Ternary(block_size=64), Ternary(), TopK(chunk=64, k=8), Int8(block_size=64), Blockwise8()],
+    ids=lambda codec: codec.name,
 )
 @settings(max_examples=100, deadline=None)
 @given(given_=vectors())

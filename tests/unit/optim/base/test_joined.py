@@ -15,7 +15,7 @@ from p2pavg.base.errors import StateError
 from p2pavg.optim import JoinedOptimizer
 from p2pavg.optim.base.recipe import hyperparameters
 from p2pavg.optim.catching_up.state_check import checked_optimizer, checked_schedule
-from tests.unit.optim.fakes import Alone, Make, both, large_batch, local, parameter
+from tests.unit.optim.fakes import Alone, Make, both, local, parameter
 from tests.unit.optim.loops import batch, plain
 
 
@@ -201,12 +201,3 @@ class TestFetchedStates:
         bad = {**copy.deepcopy(saved), "base_lrs": [0.1]}
         with pytest.raises(StateError):
             checked_schedule(scheduler, joined, joined.state_dict()["param_groups"], bad)
-
-
-def test_large_batch_and_one_process_take_the_same_step() -> None:
-    model, other = plain(), plain()
-    optimizer = large_batch(Alone(compression=None), muon_and_adamw(model), target_batch_size=4)
-    batch(model, optimizer)
-    step_of(other, muon_and_adamw(other), 0)
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(mine, its, atol=1e-6)

@@ -326,13 +326,19 @@ def joined(averager: Opening, folder: Path, **options: Any) -> tuple[CellOptimiz
     return CellOptimizer(inner, cast(Averager, averager), **(given | options)), state
 
 
-def test_a_peer_that_finishes_is_in_no_cell_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> list[Member]:
+    """Return the members that the test makes, which do nothing."""
     monkeypatch.setattr(cell_optimizer, "CellMember", Member)
     monkeypatch.setattr(Member, "made", [])
+    return Member.made
+
+
+def test_a_peer_that_finishes_is_in_no_cell_any_more(tmp_path: Path, members: list[Member]) -> None:
     averager = Opening()
     optimizer, _ = joined(averager, tmp_path)
     optimizer.finish()
-    assert Member.made[-1].finished
+    assert members[-1].finished
     assert averager.boards["cells"].withdrawn
 
 
@@ -346,16 +352,14 @@ def test_a_cell_that_cannot_be_joined_is_left(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_moves_to_another_cell_keeps_the_values_of_its_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, members: list[Member]
 ) -> None:
     """A checkpoint of that cell, from an earlier time, is older than they are."""
-    monkeypatch.setattr(cell_optimizer, "CellMember", Member)
-    monkeypatch.setattr(Member, "made", [])
     averager = Opening()
     optimizer, state = joined(averager, tmp_path)
     state.extras = {"position": 7}
     optimizer.load_state_dict({"cell": 0, "epoch": 3})
-    first, second = Member.made
+    first, second = members
     assert (first.cell, first.state.continues) == (1, True)
     assert (second.cell, second.state.continues) == (0, False)
     assert second.state.directory == tmp_path / "cell-0"
@@ -364,11 +368,9 @@ def test_a_peer_that_moves_to_another_cell_keeps_the_values_of_its_loop(
     assert averager.open == ["run/cell 0"]
 
 
+@pytest.mark.usefixtures("members")
 @pytest.mark.parametrize("cell", [None, True, -1, 2, "0"])
-def test_a_state_of_no_cell_of_the_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: object
-) -> None:
-    monkeypatch.setattr(cell_optimizer, "CellMember", Member)
+def test_a_state_of_no_cell_of_the_run_is_refused(tmp_path: Path, cell: object) -> None:
     averager = Opening()
     optimizer, _ = joined(averager, tmp_path)
     with pytest.raises(ValueError, match="it is of no cell of this run"):

@@ -153,32 +153,26 @@ def test_peers_that_start_choose_alike_whatever_the_others_have_said(peers: int,
     assert choose_cell(me, said, count=3, least=2) == plan[me]
 
 
-def test_a_newcomer_takes_the_smallest_cell_that_trains() -> None:
-    news = {"a": member(0, 9), "b": member(1, 7), "c": member(2, 8), "d": member(3, 9)}
-    assert choose_cell("me", news, count=4, least=2) == 1
+@pytest.mark.parametrize(
+    ("members", "count", "cell"),
+    [
+        pytest.param([(0, 9), (1, 7), (2, 8), (3, 9)], 4, 1, id="the smallest that trains"),
+        pytest.param([(0, 9), (1, 8), (1, 0), (1, 0)], 2, 0, id="with those that have just chosen"),
+        pytest.param([(0, 2), (1, 1), (2, 5)], 4, 1, id="first one that is too small to train"),
+        pytest.param([(0, 40), (1, 50)], 3, 0, id="none in which it would be alone"),
+        pytest.param([(0, 64), (1, 64)], 2, None, id="none of a full run"),
+    ],
+)
+def test_a_newcomer_takes_a_cell(members: list[tuple[int, int]], count: int, cell: int | None) -> None:
+    news = {f"peer {number}": member(*each) for number, each in enumerate(members)}
+    assert choose_cell("me", news, count=count, least=2) == cell
 
 
-def test_a_newcomer_counts_those_that_have_just_chosen() -> None:
-    news = {"a": member(0, 9), "b": member(1, 8), "n1": member(1, 0), "n2": member(1, 0)}
-    assert choose_cell("me", news, count=2, least=2) == 0
-
-
-def test_a_cell_that_is_too_small_to_train_is_filled_first() -> None:
-    news = {"a": member(0, 2), "b": member(1, 1), "c": member(2, 5)}
-    assert choose_cell("me", news, count=4, least=2) == 1
-
-
-def test_a_single_newcomer_opens_no_cell_in_which_it_would_be_alone() -> None:
+def test_two_newcomers_may_open_a_cell() -> None:
     news = {"a": member(0, 40), "b": member(1, 50)}
-    assert choose_cell("me", news, count=3, least=2) == 0
     assert choose_cell("me", {**news, **newcomers(1)}, count=3, least=2) == 2 or (
         choose_cell("new 0", {**news, "me": member(UNDECIDED, 0)}, count=3, least=2) == 2
     )
-
-
-def test_a_full_run_takes_no_newcomer() -> None:
-    news = {"a": member(0, 64), "b": member(1, 64)}
-    assert choose_cell("me", news, count=2, least=2) is None
 
 
 def test_a_member_that_lies_about_its_cell_is_outvoted() -> None:

@@ -33,42 +33,28 @@ LOSSY: list[Codec] = [
 ]
 
 every_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 shares = st.tuples(st.integers(0, ELEMENTS), st.integers(0, ELEMENTS)).map(
     lambda ends: (min(ends), max(ends))
 )
 
 
 class TestNothingIsLost:
-    @every_lossy_codec
-    @every_dtype
-    def test_sum_of_averaged_equals_sum_of_given_less_residual(
-        self, codec: Codec, dtype: torch.dtype
-    ) -> None:
-        feedback = ErrorFeedback(codec)
-        missing = torch.zeros(ELEMENTS, dtype=torch.float64)
-        for step in range(20):
-            before = tensors(step, 10.0 ** (step % 3 - 1), dtype)
-            share = (64 * (step % 10), 64 * (step % 10) + 100)
-            contributed = contribute(feedback, before, share)
-            missing += flat(before).double() - averaged(codec, contributed, share).double()
-        torch.testing.assert_close(missing, residual_of(feedback).double(), rtol=0, atol=2e-4)
-        assert residual_norm(feedback) == pytest.approx(missing.norm().item(), abs=2e-3)
-        assert residual_norm(feedback) > 0.0 or dtype is not torch.float32
-
     @given(
         codec=st.sampled_from([Fp32(), *LOSSY]),
-        exponent=st.integers(-30, 15),
+        dtype=st.sampled_from(DTYPES),
+        exponent=st.integers(-30, 13),  # float16 has numbers up to 2**16
         steps=st.lists(st.tuples(st.integers(0, 10**6), st.booleans(), shares), min_size=1, max_size=8),
     )
     def test_sums_agree_for_any_failures_and_shares(
-        self, codec: Codec, exponent: int, steps: list[tuple[int, bool, tuple[int, int]]]
+        self, codec: Codec, dtype: torch.dtype, exponent: int, steps: list[tuple[int, bool, tuple[int, int]]]
     ) -> None:
         feedback = ErrorFeedback(codec)
         missing = torch.zeros(ELEMENTS, dtype=torch.float64)
         largest = 0.0
         for seed, delivered, share in steps:
-            before = tensors(seed, 2.0**exponent)
+            before = tensors(seed, 2.0**exponent, dtype)
             contributed = feedback.compensate(before)
             largest = max(largest, flat(contributed).abs().max().item())
             if delivered:
@@ -80,16 +66,6 @@ class TestNothingIsLost:
         else:
             rounded = len(steps) * largest * 2.0**-22
             assert (missing - residual.double()).abs().max().item() <= rounded
-
-    @every_lossy_codec
-    def test_residual_stays_small_for_repeated_values(self, codec: Codec) -> None:
-        feedback = ErrorFeedback(codec)
-        before = tensors(3)
-        norms = []
-        for _ in range(40):
-            contribute(feedback, before)
-            norms.append(residual_norm(feedback))
-        assert max(norms[20:]) < 3.0 * max(norms[:10])
 
     def test_residual_of_fp16_overflow_is_used_up_by_smaller_values(self) -> None:
         feedback = ErrorFeedback("fp16")

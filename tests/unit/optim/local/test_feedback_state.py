@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,30 +62,26 @@ class TestState:
         assert torch.equal(flat(contributed), flat(tensors(1)) + residual_of(feedback))
         assert residual_norm(other) == 0.0
 
-    @pytest.mark.parametrize("delivered", [False, True])
-    def test_loading_a_state_drops_the_pending_contribution(self, delivered: bool) -> None:
+    def test_loading_a_state_drops_the_pending_contribution(self) -> None:
         feedback, loaded = ErrorFeedback("int8"), ErrorFeedback("int8")
-        if delivered:
-            contribute(loaded, tensors(1))
+        contribute(loaded, tensors(1))
         feedback.compensate(tensors(0))
         feedback.load_state_dict(loaded.state_dict())
         with pytest.raises(RuntimeError, match=r"^nothing was compensated"):
             feedback.delivered(0, 0)
         assert residual_norm(feedback) == residual_norm(loaded)
 
-    def test_a_state_from_before_the_first_delivery_clears(self) -> None:
+    @pytest.mark.parametrize(
+        "act",
+        [ErrorFeedback.clear, lambda feedback: feedback.load_state_dict(ErrorFeedback("int8").state_dict())],
+    )
+    def test_clear_and_a_state_from_before_the_first_delivery_drop_all(
+        self, act: Callable[[ErrorFeedback], None]
+    ) -> None:
         feedback = ErrorFeedback("int8")
-        contribute(feedback, tensors(0))
-        feedback.load_state_dict(ErrorFeedback("int8").state_dict())
-        assert residual_norm(feedback) == 0.0
-        feedback.compensate([torch.ones(2)])
-
-    def test_clear_drops_residual_shapes_and_pending_contribution(self) -> None:
-        feedback = ErrorFeedback("int8")
-        assert residual_norm(feedback) == 0.0
         contribute(feedback, tensors(0))
         feedback.compensate(tensors(1))
-        feedback.clear()
+        act(feedback)
         assert residual_norm(feedback) == 0.0
         assert feedback.state_dict() == {"shapes": [], "residual": None}
         with pytest.raises(RuntimeError, match=r"^nothing was compensated"):

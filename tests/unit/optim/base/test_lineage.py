@@ -77,12 +77,6 @@ class TestFirst:
         assert state_of(torch.cat([values, values])[3:]) == expected
         assert state_of(values[0, :1].expand(5)) == state_of(values[0, :1].repeat(5))
 
-    def test_parameters_and_their_values_have_one_lineage(self) -> None:
-        model = torch.nn.Linear(3, 2)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        assert first_lineage(model.parameters()) == first_lineage(before)
-        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-
 
 class TestAfter:
     def test_the_bytes_never_change(self) -> None:

@@ -160,20 +160,6 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     assert torch.equal(flat(held), flat(others))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must be finite and not negative"),
-        ({"lr": math.nan}, "lr must be finite"),
-        ({"momentum": 1.0}, "momentum must be at least 0 and below 1"),
-        ({"momentum": "0.9"}, "momentum must be"),
-    ],
-)
-def test_options_are_checked(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AutoSGD(parameters(), **options)
-
-
 def test_empty_shards_have_a_step_too() -> None:
     optimizer = AutoSGD([torch.nn.Parameter(torch.zeros(0))])
     assert [step(optimizer, [torch.zeros(0)]) for _ in range(2)] == [0.7, 0.7]

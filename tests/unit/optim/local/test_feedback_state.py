@@ -225,7 +225,3 @@ class TestRefusals:
         wrong[position].fill_(math.nan)
         with pytest.raises(ValueError, match=rf"^tensor {position + 1}, "):
             ErrorFeedback("int8").compensate([torch.ones(0), *wrong])
-
-    def test_an_unknown_codec_is_named(self) -> None:
-        with pytest.raises(ValueError, match=r"unknown codec 'int9'; known are fp32"):
-            ErrorFeedback("int9")

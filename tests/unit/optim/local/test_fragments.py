@@ -77,8 +77,3 @@ def test_digest_depends_on_names_and_pieces() -> None:
     assert digest == layout_digest(list(NAMES), fragments_of(NAMES, SHAPES, 4))
     assert digest != layout_digest(["other", *NAMES[1:]], pieces)
     assert digest != layout_digest(NAMES, fragments_of(NAMES, SHAPES, 3))
-
-
-def test_more_fragments_than_elements_are_refused() -> None:
-    with pytest.raises(ValueError, match="fragments must be at most the number of elements, 3, got 4"):
-        fragments_of(["a"], [(3,)], 4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from p2pavg.optim import FedAdagrad, FedAdam, FedYogi
+from p2pavg.optim import AutoSGD, FedAdagrad, FedAdam, FedYogi
 
 Server = FedAdagrad | FedAdam | FedYogi
 Array = NDArray[np.float64]
@@ -116,7 +116,7 @@ def test_a_closure_is_called_with_gradients_enabled(server: type[Server]) -> Non
     assert optimizer.step() is None
 
 
-WRONG: list[tuple[type[Server], dict[str, Any], str]] = [
+WRONG: list[tuple[type[Server | AutoSGD], dict[str, Any], str]] = [
     *[
         (FedAdam, {"lr": lr}, f"lr must be finite and not negative, got {lr!r}")
         for lr in (-1e-3, math.inf, "1")
@@ -129,6 +129,9 @@ WRONG: list[tuple[type[Server], dict[str, Any], str]] = [
         (FedAdagrad, {"beta1": beta1}, "beta1 must be at least 0 and below 1, got ")
         for beta1 in (1.0, math.nan)
     ],
+    (AutoSGD, {"lr": math.nan}, "lr must be finite and not negative, got nan"),
+    (AutoSGD, {"momentum": 1.0}, "momentum must be at least 0 and below 1, got 1.0"),
+    (AutoSGD, {"momentum": "0.9"}, "momentum must be at least 0 and below 1, got '0.9'"),
     (FedAdam, {"betas": (1.0, 0.99)}, "betas[0] must be at least 0 and below 1, got 1.0"),
     (FedYogi, {"betas": (0.9, -0.1)}, "betas[1] must be at least 0 and below 1, got -0.1"),
     (FedAdam, {"betas": (0.9,)}, "betas must be two numbers, got (0.9,)"),
@@ -137,7 +140,9 @@ WRONG: list[tuple[type[Server], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("server", "options", "message"), WRONG)
-def test_wrong_arguments_are_named(server: type[Server], options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named(
+    server: type[Server | AutoSGD], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         server(parameters(), **options)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

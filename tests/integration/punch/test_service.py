@@ -241,16 +241,23 @@ class TestHostileAskers:
                 await here.service.connect(there.peer_id, timeout=BOUND)
 
     @watched
-    async def test_a_connection_that_the_other_peer_reports_as_failed_is_no_success(self) -> None:
+    async def test_a_connection_that_the_other_peer_reports_as_failed_is_closed(self) -> None:
+        made: list[socket.socket] = []
+
+        async def succeed(plain: socket.socket) -> socket.socket:
+            made.append(plain)
+            return plain
+
+        async def fail(plain: socket.socket, peer_id: str, *, initiator: bool) -> None:
+            plain.close()
+            raise UnreachableError("no place")
+
         async with two_sides() as (here, there):
-
-            async def fail(plain: socket.socket, peer_id: str, *, initiator: bool) -> None:
-                await Side.adopt_socket(there, plain, peer_id, initiator=initiator)
-                raise UnreachableError("no place")
-
             there.adopt_socket = fail  # type: ignore[method-assign]
+            stream = await hostile_stream(here, there)
             with pytest.raises(UnreachableError, match=r"(try \d: the peer reported: no connection(; )?){3}"):
-                await here.service.connect(there.peer_id, timeout=BOUND)
+                await here.puncher.ask(stream, succeed)
+        assert [each.fileno() for each in made] == [-1] * TRIES
 
 
 class TestSilence:

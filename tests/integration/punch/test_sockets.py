@@ -124,6 +124,51 @@ async def test_nothing_stays_open_after_failures_and_cancellations() -> None:
     assert descriptors() == before
 
 
+@watched
+async def test_a_connection_that_is_made_as_its_caller_gives_up_is_closed() -> None:
+    made: list[socket.socket] = []
+
+    class Late(socket.socket):
+        def getsockopt(self, level: int, option: int) -> int:  # type: ignore[override]
+            made.append(self)
+            scope.cancel()
+            return super().getsockopt(level, option)
+
+    class LatePort(FreshPort):
+        def another(self) -> socket.socket:
+            late = Late(fileno=super().another().detach())
+            late.setblocking(False)
+            return late
+
+    with socket.create_server(("127.0.0.1", 0)) as server, LatePort() as mine:
+        remote = Endpoint("127.0.0.1", server.getsockname()[1])
+        with trio.CancelScope() as scope:
+            await punch(mine, remote, trio.current_time())
+    assert scope.cancelled_caught
+    assert [each.fileno() for each in made] == [-1]
+
+
+@watched
+async def test_of_two_connections_at_once_one_is_closed() -> None:
+    """Between two ports there are two connections if a machine has two addresses."""
+    made: list[socket.socket] = []
+
+    class TwoPorts(FreshPort):
+        def another(self) -> socket.socket:
+            made.append(super().another())
+            if len(made) == 2:  # the first one listens
+                with suppress(BlockingIOError):
+                    comes.connect(("127.0.0.2", self.port))
+            return made[-1]
+
+    with FreshPort() as other, other.another() as listening, other.another() as comes, TwoPorts() as mine:
+        listening.listen()
+        before = descriptors()
+        found = await punch(mine, Endpoint("127.0.0.1", other.port), trio.current_time())
+        assert descriptors() == before + 1
+        found.close()
+
+
 def test_fresh_ports_are_different() -> None:
     found = [FreshPort() for _ in range(200)]
     assert len({each.port for each in found}) == 200

@@ -335,6 +335,55 @@ class TestShortages:
             watcher.machine_source6()
 
 
+class TestOuterPort:
+    """The outer port of a fresh port, which a punch tells the other peer before it connects."""
+
+    async def test_a_router_that_keeps_ports_is_not_asked(
+        self, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        async def keeps(host: str, port: int, *, local_port: int | None, timeout: float) -> SeenEndpoint:
+            asked.append(host)
+            return SeenEndpoint(host=OUTER, port=50000, local_port=50000)
+
+        monkeypatch.setattr(watcher, "ask", keeps)
+        async with stage() as found:
+            await trio.sleep(20.0)
+            assert found.reachability.kind is Kind.PUNCHABLE
+            before = len(asked)
+            assert await found.watcher.outer_port(4, 7777) == 7777
+            assert len(asked) == before
+
+    async def test_two_peers_of_other_machines_are_asked_from_that_very_port(
+        self, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        async def ask(host: str, port: int, *, local_port: int | None, timeout: float) -> SeenEndpoint:
+            asked.append((host, port, local_port))
+            if host != answers:
+                raise UnreachableError(f"{host} is silent")
+            return SeenEndpoint(host=OUTER, port=61234, local_port=local_port or 0)
+
+        async with stage() as found:
+            await trio.sleep(20.0)  # by then, its router is known to be symmetric
+            monkeypatch.setattr(watcher, "ask", ask)
+            others = [("127.0.0.1", PORT), ("2001:db8::1", PORT), ("192.0.2.9", 0)]
+            found.around = [Neighbour(peer_id="other", host=host, port=port) for host, port in others]
+            found.around += [Neighbour(peer_id=name, host=host, port=PORT) for name, host in HOSTS.items()]
+            answers = HOSTS[BOB.peer_id]
+            assert await found.watcher.outer_port(4, 7777) == 61234
+            assert asked == [(host, PORT, 7777) for host in HOSTS.values()]
+            found.around.append(Neighbour(peer_id="a third", host="203.0.113.99", port=PORT))
+            answers = "203.0.113.99"
+            with pytest.raises(UnreachableError, match=r"198\.51\.100\.1 is silent; 192\.0\.2\.2 is silent"):
+                await found.watcher.outer_port(4, 7777)
+            found.around = []
+            with pytest.raises(UnreachableError, match="no peer can be asked"):
+                await found.watcher.outer_port(4, 7777)
+
+
 def test_machine_has_normal_ip_addresses() -> None:
     assert machine_hosts()
     assert all("%" not in host for host in machine_hosts())

@@ -223,7 +223,8 @@ async def test_more_inbound_streams_than_allowed_are_reset() -> None:
 
 
 @watched
-async def test_a_peer_that_reads_no_replies_loses_the_connection() -> None:
+async def test_a_peer_that_reads_no_replies_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pavg.net.libp2p.stream.STALL_SECONDS", 1e9)  # it is not lost as a stalled one
     async with host_that_cannot_write() as (host, stranger):
         with suppress(IOException):  # the connection may be lost before all pings are sent
             for number in range(guarded_yamux.MAX_REPLIES + 10):

@@ -56,6 +56,7 @@ async def test_ended_inbound_connections_leave_nothing_behind() -> None:
                 await stranger.open(1, ECHO)
             await eventually(lambda: len(host._swarm.get_connections()) < 25)
         await until_no_more_than(before, lambda: (tasks(), open_sockets()))
+        assert not host._connections._arrivals
         assert host._swarm._inbound_limiter.borrowed_tokens == 0
         await assert_serves_strangers(host)
 

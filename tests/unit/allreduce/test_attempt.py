@@ -436,8 +436,32 @@ class SaysNothing(Takes):
         self._ended.set()
 
 
+class Breaks(Takes):
+    """A lane that breaks before anything arrives."""
+
+    def __init__(self, _said: bytes, remote: str) -> None:
+        super().__init__(remote)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        raise StreamBrokenError("gone")
+
+    async def receive_some(self, count: int) -> bytes:
+        raise StreamBrokenError("gone")
+
+
 class TestTakingDirectLanes:
     """A direct lane carries contributions and then averages. A stream carries one of the two."""
+
+    async def test_a_lane_that_breaks_is_reported_before_its_sender_is_blamed(self) -> None:
+        """So the round asks at once whether the sender is still there."""
+        side = Side()
+        async with side.running():
+            await side.comes(C, Lane.PARTS, b"", stream=Breaks)
+            with trio.fail_after(60.0):
+                while not side.reports.broken:
+                    await trio.sleep(0.001)
+            assert side.reports.broken == [C]
+            assert side.reports.troubles == []
 
     @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
     async def test_a_direct_lane_of_a_streams_kind_is_not_due(self, kind: Lane) -> None:

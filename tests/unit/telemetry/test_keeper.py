@@ -48,11 +48,11 @@ UPDATE = UpdateTaken(
 FAILED = replace(ROUND, result=RoundKind.FAILED, reason="one was lost: \x1b[31mgone", lost={"one": "gone"})
 
 
-def after(*events: AnyEvent, now: float = 102.0) -> PeerStatus:
+def after(*events: AnyEvent, now: float = 102.0, mbps: tuple[float, float] = (1.0, 2.0)) -> PeerStatus:
     keeper = StatusKeeper(PeerStatus(name="me"))
     for event in events:
         keeper.take(event)
-    status = keeper.status(now=now, uptime=5.0, reach=("public", "public"), mbps=(1.0, 2.0))
+    status = keeper.status(now=now, uptime=5.0, reach=("public", "public"), mbps=mbps)
     assert read_status(encode_status(status)) == status
     return status
 
@@ -122,7 +122,8 @@ def test_drift_is_shown_until_all_agree() -> None:
 def test_values_out_of_range_are_brought_into_it() -> None:
     """Other peers would refuse the whole status, and this peer would vanish from their lists."""
     wild = replace(UPDATE, grad_norm=math.inf, learning_rates=(math.nan,), metrics={"loss": 1e101})
-    status = after(wild, replace(ROUND, sent={"lane": 2**60}, duration=-1.0, reason="x" * 500))
+    ended = replace(ROUND, sent={"lane": 2**60}, duration=-1.0, reason="x" * 500)
+    status = after(wild, ended, mbps=(math.inf, -1.0))
     assert status.learning_rate == 0.0
     assert status.rounds[0].duration == 0.0
 

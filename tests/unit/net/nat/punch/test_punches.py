@@ -60,11 +60,6 @@ def test_the_bytes_never_change(message: Any_, fields: tuple[object, ...]) -> No
     assert type(message).decode(message.encode()) == message
 
 
-@pytest.mark.parametrize("message", [PunchProposal(1, (FOUR,)), DialMe(("/ip4/203.0.113.1/tcp/1",))], ids=str)
-def test_a_request_is_recognised_by_its_kind(message: PunchProposal | DialMe) -> None:
-    assert decode_request(message.encode()) == message
-
-
 @pytest.mark.parametrize("message", [Sync(), PunchVerdict(), PunchAnswer("no")], ids=str)
 def test_other_messages_are_no_requests(message: Any_) -> None:
     with pytest.raises(RemoteProtocolError, match="Invalid value"):
@@ -172,10 +167,6 @@ class TestChoice:
 
     def test_only_a_common_version_is_taken(self) -> None:
         assert [choose(attempt, HERE, [self.FOUR]) for attempt in (1, 2)] == [("203.0.113.1", self.FOUR)] * 2
-
-    def test_without_a_common_version_there_is_a_reason(self) -> None:
-        own = Reachability(kind=Kind.PUNCHABLE, sentence="", punch_hosts=("203.0.113.1",))
-        assert choose(1, own, [self.SIX]) == "its outer addresses are of IPv4, and the proposed ones of IPv6"
 
 
 class TestTimes:

@@ -177,7 +177,17 @@ async def test_a_receiver_with_another_certificate_is_refused() -> None:
         await assert_goes_on(there)
 
 
-BAD_ASKS = [b"", b"x", pack(b""), pack(b"\x30\x00"), pack("text"), pack(b"a", b"b"), pack(bytes(5000))]
+BAD_ASKS = [
+    b"",
+    b"x",
+    pack("text"),
+    pack("lane"),
+    pack("lane", "text"),
+    pack("lane", b""),
+    pack("lane", b"\x30\x00"),
+    pack("lane", b"a", b"b"),
+    pack("lane", bytes(5000)),
+]
 
 
 @watched

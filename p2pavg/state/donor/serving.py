@@ -167,8 +167,8 @@ class DonorSession:
                 if isinstance(request, Cancel):
                     self._pending.pop(request.number, None)
                     continue
-                if len(self._pending) >= MAX_REQUESTS or request.number in self._pending:
-                    raise RemoteProtocolError("it asks for more at once than a joiner needs")
+                if request.number in self._pending:
+                    raise RemoteProtocolError("it asks twice under one number")
                 self._pending[request.number] = request
                 try:
                     if isinstance(request, AskManifest):
@@ -176,9 +176,8 @@ class DonorSession:
                     else:
                         ask_pieces.send_nowait(request)
                 # A cancelled request is pending no more, but stays in its queue until its turn.
-                # So the queue may be full.
                 except trio.WouldBlock:
-                    raise RemoteProtocolError("it cancels and asks without end") from None
+                    raise RemoteProtocolError("it asks for more at once than a joiner needs") from None
 
     async def _send_manifests(self, requests: trio.MemoryReceiveChannel[AskManifest]) -> None:
         async for request in requests:

@@ -141,7 +141,6 @@ class PendingRequests:
                 case FrameKind.REFUSAL:
                     reason = read_reason((yield from _grown(frame.length)))
                     self._end(request, DonorRefusedError(reason or "it gives no reason"))
-            del request  # it holds what it was for, and the next answer may be long in coming
 
     def _take(self, request: DonorRequest, index: int, piece: memoryview) -> None:
         request.given += 1
@@ -182,9 +181,8 @@ def _check(frame: Frame, request: DonorRequest) -> None:
             raise RemoteProtocolError(f"a refusal of {frame.length} bytes")
         return
     if frame.kind is FrameKind.MANIFEST:
-        if request.sizes or frame.index:
-            raise RemoteProtocolError("a manifest that was not asked for")
-        if not 0 < frame.length <= request.max_manifest_bytes:
+        # A request for pieces allows a manifest of 0 bytes, which is none.
+        if frame.index or not 0 < frame.length <= request.max_manifest_bytes:
             raise RemoteProtocolError(
                 f"a manifest of {frame.length} bytes, {request.max_manifest_bytes} are allowed"
             )

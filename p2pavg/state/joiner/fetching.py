@@ -129,8 +129,9 @@ def chunked(kind: BlobKind, root: bytes, size: int) -> Wanted:
 
     def read(data: bytes) -> BlobManifest:
         digests = [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
-        # The root is known from elsewhere. So a donor that lies cannot make this peer fetch anything else.
-        if len(data) != DIGEST_BYTES * count or root_of(digests, size) != root:
+        # The root is known from elsewhere. So a donor that lies cannot make this peer fetch anything else. A root that
+        # was made of more or fewer digests is refused by the manifest.
+        if root_of(digests, size) != root:
             raise RemoteProtocolError("the digests of another blob than it offers")
         return BlobManifest([CHUNK_BYTES] * (count - 1) + [size - CHUNK_BYTES * (count - 1)], digests)
 

@@ -125,7 +125,7 @@ DAMAGE: dict[str, bytes] = {
     "a manifest": encode_frame(Frame(FrameKind.MANIFEST, 1, 0, 5)) + b"first",
     "a piece too much": b"".join(framed(1, 10 + place, piece) for place, piece in enumerate([*PIECES, b"x"])),
     "a refusal with an index": encode_frame(Frame(FrameKind.REFUSAL, 1, 1, 1)) + b"x",
-    "a refusal that is too long": encode_frame(Frame(FrameKind.REFUSAL, 1, 0, 801)) + b"x" * 801,
+    "the announcement of a refusal that is too long": encode_frame(Frame(FrameKind.REFUSAL, 1, 0, 801)),
     "an end with a length": encode_frame(Frame(FrameKind.END, 0, 0, 1)) + b"x",
 }
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from p2pavg.state.tree import CHUNK_BYTES, ChunkDigester, chunk_count, chunk_digests, root_of
+from p2pavg.base.errors import RemoteProtocolError
+from p2pavg.state.joiner.fetching import chunked
+from p2pavg.state.tree import CHUNK_BYTES, BlobKind, ChunkDigester, chunk_count, chunk_digests, root_of
 
 SIZES = [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 7]
 
@@ -56,6 +58,21 @@ def test_a_chunk_that_looks_like_the_list_of_digests_has_another_root() -> None:
     digests = chunk_digests(blob(SIZES[-1]))
     joined = b"".join(digests)
     assert chunk_digests(joined)[0] != root_of(digests, SIZES[-1])
+
+
+def test_a_donors_digests_count_only_if_their_root_was_asked_for() -> None:
+    """Each piece is checked against them: a donor could send any state with digests of its own."""
+    size = SIZES[-1]
+    digests = chunk_digests(blob(size))
+    wanted = chunked(BlobKind.SNAPSHOT, root_of(digests, size), size)
+    manifest = wanted.read_manifest(b"".join(digests))
+    assert (manifest.digests, manifest.sizes) == (digests, [*[CHUNK_BYTES] * 5, 7])
+    with pytest.raises(RemoteProtocolError):
+        wanted.read_manifest(b"".join([*digests[:-1], bytes(32)]))
+    # A root that was made of more or fewer digests than the blob has chunks.
+    for others in (digests[:-1], [*digests, bytes(32)], [*digests, b"\0"]):
+        with pytest.raises(RemoteProtocolError):
+            chunked(BlobKind.SNAPSHOT, root_of(others, size), size).read_manifest(b"".join(others))
 
 
 def test_golden_root() -> None:

@@ -359,14 +359,17 @@ class TestProof:
         assert holds.phase is RoundPhase.COMMITTED
         assert actions[-1] == Tell(2, commit(1, 2)), "it adds its own signature"
 
-    def test_signatures_that_several_members_told_count_together(self) -> None:
-        holds, _ = advance(member(1, 4), complete(1))
+    @pytest.mark.parametrize("digest", [RESULT, bytes(len(RESULT))], ids=["one result", "another"])
+    def test_signatures_that_several_members_told_count_together_if_of_one_result(
+        self, digest: bytes
+    ) -> None:
         all_members = frozenset(range(4))
-        for sender, signers in ((2, (2, 0)), (3, (3,))):
-            assert holds.phase is RoundPhase.HOLDING
-            holds, _ = advance(holds, VoteHeard(sender, commit(*signers, members=all_members)))
-        assert holds.phase is RoundPhase.COMMITTED
-        assert holds.committed == commit(0, 1, 2, 3, members=all_members)
+        holds, _ = advance(member(1, 4), complete(1))
+        holds, _ = advance(holds, VoteHeard(2, commit(2, 0, members=all_members)))
+        assert holds.phase is RoundPhase.HOLDING
+        holds, _ = advance(holds, VoteHeard(3, commit(3, digest=digest, members=all_members)))
+        whole = commit(0, 1, 2, 3, members=all_members) if digest == RESULT else None
+        assert holds.committed == whole
 
     def test_a_result_that_counts_a_member_that_gave_up_counts_once_that_member_is_dead(self) -> None:
         """It gave up before it held the result, so it keeps its contribution."""

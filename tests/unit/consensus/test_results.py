@@ -57,6 +57,17 @@ OF_OTHERS = Complete(4, some(0, 2, 3))
     [
         pytest.param(answers({1: promise(), 2: WITH_RESULT}, dead=some(0, 3)), RESULT, id="several died"),
         pytest.param(answers(dict.fromkeys(range(SIZE), WITH_RESULT)), RESULT, id="all answer"),
+        # A dead reducer answers no audit, for which the others would wait before they hold its averages.
+        pytest.param(
+            dataclasses.replace(answers({1: promise(), 2: WITH_RESULT}, dead=some(0, 3)), verify=True),
+            None,
+            id="one lacks it, with audits",
+        ),
+        pytest.param(
+            dataclasses.replace(answers({1: WITH_RESULT, 2: WITH_RESULT}, dead=some(0, 3)), verify=True),
+            RESULT,
+            id="all that are left have it, with audits",
+        ),
         # It keeps its contribution for the next round, so this round's result must not count it.
         pytest.param(answers({0: WITH_RESULT, 1: promise(), 2: promise()}), None, id="one may be alive"),
         pytest.param(

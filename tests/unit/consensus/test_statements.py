@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from p2pavg.base.errors import RemoteProtocolError
 from p2pavg.consensus.statements import (
     MAX_EVIDENCE_BYTES,
+    Contradiction,
     Signed,
     Statement,
     contradiction,
@@ -92,6 +94,8 @@ def test_changed_evidence_is_refused() -> None:
             read_evidence(bytes(changed))
         with pytest.raises(RemoteProtocolError):
             read_evidence(data[:position])
-    for larger in (data + b"\0", bytes(MAX_EVIDENCE_BYTES + 1)):
+    said = Contradiction.decode(data)
+    other_order = structs.replace(said, first=said.second, second=said.first).encode()
+    for wrong in (other_order, data + b"\0", bytes(MAX_EVIDENCE_BYTES + 1)):
         with pytest.raises(RemoteProtocolError):
-            read_evidence(larger)
+            read_evidence(wrong)

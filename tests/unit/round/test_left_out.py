@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
+import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
@@ -130,6 +131,21 @@ async def test_a_question_that_is_out_of_date_gives_a_member_no_more_time() -> N
         assert (voting.member.promised, lines.closed) == (8, [])
         await trio.sleep(PROMISE_SECONDS / 2)
         assert lines.closed == [1]
+
+
+@pytest.mark.parametrize(("ballot", "lost"), [(4, [1]), (8, [])])
+async def test_a_promise_counts_for_its_question_and_earlier_ones(ballot: int, lost: list[int]) -> None:
+    """The leader asks again with a newer ballot before it has begun one."""
+    async with leader(4) as (voting, lines):
+        voting.lost(1, "too slow", reachable=True)
+        if ballot == 4:
+            voting.heard(1, promise(4))
+        voting.heard(2, StaleBallot(5))
+        assert voting.member.promised == 8
+        if ballot == 8:
+            voting.heard(1, promise(8))
+        await trio.sleep(2 * PROMISE_SECONDS)
+        assert lines.closed == lost
 
 
 async def test_a_member_that_can_be_reached_no_longer_is_lost() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 import p2pavg
 from p2pavg.allreduce.vector.accumulation import Accumulation
@@ -132,6 +133,32 @@ def test_plan_is_deterministic() -> None:
     assert plans(7) == plans(7)
     assert plans(7) != plans(8)
     assert "Fault(what=" in plans(7)
+
+
+def test_the_order_in_which_tasks_wake_follows_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trio cancels them in the order of their places in memory, so those of earlier runs are kept in theirs."""
+    monkeypatch.setattr("trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING", False)  # pytest-trio has set it
+    kept: list[trio.lowlevel.Task] = []
+
+    async def main() -> list[int]:
+        ended: list[int] = []
+
+        async def end_last(number: int) -> None:
+            kept.append(trio.lowlevel.current_task())
+            try:
+                await trio.sleep_forever()
+            finally:
+                ended.append(number)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(50):
+                nursery.start_soon(end_last, number)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        return ended
+
+    assert simulate(main, seed=3) == simulate(main, seed=3)
+    assert simulate(main, seed=3) != simulate(main, seed=4)
 
 
 def test_run_is_deterministic() -> None:

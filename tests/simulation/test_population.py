@@ -224,8 +224,8 @@ async def test_a_member_that_lies_about_its_score_is_copied_once_by_each_and_by_
     assert all("worse than this member's own" in report.failures[liar] for report in taken_back)
     assert all(report.copied_from != liar for report in reports)
     assert len(taken_back) <= 3
+    assert all(report.score < 5.0 for report in reports), "with the liar's weights it would be thousands"
     for outcome in found.values():
-        assert outcome.reports[-1].score < 5.0
         refusals = [report.refused.get(liar, "") for report in outcome.reports]
         caught = [report.generation for report in outcome.reports if liar in report.failures]
         if caught and caught[0] < 5:
@@ -240,18 +240,23 @@ async def test_words_of_other_settings_and_of_strangers_to_the_format_count_noth
         if loop.index == 1:
             train(loop, generations=3, settings=other)
             return None
-        if loop.index == 2:
+        if loop.index >= 2:
+            _, population, score = member_of(loop)
+            while loop.index == 3 and population.generation < 1:
+                loop.sleep(1.0)
+                population.step(score)
+            # The word that the last one has published before counts no longer.
             loop.averager.board(TOPIC).publish(b"not a word", now=True)
             loop.sleep(200.0)
             return None
         return train(loop, generations=3)
 
-    found = await run_loops(MemoryNetwork(latency=LAN), 3, play, config=CONFIG)
+    found = await run_loops(MemoryNetwork(latency=LAN), 4, play, config=CONFIG)
     report = found[0].reports[-1]  # type: ignore[union-attr]
     assert report.counted == ()
     assert report.copied_from is None
     assert sorted(report.refused.values())[0] == "its population has other settings"
-    assert "no Word" in sorted(report.refused.values())[1]
+    assert ["no Word" in why for why in sorted(report.refused.values())[1:]] == [True, True]
 
 
 async def test_a_score_that_is_not_finite_counts_nothing_and_its_member_copies_another() -> None:

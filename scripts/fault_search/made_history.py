@@ -102,6 +102,8 @@ class MadeRun:
         """Numbers of the signers that are in each round."""
         self.weights: dict[int, float] = {}
         """Of a member, if it is not 8."""
+        self.norms: dict[int, float] = {}
+        """That a member signs of its contribution, if it is not 0."""
         self.signs: list[int] | None = None
         """Places of the members that sign that they hold the result; ``None``: all."""
         self.clocks: dict[int, float] = {}
@@ -241,6 +243,7 @@ class MadeRun:
             addresses=("/ip4/203.0.113.7/tcp/40001",),
             state=self.lineage.state,
             metrics={"loss": 2.0},
+            norm=self.norms.get(number, 0.0),
             certificate=self.shown.get(number, self.certificate(number)),
         )
 

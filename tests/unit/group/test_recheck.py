@@ -103,8 +103,8 @@ TENSORS = [GRADIENT[:1000].view(10, 100), GRADIENT[1000:]]
 @pytest.mark.parametrize(("start", "stop"), [(0, ELEMENTS), (2048, 4096)])
 def test_an_honest_contribution_is_explained(codec: str, start: int, stop: int) -> None:
     noise = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(2))
-    # Much more than float32 differs between machines, and about as much as bfloat16.
-    other = GRADIENT + 0.01 * noise
+    # As much as float32 and bfloat16 differ at most: with few levels, many values fall on another one.
+    other = GRADIENT + 0.05 * noise
     found = compare(contribution(other, codec, start, stop), TENSORS, resolve_codec(codec))
     assert not found.differs, found.why
 

@@ -141,6 +141,7 @@ class PendingRequests:
                 case FrameKind.REFUSAL:
                     reason = read_reason((yield from _grown(frame.length)))
                     self._end(request, DonorRefusedError(reason or "it gives no reason"))
+            del request  # it holds what it was for, and the next answer may be long in coming
 
     def _take(self, request: DonorRequest, index: int, piece: memoryview) -> None:
         request.given += 1

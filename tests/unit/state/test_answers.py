@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -115,6 +116,20 @@ def test_the_memory_of_a_manifest_grows_with_what_arrives() -> None:
     number = reading.ask_manifest(1 << 30).number
     reading.receive(encode_frame(Frame(FrameKind.MANIFEST, number, 0, 1 << 30)) + bytes(1000))
     assert reading.largest <= 64 * 1024
+
+
+def test_an_answered_request_is_held_no_longer() -> None:
+    """What it was for may hold a whole average, and the next answer may be long in coming."""
+    reading = Reading()
+    request = reading.ask_pieces(PIECES[:1])
+    buffers, rest = reading.answers.read(), framed(request.number, 10, PIECES[0])
+    buffer = next(buffers)
+    while rest:
+        buffer[:], rest = rest[: len(buffer)], rest[len(buffer) :]
+        buffer = next(buffers)
+    gone = weakref.ref(request)
+    del request
+    assert gone() is None
 
 
 DAMAGE: dict[str, bytes] = {

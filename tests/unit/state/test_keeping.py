@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import trio
 import trio.testing
@@ -50,3 +51,12 @@ async def test_the_end_of_a_download_waits_for_threads_that_keep_a_piece() -> No
             keeping.take(1, memoryview(BLOB.pieces[1]))  # comes too late
             sink.go_on.set()
     assert sink.kept == [0]
+
+
+async def test_a_download_that_has_ended_holds_no_blob() -> None:
+    """Sessions refer to it until their donors have answered what was cancelled."""
+    sink = MemorySink(BLOB.sizes)
+    keeping, gone = Keeping(sink, MANIFEST, "a blob"), weakref.ref(sink)
+    assert await keeping.end() is sink
+    del sink
+    assert gone() is None

@@ -5,8 +5,8 @@ import pytest
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 
-from p2pavg_dht import Ed25519Signer, Record, RecordError, sign_record, verify
-from p2pavg_dht.record import MAX_SEQUENCE, MAX_WIRE_BYTES, live_records, pack, unpack
+from p2pavg_dht import Ed25519Signer, RecordError, sign_record, verify
+from p2pavg_dht.record import MAX_SEQUENCE, MAX_WIRE_BYTES, pack, unpack
 
 SIGNER = Ed25519Signer(bytes(range(32)))
 OTHER = Ed25519Signer(bytes(range(1, 33)))
@@ -28,13 +28,6 @@ def test_the_signature_is_over_these_very_bytes() -> None:
     assert GOLDEN.signature == SIGNER.sign(message)
 
 
-def test_the_signature_never_changes() -> None:
-    assert GOLDEN.signature.hex() == (
-        "e7a3b4d8f51f36eeeb71aaae6efaacd1cd271145d8655bec9150be492ff45ba5"
-        "229a5a2aead3d057f3e37f4e8d3566c74c1a765336cb7f8b11c50f61c4507103"
-    )
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -50,13 +43,6 @@ def test_the_signature_never_changes() -> None:
 def test_a_record_changed_in_any_field_is_forged(change: dict[str, Any]) -> None:
     with pytest.raises(RecordError, match="forged"):
         verify(replace(GOLDEN, **change))
-
-
-def test_a_signature_without_the_domain_tag_is_refused() -> None:
-    message = b"k" * 32 + b"\x00\x34" + SIGNER.peer_id.encode() + bytes(20)
-    record = replace(GOLDEN, sequence=0, expiration_time=0.0, value=b"", signature=SIGNER.sign(message))
-    with pytest.raises(RecordError, match="forged"):
-        verify(record)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +83,3 @@ def test_wire_bytes_bound_the_encoded_size() -> None:
     )
     assert len(encode(biggest)) <= biggest.wire_bytes == MAX_WIRE_BYTES
     assert len(encode(GOLDEN)) <= GOLDEN.wire_bytes
-
-
-def _record(sequence: int, expiration_time: float, value: bytes, signer: Ed25519Signer = SIGNER) -> Record:
-    return sign_record(signer, key=bytes(32), sequence=sequence, expiration_time=expiration_time, value=value)
-
-
-def test_a_withdrawal_hides_its_record_and_itself() -> None:
-    assert live_records([_record(1, 100.0, b"old"), _record(2, 100.0, b"")], 0.0) == ()
-
-
-def test_an_expired_record_does_not_restore_the_one_it_replaced() -> None:
-    assert live_records([_record(1, 100.0, b"old"), _record(2, 50.0, b"new")], 60.0) == ()

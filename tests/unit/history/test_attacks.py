@@ -46,7 +46,7 @@ from scripts.fault_search.made_history import (
     record,
     taken_apart,
 )
-from tests.unit.history.test_checking import change_entry, check
+from tests.unit.history.test_checking import change_entry, check, is_the_state_of
 
 
 def with_snapshot(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
@@ -104,8 +104,7 @@ def test_texts_of_the_recipe_decide_nothing(tmp_path: Path) -> None:
     run, (path,) = history(tmp_path)
     with_snapshot(path, other_texts)
     report = check(tmp_path)
-    assert report.replica is not None
-    assert all(map(torch.equal, report.replica.parameters, run.parameters))
+    assert is_the_state_of(run, report)
 
 
 def test_a_first_state_of_the_optimizer_is_its_archivists_word(tmp_path: Path) -> None:
@@ -205,6 +204,18 @@ def test_an_update_that_stands_twice_is_credited_once(tmp_path: Path) -> None:
     assert any("stands twice in the segments of its archivist" in fault for fault in report.faults)
     assert {sum(day.updates for day in each.days) for each in report.contributed.credited()} == {4}
     assert run.lineage.epoch == 4
+
+
+def test_a_certificate_stands_for_one_update(tmp_path: Path) -> None:
+    _, (path,) = history(tmp_path)
+    pieces = taken_apart(path)
+    last = pieces[-2].entry
+    assert isinstance(last, Update)
+    again = msgspec.structs.replace(last, epoch=last.epoch + 1, before=last.after, after=bytes([7]) * 32)
+    put_together(path, [*pieces[:-1], Piece(again, pieces[-2].payload), pieces[-1]], FIRST, ARCHIVIST)
+    report = check(tmp_path, averages=False)
+    assert any("have signed another state before it" in fault for fault in report.faults)
+    assert {sum(day.updates for day in each.days) for each in report.contributed.credited()} == {4}
 
 
 def test_a_segment_that_stands_twice_is_told(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def check(directory: Path, **options: Any) -> HistoryReport:
     return check_history(directory, CheckOptions(**options))
 
 
+def is_the_state_of(run: MadeRun, report: HistoryReport) -> bool:
+    return report.replica is not None and all(map(torch.equal, report.replica.parameters, run.parameters))
+
+
 def change_entry(path: Path, index: int, **fields: Any) -> None:
     """Change an entry of a segment, with the right chain and seal."""
     pieces = taken_apart(path)
@@ -80,8 +84,7 @@ def test_optimizers_of_torch_are_replayed(tmp_path: Path, make: Callable[..., An
     record(run, tmp_path, 4)  # from a snapshot with the optimizer's state
     report = check(tmp_path)
     assert (report.faults, report.replayed) == ([], 8)
-    assert report.replica is not None
-    assert all(map(torch.equal, report.replica.parameters, run.parameters))
+    assert is_the_state_of(run, report)
 
 
 def test_rates_that_change_are_replayed_without_their_schedule(tmp_path: Path) -> None:
@@ -94,6 +97,7 @@ def test_rates_that_change_are_replayed_without_their_schedule(tmp_path: Path) -
             schedule.step()
     report = check(tmp_path)
     assert (report.faults, report.replayed) == ([], 6)
+    assert is_the_state_of(run, report)
 
 
 def test_an_optimizer_that_is_not_known_is_checked_and_not_replayed(tmp_path: Path) -> None:
@@ -116,8 +120,7 @@ def test_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(before)
     assert (report.faults, report.replayed) == ([], 6)
-    assert report.replica is not None
-    assert all(map(torch.equal, report.replica.parameters, run.parameters))
+    assert is_the_state_of(run, report)
 
 
 # Parts of a history.
@@ -286,13 +289,15 @@ def test_a_run_that_goes_on_from_nowhere_is_a_fault(tmp_path: Path) -> None:
     assert "the state of update 3 is not what the updates before it give" in fault
 
 
-def test_no_more_than_the_median_weight_is_credited_under_a_robust_rule(tmp_path: Path) -> None:
+def test_a_contribution_is_credited_as_the_rule_counts_it(tmp_path: Path) -> None:
     for name, aggregation, credited in (
         ("mean", Aggregation(), 1e5),
         ("robust", Aggregation(robust=CenteredClip()), 8.0),
+        ("max_norm", Aggregation(max_norm=1.0), 1e4),
     ):
         run = MadeRun(aggregation=aggregation)
         run.weights[3] = 1e5
+        run.norms = {0: 1.0, 1: 1.0, 2: 1.0, 3: 10.0}
         record(run, tmp_path / name, 1)
         found = {
             credit.peer_id: credit.days[0].samples for credit in check(tmp_path / name).contributed.credited()

@@ -36,17 +36,6 @@ def good(directory: Path, **options: Any) -> HistoryReport:
     return report
 
 
-def test_a_history_is_replayed_to_the_last_bit(tmp_path: Path) -> None:
-    run = MadeRun()
-    record(run, tmp_path, 12)
-    report = good(tmp_path)
-    assert (report.updates, report.replayed, report.first, report.last, report.holes) == (12, 12, 0, 12, [])
-    assert len(report.peers) == 4
-    assert report.replica is not None
-    for mine, its in zip(report.replica.parameters, run.parameters, strict=True):
-        assert torch.equal(mine, its)
-
-
 def test_a_new_process_begins_a_segment_that_follows(tmp_path: Path) -> None:
     run = MadeRun()
     for _ in range(3):

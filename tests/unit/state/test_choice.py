@@ -91,10 +91,6 @@ class TestDonors:
         assert max(one, other) % min(one, other) == 0
         assert max(one, other) <= MAX_ALIGN
 
-    def test_a_donor_takes_a_snapshot_only_if_one_is_wanted(self) -> None:
-        assert takes_snapshot(DONOR)
-        assert not takes_snapshot(replace(DONOR, wanted=False))
-
     def test_a_fast_donor_waits_for_an_aligned_update(self) -> None:
         fast = replace(DONOR, update_seconds=0.5)
         assert [e for e in range(32, 49) if takes_snapshot(replace(fast, epoch=e))] == [32, 40, 48]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import random
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,19 +54,6 @@ TWO = METADATA | {"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 4, 8)}
 class TestCanonical:
     def test_golden_bytes(self) -> None:
         assert blake3(copy_of(SMALL)).hexdigest() == GOLDEN
-
-    def test_the_order_in_which_a_content_was_made_does_not_count(self) -> None:
-        backwards = Content(
-            {name: SMALL.tensors[name] for name in sorted(SMALL.tensors, reverse=True)},
-            {"schedule": {0: [True], "last": (1, 2.5, None)}, "epoch": 12, "lineage": b"\x01\x02"},
-        )
-        assert copy_of(backwards) == copy_of(SMALL)
-
-    def test_layout_in_memory_does_not_count(self) -> None:
-        spread = torch.arange(24.0).reshape(4, 6)[::2, 1::2]
-        assert not spread.is_contiguous()
-        assert copy_of(Content({"x": spread})) == copy_of(Content({"x": spread.contiguous()}))
-        assert copy_of(Content({"x": spread.clone().requires_grad_()})) == copy_of(Content({"x": spread}))
 
     @given(contents.contents)
     def test_any_content_comes_back_bit_for_bit(self, content: Content) -> None:
@@ -200,6 +186,10 @@ class TestStrangers:
             (file_of(TWO | {"": entry("F32", [0], 8, 8)}, bytes(8)), "printable text"),
             (file_of(json.dumps(TWO).encode(), bytes(8)), "breaks the format"),
             (file_of(json.dumps(TWO, separators=(",", ":")).encode() + b"x", bytes(8)), "something follows"),
+            (
+                file_of(json.dumps(TWO, separators=(",", ":")).replace('"b"', '"a"').encode(), bytes(8)),
+                "'a' twice",
+            ),
             (file_of(b"[" * 4096), "breaks the format"),
             (file_of(b'{"a":' * 4096), "breaks the format"),
             (file_of(b'{"\\ud800":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"x"), "no Unicode"),
@@ -211,11 +201,6 @@ class TestStrangers:
     def test_a_broken_file_is_refused_with_the_reason(self, data: bytes, pattern: str) -> None:
         with pytest.raises(StateError, match=pattern):
             read(data)
-
-    def test_a_name_twice_is_refused(self) -> None:
-        text = json.dumps(TWO, separators=(",", ":")).replace('"b"', '"a"').encode()
-        with pytest.raises(StateError, match="'a' twice"):
-            read(file_of(text, bytes(8)))
 
     def test_a_caller_bounds_the_number_of_tensors(self) -> None:
         data = copy_of(SMALL)
@@ -245,14 +230,6 @@ class TestStrangers:
         self, content: Content, changes: list[tuple[str, float, bytes]]
     ) -> None:
         refused_or_read(changed(bytearray(copy_of(content)), changes))
-
-    def test_every_flipped_byte_of_a_header_is_refused_or_read(self) -> None:
-        data = bytes(copy_of(SMALL))
-        draws = random.Random(0)
-        for position in range(8 + int.from_bytes(data[:8], "little")):
-            broken = bytearray(data)
-            broken[position] ^= draws.randrange(1, 256)
-            refused_or_read(broken)
 
 
 def changed(data: bytearray, changes: list[tuple[str, float, bytes]]) -> bytearray:

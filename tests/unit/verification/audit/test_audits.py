@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,15 @@ RULES = [
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.text or "mean")
+# Each codec and each rule in a first attempt and in a later one.
+plays = pytest.mark.parametrize(
+    ("codec", "rule", "attempt"),
+    [
+        (codec, rule, 2 * (number % 2))
+        for number, (codec, rule) in enumerate(itertools.product(CODECS, RULES))
+    ],
+    ids=lambda value: getattr(value, "name", None) or getattr(value, "text", str(value)) or "mean",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +54,7 @@ def judged(played: Played, auditor: int, reducer: int) -> Lie | None:
     return task.judge(manifest, inputs)
 
 
-@codecs
-@rules
-@pytest.mark.parametrize("attempt", [0, 2])
+@plays
 def test_true_averages_pass(codec: Codec, rule: Aggregation, attempt: int) -> None:
     played = Played(codec, rule, attempt=attempt)
     for auditor in range(3):
@@ -54,9 +62,7 @@ def test_true_averages_pass(codec: Codec, rule: Aggregation, attempt: int) -> No
             assert judged(played, auditor, reducer) is None
 
 
-@codecs
-@rules
-@pytest.mark.parametrize("attempt", [0, 2])
+@plays
 def test_a_false_average_is_proved_to_every_peer(codec: Codec, rule: Aggregation, attempt: int) -> None:
     played = Played(codec, rule, liar=1, attempt=attempt)
     lie = judged(played, 0, 1)

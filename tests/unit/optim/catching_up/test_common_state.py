@@ -319,6 +319,15 @@ def test_a_false_state_is_refused_and_changes_nothing(mistake: str) -> None:
     takes(joiner, donor.sent())  # the same state without the change
 
 
+def test_a_state_of_another_update_than_its_donors_say_is_refused() -> None:
+    donor, joiner = Peer("Adam", steps=2), Peer("Adam")
+    said = donor.optimizer.lineage
+    joiner.common.prepare(donor.sent(), said)
+    for other in (replace(said, epoch=said.epoch + 1), replace(said, state=bytes(32))):
+        with pytest.raises(StateError, match="another update than its donors say"):
+            joiner.common.prepare(donor.sent(), other)
+
+
 @pytest.mark.parametrize("count", [2**60, -1, "1", 1.0])
 def test_a_counter_of_milestones_counts_a_few(count: Any) -> None:
     """A rate is multiplied by a power of this number, which Python computes exactly for whole numbers."""

@@ -41,25 +41,6 @@ def test_numbers_of_another_format_are_hashed_as_bytes() -> None:
     assert chunk_digests(numbers.data) == chunk_digests(numbers.tobytes())
 
 
-def test_the_root_depends_on_every_digest_their_order_and_the_size() -> None:
-    digests = chunk_digests(blob(SIZES[-1]))
-    roots = {
-        root_of(digests, SIZES[-1]),
-        root_of(digests, SIZES[-1] + 1),
-        root_of(digests[:-1], SIZES[-1]),
-        root_of([*digests[1:], digests[0]], SIZES[-1]),
-        *(root_of([*digests[:i], bytes(32), *digests[i + 1 :]], SIZES[-1]) for i in range(len(digests))),
-    }
-    assert len(roots) == 4 + len(digests)
-    assert all(len(root) == 32 for root in roots)
-
-
-def test_a_chunk_that_looks_like_the_list_of_digests_has_another_root() -> None:
-    digests = chunk_digests(blob(SIZES[-1]))
-    joined = b"".join(digests)
-    assert chunk_digests(joined)[0] != root_of(digests, SIZES[-1])
-
-
 def test_a_donors_digests_count_only_if_their_root_was_asked_for() -> None:
     """Each piece is checked against them: a donor could send any state with digests of its own."""
     size = SIZES[-1]

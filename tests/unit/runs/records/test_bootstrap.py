@@ -59,16 +59,10 @@ async def test_an_address_that_is_given_twice_is_dialled_once(autojump_clock: Mo
 
 async def test_the_error_names_each_address_once_with_its_reason(autojump_clock: MockClock) -> None:
     with pytest.raises(BootstrapError) as caught:
-        await dial([FIRST, SECOND], {})
+        await dial([FIRST, SECOND], {SECOND: float("inf")})
     assert str(caught.value) == (
-        f"no bootstrap peer could be reached within 15 s: {FIRST} (refused); {SECOND} (refused)"
+        f"no bootstrap peer could be reached within 15 s: {FIRST} (refused); {SECOND} (no answer)"
     )
-
-
-async def test_an_address_that_never_answers_has_a_reason_too(autojump_clock: MockClock) -> None:
-    """Version 0.1 raised an error with empty parentheses."""
-    with pytest.raises(BootstrapError, match=r"within 15 s: .* \(no answer\)"):
-        await dial([FIRST], {FIRST: float("inf")})
 
 
 async def test_the_wait_is_explained_while_it_lasts(

@@ -115,19 +115,36 @@ async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
         assert swarm.ended[result.peers[0]] - max(swarm.began.values()) < 2.0
 
 
-async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member() -> None:
-    """It signs a certificate itself, which its own program accepts."""
+def self_signed(index: int) -> Any:
+    """Return the access of a stranger that knows the secret: it signs a certificate, which its own program accepts."""
     stranger = Authority(b"s" * 32)
-    signer = simulated_signer(2)
-    forged = RUN.certify(signer.peer_id, sign=stranger.sign, not_before=EPOCH, expires=EPOCH + 3600.0)
+    peer_id = simulated_signer(index).peer_id
+    forged = RUN.certify(peer_id, sign=stranger.sign, not_before=EPOCH, expires=EPOCH + 3600.0)
     access = certified(0)
     object.__setattr__(access, "certificate", forged.data)
+    return access
+
+
+async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
-        how = [of_run(0, group_size=2), of_run(1, group_size=2), of_run(2, access, group_size=2)]
+        how = [of_run(0, group_size=2), of_run(1, group_size=2), of_run(2, self_signed(2), group_size=2)]
         swarm = await step_all(peers, how)
     assert isinstance(result_of(swarm, 2), p2pavg.NoPeers)
     for index in (0, 1):
         assert isinstance(result_of(swarm, index), p2pavg.Success)
+
+
+async def test_members_read_no_record_of_a_stranger_with_the_secret_but_no_certificate() -> None:
+    """A member that was revoked still knows the secret."""
+    key = run_key("sim")
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        known = [
+            RunRecords(peer.records, Membership(access, peer.id), simulated_clock)
+            for peer, access in zip(peers, (certified(0), certified(1), self_signed(2)), strict=True)
+        ]
+        for records in known[1:]:
+            await records.publish(key, b"word", ttl=60.0)
+        assert {record.publisher for record in await known[0].find(key)} == {peers[1].id}
 
 
 async def test_peers_of_an_open_run_of_the_same_name_do_not_meet_the_members() -> None:

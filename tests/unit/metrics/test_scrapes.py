@@ -39,7 +39,8 @@ def serving(registry: CollectorRegistry) -> Iterator[MetricsServer]:
 
 
 @pytest.fixture
-def served(registry: CollectorRegistry) -> Iterator[MetricsServer]:
+def served(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsServer]:
+    monkeypatch.setattr(server, "REPLY_SECONDS", 10 * PATIENCE)  # time alone ends no connection
     with serving(registry) as found:
         yield found
 

@@ -279,12 +279,16 @@ async def test_addresses_at_other_hosts_than_the_router_are_not_asked(
 
 
 @pytest.mark.parametrize(
-    "control", ["/a b", "/a\nX-Header: 1", "https://127.0.0.1/", "file:///etc/passwd", "/" * 600]
+    ("control", "base"),
+    [
+        *((each, "") for each in ("/a b", "/a\nX-Header: 1", "https://127.0.0.1/", "file:///x", "/" * 600)),
+        ("relative", f"<URLBase>http://{GATEWAY}/a b/</URLBase>"),
+    ],
 )
-async def test_addresses_that_would_change_the_request_are_not_asked(control: str) -> None:
+async def test_addresses_that_would_change_the_request_are_not_asked(control: str, base: str) -> None:
     router = Router()
     async with at_home(router) as client:
-        router.control = control
+        router.control, router.base = control, base
         with pytest.raises(UnreachableError, match="the router sent an address"):
             await client.add(PORT, PORT, LEASE)
     assert router.requests == ["GET /description.xml HTTP/1.1"]

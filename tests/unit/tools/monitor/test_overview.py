@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,8 +16,8 @@ from p2pavg.telemetry.events import RoundKind
 from p2pavg.telemetry.status import Activity, PeerStatus, RoundClaim, TransferClaim, key_of
 from p2pavg.tools.monitor import overview as overview_module
 from p2pavg.tools.monitor.lineages import Compared, branches
-from p2pavg.tools.monitor.overview import FEW_PEERS, MAX_GONE, MAX_NEWS, MAX_PEERS, Overview
-from p2pavg.tools.monitor.rounds import MAX_ROUNDS, MergedRounds
+from p2pavg.tools.monitor.overview import FEW_PEERS, MAX_GONE, MAX_NEWS, MAX_PEERS, MAX_SHOWN_EDGES, Overview
+from p2pavg.tools.monitor.rounds import MAX_CLAIMS, MAX_ROUNDS, MergedRounds
 from p2pavg.tools.monitor.series import MAX_PER_PEER, MAX_POINTS, MAX_SERIES, Series
 from tests.unit.telemetry.statuses import FULL, statuses
 
@@ -129,8 +129,11 @@ def test_peer_that_invents_rounds_pushes_out_its_own() -> None:
         rounds.receive(name, honest, NOW)
     for index in range(3 * MAX_ROUNDS):
         rounds.receive("liar", PeerStatus(rounds=(claim(index.to_bytes(8, "big")),)), NOW + index)
+    for index in range(2 * MAX_CLAIMS):
+        rounds.receive(f"another {index}", honest, NOW)
     shown = rounds.shown(10 * MAX_ROUNDS, {})
     assert len(shown) == MAX_ROUNDS
+    assert max(len(cast(Any, each["by"])) for each in shown) == MAX_CLAIMS
     assert b"honest!!".hex() in [each["group"] for each in shown]
 
 
@@ -152,9 +155,10 @@ def test_series_forget_what_a_peer_has_gone_back_on_and_stay_bounded() -> None:
         status = PeerStatus(epoch=epoch, lineage=bytes(8), metrics=(("loss", float(epoch)),))
         series.receive("one", status)
     (shown,) = series.shown()
-    median: Any = shown["median"]
+    median, peers = cast(Any, shown["median"]), cast(Any, shown["peers"])
     assert median[-1] == [500, 500.0]
     assert len(median) <= MAX_POINTS
+    assert len(peers["one"]) <= MAX_POINTS
     for index in range(2 * MAX_SERIES):
         series.receive(f"peer {index}", PeerStatus(metrics=(("loss", 1.0),)))
     assert series.count == MAX_SERIES
@@ -223,6 +227,9 @@ def test_exchanges_are_pairs_of_known_peers_with_what_each_says() -> None:
         {"one": "one", "other": "three", "said": {"one": "relayed"}},
         {"one": "one", "other": "two", "said": {"one": "lane", "two": "lane"}},
     ]
+    many = [f"peer {index}" for index in range(40)]
+    liars = dict.fromkeys(many, PeerStatus(lanes=tuple(map(key_of, many))))
+    assert len(run_of(liars)["exchanges"]) == MAX_SHOWN_EDGES
 
 
 def test_transfers_drift_and_verified_exclusions_are_shown() -> None:
@@ -240,12 +247,12 @@ def test_transfers_drift_and_verified_exclusions_are_shown() -> None:
 
 def test_any_number_of_invented_peers_is_bounded() -> None:
     overview = Overview("run", begins=NOW)
-    for start in range(0, 4 * MAX_PEERS, MAX_PEERS):
-        invented = {f"peer {start + index}": (FULL, NOW) for index in range(MAX_PEERS)}
-        overview.receive(invented, NOW + start)
-    run: Any = overview.shown(NOW)
-    assert len(run["peers"]) <= MAX_PEERS + MAX_GONE
-    assert len(run["news"]) == MAX_NEWS
+    for wave in range(3):
+        overview.receive({f"peer {wave} {index}": (FULL, NOW) for index in range(2 * MAX_PEERS)}, NOW + wave)
+        run: Any = overview.shown(NOW + wave)
+        assert len(run["peers"]) <= MAX_PEERS + MAX_GONE
+        assert sum(peer["gone"] is not None for peer in run["peers"]) <= MAX_GONE
+        assert len(run["news"]) == MAX_NEWS
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

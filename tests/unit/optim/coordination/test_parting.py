@@ -7,6 +7,7 @@ from torch.optim import SGD
 
 from p2pavg.optim.catching_up.states import States
 from p2pavg.optim.coordination.parting import Parting
+from p2pavg.optim.coordination.view import LAST_WORDS
 from tests.unit.optim.fakes import Alone, large_batch
 from tests.unit.optim.loops import batch, plain
 
@@ -43,3 +44,16 @@ def test_a_peer_that_steps_again_does_not_stay(looks: list[bool]) -> None:
     looks.clear()
     assert not parting.stays()
     assert not looks
+
+
+def test_a_peer_that_takes_part_again_takes_its_last_word_back() -> None:
+    """The word outlives the peer: if it crashed later, others would take the run for ended at that update."""
+    averager = Alone()
+    model = plain()
+    optimizer = large_batch(averager, SGD(model.parameters(), lr=0.1), model=model, state=None)
+    assert batch(model, optimizer).updated
+    optimizer.leave()
+    last = averager.boards[LAST_WORDS]
+    assert not last.withdrawn
+    assert batch(model, optimizer).updated
+    assert last.withdrawn

@@ -15,7 +15,7 @@ from p2pavg.base.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResu
 from p2pavg.blocking import Averager
 from p2pavg.optim.base.state import Lineage
 from p2pavg.optim.coordination.attendance import MIN_ABSENCE_SECONDS
-from p2pavg.optim.coordination.progress import Compute, PeerProgress, WaitForPeers
+from p2pavg.optim.coordination.progress import Average, Compute, PeerProgress, WaitForPeers
 from p2pavg.optim.coordination.together import RoundCoordinator
 from p2pavg.optim.coordination.watch import DriftMonitor
 from p2pavg.runs.records.board import Entry
@@ -243,6 +243,48 @@ def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
         assert result.code is p2pavg.FailedCode.PARAMETERS_REPLACED
         company.rounds.round_state = None
         assert isinstance(company.together.average(2), Success)
+
+
+class Later:
+    """The states of an optimizer whose run may begin again from a later checkpoint than this peer's."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def poll(self) -> None:
+        """Offer nothing."""
+
+    def has_later(self) -> str:
+        return self.reason
+
+    def pauses(self, seen: object) -> str:
+        return ""
+
+
+def test_a_later_checkpoint_is_fetched_before_a_round_begins(company: Company) -> None:
+    later = Later()
+    company.together.share(later)
+    company.says("a")
+    company.together.run.publish(1.0, waiting=True)
+    assert isinstance(company.together.decide_when_all_are_ready(), Average)
+    later.reason = "the run begins again from a checkpoint of update 9"
+    assert company.together.decide_when_all_are_ready() == Compute(later.reason)
+
+
+def test_a_later_checkpoint_ends_a_search(company: Company) -> None:
+    """Nothing else would: the peer that has it takes part in no round of this one's state."""
+    later = Later()
+    company.together.share(later)
+    company.says("a")
+    looks, stopped = InProgress(ready_peers=1, target_size=2, reason="it looks"), NoPeers(reason="stopped")
+    company.rounds.results, company.rounds.is_looking = [looks, looks, stopped], True
+
+    def appears(calls: int) -> None:
+        later.reason = "the run begins again" if calls == 2 else ""
+
+    company.rounds.on_step = appears
+    assert company.together.average(2) == stopped
+    assert company.rounds.stopped == ["the run begins again"]
 
 
 @pytest.mark.parametrize("is_looking", [True, False])

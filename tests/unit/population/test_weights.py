@@ -140,6 +140,22 @@ def test_a_tensor_of_another_member_is_not_copied_again_and_again() -> None:
     assert same(before, state(model, optimizer))
 
 
+def test_nothing_is_copied_before_a_state_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, content = member(0)[2], member(1)[2].content(GENERATIONS)
+    copied: list[int] = []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        copied.append(tensor.numel())
+        return clone(tensor, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    loaded = weights.prepare(content)
+    assert max(copied, default=0) <= 1, "only counts of steps are copied for the trial"
+    loaded.take()
+    assert max(copied) > 1
+
+
 def test_the_own_state_comes_back_also_if_it_is_not_finite() -> None:
     model, optimizer, weights = member(0)
     with torch.no_grad():

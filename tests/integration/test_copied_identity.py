@@ -28,20 +28,27 @@ def test_one_key_file_is_for_one_peer_of_a_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that it forks
-def test_a_forked_worker_does_not_keep_the_key_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_forked_worker_does_not_keep_the_key_file(tmp_path: Path, crashes: bool) -> None:
     """A worker of a DataLoader may outlive its parent for a while."""
-    file = tmp_path / "identity.key"
-    with identity_of_this_process(file):
-        worker = os.fork()
-        if not worker:
-            time.sleep(WATCHDOG_SECONDS)
+    file, forked = tmp_path / "identity.key", tmp_path / "worker"
+    if not (parent := os.fork()):
+        try:
+            with identity_of_this_process(file):
+                if not (worker := os.fork()):
+                    time.sleep(WATCHDOG_SECONDS)
+                    os._exit(0)
+                forked.write_text(str(worker))
+                if crashes:
+                    os._exit(0)
+        finally:
             os._exit(0)
+    os.waitpid(parent, 0)
     try:
         with identity_of_this_process(file):
             pass
     finally:
-        os.kill(worker, signal.SIGKILL)
-        os.waitpid(worker, 0)
+        os.kill(int(forked.read_text()), signal.SIGKILL)
 
 
 def until_it_ends(averager: Averager) -> IdentityError:
@@ -73,6 +80,7 @@ def test_of_two_copies_of_a_key_the_later_peer_ends_and_both_are_told(
         with open_averager(config(), listen=LOOPBACK, bootstrap=hub.addresses, identity=copy) as later:
             assert later.peer_id == earlier.peer_id
             assert "its key file was copied" in str(until_it_ends(later))
+        assert earlier.peer_id in seen.entries
         told = [found for found in caplog.records if "which began after this one" in found.message]
         assert [found.levelno for found in told] == [logging.ERROR]
         earlier.members()  # it has not ended

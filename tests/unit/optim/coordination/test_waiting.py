@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from p2pavg.base.limits import MAX_BACKOFF_SECONDS
-from p2pavg.optim.coordination.ending import MAX_NAMED, GrowingPauses, Waiting, named
+from p2pavg.optim.coordination.ending import MAX_NAMED, Waiting, named
 
 
 def test_long_wait_is_warned_of_with_growing_pauses() -> None:
@@ -57,10 +57,3 @@ def test_long_wait_after_a_quick_update_is_warned_of_at_once() -> None:
     for now in (24.0, 34.0):
         said = waiting.waits("a", (), now)
     assert said is not None
-
-
-def test_pauses_grow_until_reset() -> None:
-    pauses = GrowingPauses()
-    assert [now for now in range(100) if pauses.is_due(float(now))] == [0, 10, 30, 70]
-    pauses.reset()
-    assert pauses.is_due(100.0)

@@ -189,18 +189,14 @@ async def test_requests_that_go_on_do_not_hold_up_the_end() -> None:
         nursery.start_soon(partial(stream.aclose))
 
 
-async def asking_without_reading(port: int, request: bytes, *, seconds: float = 1) -> trio.SocketStream:
+async def asking_without_reading(port: int, request: bytes) -> trio.SocketStream:
     """Send requests until the server takes no more, because this client reads no answer."""
     deaf = trio.socket.socket()
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     await deaf.connect(("127.0.0.1", port))
     stream = trio.SocketStream(deaf)
-    try:
-        with trio.move_on_after(seconds):
-            await stream.send_all(request)
-    except trio.BrokenResourceError:
-        await stream.aclose()
-        raise
+    with trio.move_on_after(1):
+        await stream.send_all(request)
     return stream
 
 
@@ -217,15 +213,6 @@ async def test_client_that_does_not_read_does_not_hold_up_the_end(
         async with served() as client:
             stream = await asking_without_reading(client.port, request_bytes * 100_000)
     await stream.aclose()
-
-
-async def test_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "REPLY_SECONDS", 0.5)
-    with trio.fail_after(30):
-        async with served() as client:
-            with pytest.raises(trio.BrokenResourceError):
-                await asking_without_reading(client.port, ASK * 1_000_000, seconds=30)
-            assert (await client.ask("/"))[0] == 200
 
 
 async def is_served(stream: trio.SocketStream) -> bool:

@@ -59,7 +59,7 @@ if when == "before":
 """
 
 
-@pytest.mark.parametrize(("how", "when"), [("open", "before"), ("start", "after")])
+@pytest.mark.parametrize(("how", "when"), [("open", "before"), ("start", "before"), ("start", "after")])
 def test_a_thread_goes_on_when_the_main_thread_has_ended(how: str, when: str) -> None:
     """It opens its averagers before the main thread ends, or after. The program ends when the thread has ended."""
     done = run_python("-W", "error", "-c", PROGRAM, how, when, timeout=WATCHDOG_SECONDS)

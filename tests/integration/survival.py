@@ -147,8 +147,8 @@ def iter_events(process: SwarmProcess) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def trials(compression: str | None, elements: int, *, sites: bool = False) -> Iterator[Trials]:
-    """Start four processes whose vectors have ``elements`` elements, with ``sites`` in two sites in turn."""
+def trials(compression: str | None, elements: int) -> Iterator[Trials]:
+    """Start four processes whose vectors have ``elements`` elements."""
     config = {
         "group_size": PEERS,
         "min_group_size": 2,
@@ -156,9 +156,7 @@ def trials(compression: str | None, elements: int, *, sites: bool = False) -> It
         "exchange_timeout": EXCHANGE_SECONDS,
         "compression": compression,
     }
-    if sites:
-        config["audit"] = "off"
-    arguments = {"elements": elements, "config": config, "sites": ["a", "b"] if sites else []}
+    arguments = {"elements": elements, "config": config}
     with LocalSwarm("tests.integration.swarm_work:survive", peers=PEERS, arguments=arguments) as swarm:
         swarm.start()
         yield Trials(swarm, 1e-6 if compression is None else 0.02, list(swarm.processes))

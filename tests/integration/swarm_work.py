@@ -33,8 +33,6 @@ def values(index: int, elements: int, seed: int = 0) -> torch.Tensor:
 def configure(member: Member) -> p2pavg.AveragingConfig:
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {"run_id": "swarm", "match_timeout": 20.0, "exchange_timeout": 20.0}
-    if sites := member.arguments.get("sites"):
-        defaults["topology"] = p2pavg.Hierarchical(sites[member.index % len(sites)])
     return p2pavg.AveragingConfig(**{**defaults, **member.arguments.get("config", {})})
 
 

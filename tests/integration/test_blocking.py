@@ -57,11 +57,10 @@ def test_a_round_of_two() -> None:
                 assert address.endswith(f"/p2p/{averager.peer_id}")
 
 
-@pytest.mark.parametrize("compression", ["fp32", "fp16", "blockwise8"])
-def test_all_transferred_bytes_are_counted(compression: str) -> None:
+def test_all_transferred_bytes_are_counted() -> None:
     elements = 200_000
-    codec = config(compression=compression).codec
-    with two_averagers(compression=compression) as (first, second):
+    codec = config(compression="blockwise8").codec
+    with two_averagers(compression="blockwise8") as (first, second):
         for averager in (first, second):
             averager.accumulate([torch.randn(elements)])
         for result in step_together(first, second):
@@ -227,17 +226,6 @@ def test_a_step_that_cannot_begin_a_round_does_not_wait() -> None:
             with pytest.raises(ValueError, match="wait must be None or a number of seconds"):
                 alone.step(wait=wait)  # type: ignore[arg-type]
         assert alone.weight == 1.0
-
-
-def test_no_other_peer_within_the_match_timeout() -> None:
-    with open_averager(config(match_timeout=0.3), listen=LOOPBACK) as alone:
-        alone.accumulate([torch.ones(2)], weight=3.0)
-        assert isinstance(alone.step(wait=None), NoPeers)
-        assert alone.weight == 3.0
-        alone.accumulate([torch.full((2,), 5.0)], weight=1.0)
-        assert isinstance(alone.step(wait=None), NoPeers)
-        assert alone.weight == 4.0
-        assert torch.equal(alone.accumulated[0], torch.full((2,), 2.0))  # type: ignore[index]
 
 
 def test_many_threads_use_one_averager() -> None:

@@ -161,9 +161,8 @@ class TestPeer:
                 assert len(first.out) == len(second.out) == 1
             assert " DEBUG " in first.log
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
     @leaves_in_time
-    def test_a_peer_can_leave_during_bootstrap(self, number: signal.Signals) -> None:
+    def test_a_peer_can_leave_during_bootstrap(self) -> None:
         """The bootstrap peer accepts the connection and then says nothing."""
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
@@ -173,7 +172,7 @@ class TestPeer:
             with daemon("--bootstrap", address) as peer:
                 connection, _ = silent.accept()
                 with connection:
-                    assert peer.leave(number, LEAVE_SECONDS) == 0
+                    assert peer.leave(within=LEAVE_SECONDS) == 0
                 assert peer.out == []
 
     @leaves_in_time
@@ -213,17 +212,17 @@ class TestPeer:
 
 
 class TestInvitations:
-    def test_a_newcomer_joins_a_run_by_a_link(self, tmp_path: Path) -> None:
+    def test_a_newcomer_joins_a_run_by_a_link(self, tmp_path: Path, call: Commands) -> None:
         """The delegate runs as a daemon, and is started again between two uses of the link."""
         run_file, certificate, key = (str(tmp_path / name) for name in ("lab.run", "d.cert", "d.key"))
         files = ["--certificate", certificate, "--identity", key]
-        peer_id = succeed("identity", key).strip()
-        succeed("run", "create", "lab", "--output", str(tmp_path))
+        peer_id = call.succeeds("identity", key).strip()
+        call.succeeds("run", "create", "lab", "--output", str(tmp_path))
         terms = ["--max-weight", "100", "--days", "30"]
-        succeed("run", "delegate", run_file, peer_id, *terms, "--output", certificate)
+        call.succeeds("run", "delegate", run_file, peer_id, *terms, "--output", certificate)
         with daemon("--run", run_file, *files, "--delegate") as delegate:
             address = delegate.address()
-            link = succeed("run", "link", run_file, *files, "--address", address).strip()
+            link = call.succeeds("run", "link", run_file, *files, "--address", address).strip()
             newcomer = tmp_path / "newcomer"
             config = p2pavg.join_run(link, home=newcomer)
             assert delegate.leave() == 0

@@ -17,8 +17,9 @@ from p2pavg.runs.records.identity import load_or_make_seed
 from p2pavg.tools.cli.authority import create, invite, open_authority
 from p2pavg.tools.daemon.words import ExitCode
 from p2pavg_dht import Ed25519Signer
-from tests.integration.daemons import COMMAND, ENVIRONMENT, LOOPBACK, WATCHDOG_SECONDS, Daemon, run
+from tests.integration.daemons import COMMAND, ENVIRONMENT, LOOPBACK, WATCHDOG_SECONDS, Daemon
 from tests.unit.packaging.test_files import settings
+from tests.unit.tools.cli.commands import Commands
 
 pytestmark = pytest.mark.processes
 
@@ -52,15 +53,30 @@ def start(tmp_path: Path) -> Iterator[Start]:
         each.kill()
 
 
-def status(home: Path) -> tuple[int, dict[str, Any]]:
-    done = run("status", "--home", home, "--json")
-    found = json.loads(done.stdout)
-    return done.returncode, found[0] if found else {}
+Status = Callable[[Path], tuple[int, dict[str, Any]]]
 
 
-def test_status_and_stop(start: Start, tmp_path: Path) -> None:
-    assert run("status", "--home", tmp_path / "none").returncode == ExitCode.NOT_RUNNING
-    assert run("stop", "--home", tmp_path / "none").returncode == ExitCode.NOT_RUNNING
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Commands:
+    """The command in this process, without the time that a process takes to start."""
+    return Commands(monkeypatch, capsys)
+
+
+@pytest.fixture
+def status(call: Commands) -> Status:
+    """Return a function that returns the exit code of ``p2pavg status`` with a folder, and what it prints."""
+
+    def of(home: Path) -> tuple[int, dict[str, Any]]:
+        done = call("status", "--home", home, "--json")
+        found = json.loads(done.out)
+        return done.code, found[0] if found else {}
+
+    return of
+
+
+def test_status_and_stop(start: Start, tmp_path: Path, call: Commands, status: Status) -> None:
+    assert call("status", "--home", tmp_path / "none").code == ExitCode.NOT_RUNNING
+    assert call("stop", "--home", tmp_path / "none").code == ExitCode.NOT_RUNNING
     first = start("first", "--listen", LOOPBACK, "--run-id", "open")
     address = first.address()
     code, found = status(first.home)
@@ -71,32 +87,22 @@ def test_status_and_stop(start: Start, tmp_path: Path) -> None:
     second.address()
     code, found = status(second.home)
     assert (code, found["peers"], found["connected"]) == (ExitCode.DONE, 1, True)
-    done = run("status", "--home", second.home)
-    assert done.returncode == ExitCode.DONE
-    assert "1 other peer of the network" in done.stdout
-    again = run("peer", "--home", second.home, "--listen", LOOPBACK)
-    assert again.returncode == ExitCode.TRY_AGAIN
-    assert "another process uses the folder" in again.stderr
+    done = call("status", "--home", second.home)
+    assert done.code == ExitCode.DONE
+    assert "1 other peer of the network" in done.out
+    again = call("peer", "--home", second.home, "--listen", LOOPBACK)
+    assert again.code == ExitCode.TRY_AGAIN
+    assert "another process uses the folder" in again.err
     for each in (first, second):
-        done = run("stop", "--home", each.home)
-        assert (done.returncode, done.stdout) == (0, f"the daemon of {each.home} has ended\n")
+        done = call("stop", "--home", each.home)
+        assert (done.code, done.out) == (0, f"the daemon of {each.home} has ended\n")
         assert each.ended() == 0
         assert not (each.home / "control.sock").exists()
     assert "told to stop by a local command" in first.log
 
 
-def test_a_hangup_starts_the_daemon_again_in_its_place(start: Start) -> None:
-    daemon = start("one", "--listen", LOOPBACK, "--run-id", "open")
-    address = daemon.address()
-    daemon.process.send_signal(signal.SIGHUP)
-    assert daemon.address(2) == address, "another identity or port"
-    assert status(daemon.home)[1]["pid"] == daemon.process.pid
-    assert daemon.leave() == 0
-    assert "starting again, with the files as they are now" in daemon.log
-
-
 @pytest.mark.long
-def test_a_daemon_joins_again_through_peers_that_it_knew(start: Start) -> None:
+def test_a_daemon_joins_again_through_peers_that_it_knew(start: Start, status: Status) -> None:
     """Its bootstrap peer is gone for good; another peer of the network is there."""
     hub = start("hub", "--listen", LOOPBACK)
     other = start("other", "--listen", LOOPBACK, "--bootstrap", hub.address())
@@ -111,7 +117,7 @@ def test_a_daemon_joins_again_through_peers_that_it_knew(start: Start) -> None:
 
 
 @pytest.mark.long
-def test_a_bootstrap_peer_starts_first_and_meets_those_that_it_knew(start: Start) -> None:
+def test_a_bootstrap_peer_starts_first_and_meets_those_that_it_knew(start: Start, status: Status) -> None:
     """Everything was stopped. It waits for no other peer, and finds them when they are there."""
     hub = start("hub", "--listen", LOOPBACK)
     other = start("other", "--listen", LOOPBACK, "--bootstrap", hub.address())
@@ -143,8 +149,11 @@ class Manager:
         self._socket.close()
 
 
-def test_the_command_of_the_unit_as_it_is_written(start: Start, tmp_path: Path) -> None:
-    """It becomes ready, starts again on a reload, and ends on a stop, with what the unit gives it and nothing else."""
+def test_the_command_of_the_unit_as_it_is_written(start: Start, tmp_path: Path, status: Status) -> None:
+    """It becomes ready, starts again on a reload, and ends on a stop, with what the unit gives it and nothing else.
+
+    The process stays the same, with its identity and port.
+    """
     credentials, state = tmp_path / "credentials", tmp_path / "state"
     credentials.mkdir(mode=0o700)
     state.mkdir(mode=0o700)
@@ -170,9 +179,13 @@ def test_the_command_of_the_unit_as_it_is_written(start: Start, tmp_path: Path) 
         manager.hears("READY=1")
         manager.hears("STATUS=began a new network; no other peer of run 'lab' takes part in its rounds now")
         assert status(state)[1]["run_id"] == "lab"
+        address = daemon.address()
         daemon.process.send_signal(signal.SIGHUP)
         manager.hears("RELOADING=1")
         manager.hears("READY=1")
+        assert daemon.address(2) == address, "another identity or port"
+        assert status(state)[1]["pid"] == daemon.process.pid
+        assert "starting again, with the files as they are now" in daemon.log
         daemon.process.send_signal(signal.SIGTERM)
         manager.hears("STOPPING=1")
         assert daemon.ended() == 0

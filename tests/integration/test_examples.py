@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 SHORT = {
-    "char_gpt": ["--peers", "2", "--first-steps", "4", "--steps", "8", "--sync-every", "4"],
+    "char_gpt": ["--peers", "2", "--first-steps", "1", "--steps", "2", "--sync-every", "2"],
     "pipeline_two_by_two": ["--steps", "5"],
     "digits": ["--peers", "2", "--rounds", "2", "--sync-every", "5"],
 }

@@ -212,8 +212,8 @@ class TestForkedProcesses:
             monkeypatch.chdir(tmp_path)
             # The environment has changed since the last process, so this one has a server of its own.
             with LocalSwarm(describe_start, peers=0, fork=fork) as swarm:
-                described += [_start_of(swarm) for _ in range(2)]
-        assert [found["variable"] for found in described] == ["forked: True"] * 2 + ["forked: False"] * 2
+                described += [_start_of(swarm) for _ in range(2 if fork else 1)]
+        assert [found["variable"] for found in described] == ["forked: True"] * 2 + ["forked: False"]
         assert all(found["group"] == found["pid"] for found in described)
         assert {found["folder"] for found in described} == {str(tmp_path)}
         assert {found["first_of_path"] for found in described} == {str(tmp_path)}
@@ -221,20 +221,20 @@ class TestForkedProcesses:
         assert len({found["open_files"] for found in described}) == 1, described
         assert len({tuple(found["threads"]) for found in described}) == 1
         for position in range(2):  # two processes draw other random numbers
-            assert len({found["numbers"][position] for found in described}) == 4
+            assert len({found["numbers"][position] for found in described}) == 3
         assert described[0]["hashes"] != described[1]["hashes"]  # not all orders of sets are equal
 
     def test_the_end_of_their_server_is_an_error_for_the_next_one_only(self) -> None:
         with LocalSwarm(stay, peers=0, fork=True) as swarm:
             first = swarm.add()
-            servers = list(forking._servers._running)
-            for server in servers:
-                server._process.kill()
-            assert eventually(lambda: all(server.is_lost for server in servers))
+            server = forking._servers._running[0]
+            server._process.kill()
+            assert eventually(lambda: server.is_lost)
             with pytest.raises(RuntimeError, match="the server that forks processes has ended"):
-                servers[0].fork(WORK, [os.getcwd()])
+                server.fork(WORK, [os.getcwd()])
             assert first.running
-            assert swarm.add().running, "a new server has forked it"
+            for _ in range(2):  # the servers take turns: a new one has forked one of these
+                assert swarm.add().running
             first.kill()
             assert first.process.wait(60.0) == -9
 

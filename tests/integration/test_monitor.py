@@ -161,7 +161,7 @@ def check_keyboard(driver: Any) -> None:
     assert "update" in driver.execute_script("return document.querySelector('#curve .tip').textContent")
 
 
-def test_training_program_serves_the_page_and_others_need_its_token() -> None:
+def test_training_program_and_daemon_serve_the_page_and_others_need_its_token() -> None:
     with LocalSwarm(WORK, peers=2, arguments={"peers": 2, "monitor": True}) as swarm:
         swarm.start()
         first = swarm.processes[0]
@@ -185,6 +185,7 @@ def test_training_program_serves_the_page_and_others_need_its_token() -> None:
             )
             assert found["me"] == ""
         assert fetch(address)["summary"]["peers"] == 2, "a monitor is no peer of the run"
+        check_page_of_a_daemon(first.address)
 
 
 def full_run(address: str, peers: int, **headers: str) -> dict[str, Any] | None:
@@ -207,23 +208,20 @@ def test_terminal_view_is_printed_once_where_there_is_no_terminal() -> None:
         assert all(word in ended.stdout for word in ("garage", "lab-3090", "done", "loss")), ended.stdout
 
 
-def test_daemon_serves_the_page_of_the_run_that_it_helps() -> None:
-    with LocalSwarm(WORK, peers=2, arguments={"peers": 2}) as swarm:
-        swarm.start()
-        command = [sys.executable, "-m", "p2pavg", "peer", "--run-id", "monitored", "--monitor", "0"]
-        command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--bootstrap", swarm.processes[0].address]
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stderr is not None
-                served = (
-                    re.search(r"the monitor of run 'monitored' is at (\S+)", line) for line in process.stderr
-                )
-                address = next(found[1] for found in served if found)
-                run = wait_until(lambda: full_run(address, 3), "the two peers and the daemon are in the run")
-            finally:
-                process.terminate()
-        roles = sorted(peer["role"] for peer in run["peers"])
-        assert roles == ["auxiliary", "contributor", "contributor"]
-        assert run["me"] in {peer["id"] for peer in run["peers"] if peer["role"] == "auxiliary"}
+def check_page_of_a_daemon(bootstrap: str) -> None:
+    """Check that a daemon that helps the run shows the run's two peers and itself."""
+    command = [sys.executable, "-m", "p2pavg", "peer", "--run-id", "monitored", "--monitor", "0"]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0", "--bootstrap", bootstrap]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            served = (
+                re.search(r"the monitor of run 'monitored' is at (\S+)", line) for line in process.stderr
+            )
+            address = next(found[1] for found in served if found)
+            run = wait_until(lambda: full_run(address, 3), "the two peers and the daemon are in the run")
+        finally:
+            process.terminate()
+    roles = sorted(peer["role"] for peer in run["peers"])
+    assert roles == ["auxiliary", "contributor", "contributor"]
+    assert run["me"] in {peer["id"] for peer in run["peers"] if peer["role"] == "auxiliary"}

@@ -7,9 +7,9 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from types import ModuleType
 
 import pytest
@@ -40,8 +40,6 @@ DOCUMENTS = [
 
 DRIVER = """
 import sys
-torch.manual_seed(0)
-torch.set_num_threads(1)
 train([(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(3)], bootstrap=sys.argv[1:])
 """
 
@@ -51,32 +49,38 @@ def snippets(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-@contextmanager
-def started(
-    path: Path, bootstrap: list[str], *, python: str | Path = sys.executable
-) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([python, path, *bootstrap], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def lines_of_two(program: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Run a program twice in this process, the second with the address that the first prints; return their lines."""
+    said: list[Queue[str]] = [Queue(), Queue()]
+
+    def run(index: int) -> None:
+        names = {
+            "__name__": "__main__",
+            "print": lambda *words, **_: said[index].put(" ".join(map(str, words))),
+        }
+        exec(program, names)
+
+    with torch.random.fork_rng(), ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(sys, "argv", ["program.py"])
+        first = threads.submit(run, 0)
+        monkeypatch.setattr(sys, "argv", ["program.py", said[0].get(timeout=600).split()[-1]])
+        for each in (first, threads.submit(run, 1)):
+            each.result(timeout=600)
+    return [list(each.queue) for each in said]
 
 
-def test_two_processes_average_with_the_documented_loop(tmp_path: Path) -> None:
-    path = tmp_path / "averaging.py"
+def test_two_peers_average_with_the_documented_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     program = snippets("docs/how-to/average-tensors.md")[0]
     given = "group_size=4, min_group_size=2, match_timeout=30.0"
     assert given in program
     # All rounds are of two, also on a machine where the second program starts a minute after the first.
     program = program.replace(given, "group_size=2, match_timeout=300.0")
-    path.write_text(program + DRIVER, encoding="utf-8")
-    with started(path, []) as first:
-        assert first.stdout is not None
-        address = first.stdout.readline().split()[-1]
-        with started(path, [address]) as second:
-            printed = [process.communicate(timeout=600)[0] for process in (first, second)]
-    for lines in printed:
-        assert lines.count("averaged with 2 peers") == 3, printed
+    for lines in lines_of_two(program + DRIVER, monkeypatch):
+        assert lines.count("averaged with 2 peers") == 3, lines
+
+
+def test_two_peers_train_with_the_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_both_train(lines_of_two(snippets("docs/tutorial/quickstart.md")[0], monkeypatch))
 
 
 def test_the_quickstarts_optimizers_train() -> None:
@@ -92,31 +96,7 @@ def test_the_quickstarts_optimizers_train() -> None:
     assert not torch.equal(model.weight, before), "the inner optimizer took a step"
 
 
-def test_two_processes_train_with_the_line_for_two_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command's own output says what to start; the second process has a folder as on another machine."""
-    program, line = snippets("README.md")[:2]
-    assert snippets("docs/tutorial/quickstart.md")[:2] == [program, line]
-    before = re.findall(r"with p2pavg.blocking.open_averager.*\n", program)
-    assert len(before) == 1
-    path = tmp_path / "train.py"
-    path.write_text(program.replace(before[0], line), encoding="utf-8")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "second"))
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "p2pavg", "run", "create", "lab", "--address", "127.0.0.1"]
-    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-    folder, link = re.findall(r"^  python train.py (.*)$", made, flags=re.MULTILINE)
-    assert folder == "lab"
-    # Both at once: the link waits for the program that answers it.
-    with started(path, [link]) as second, started(path, [folder]) as first:
-        check_that_both_train(first, second)
-    assert (tmp_path / "second/p2pavg/lab/lab.cert").exists()
-
-
-def check_that_both_train(first: subprocess.Popen[str], second: subprocess.Popen[str]) -> None:
-    printed = [process.communicate(timeout=600)[0].splitlines() for process in (first, second)]
-    assert [process.returncode for process in (first, second)] == [0, 0]
+def check_that_both_train(printed: list[list[str]]) -> None:
     updates = [[line for line in lines if line.startswith("update")] for lines in printed]
     assert updates[0] == updates[1], "the same means of the same peers' losses"
     assert [line.partition(",")[0] for line in updates[0]] == [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_readme import check_that_both_train, snippets, started
+from tests.integration.test_readme import check_that_both_train, snippets
 from tests.programs import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -80,13 +83,6 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     }
 
 
-def test_the_command_runs_from_the_wheel(installed: Path, alone: Path) -> None:
-    command = [str(installed / "bin/p2pavg"), "run", "create", "lab", "--address", "127.0.0.1"]
-    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-    assert "python train.py lab" in made
-    assert (alone / "lab").is_dir()
-
-
 def test_the_command_writes_the_files_around_a_peer(installed: Path, alone: Path) -> None:
     command = [str(installed / "bin/p2pavg"), "files", "machine"]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
@@ -101,14 +97,32 @@ def test_the_command_writes_the_files_around_a_peer(installed: Path, alone: Path
     assert not (alone / "machine/Containerfile").exists()
 
 
-def test_the_quickstart_trains_from_the_wheel(installed: Path, alone: Path) -> None:
-    path = alone / "train.py"
-    program = snippets("docs/tutorial/quickstart.md")[0]
-    path.write_text(f'{program}\nopen("from", "a").write(p2pavg.__file__)\n', encoding="utf-8")
-    with started(path, [], python=installed / "bin/python") as first:
-        assert first.stdout is not None
-        address = first.stdout.readline().split()[-1]
-        assert address.startswith("/ip4/127.0.0.1/"), "no other machine can dial it"
-        with started(path, [address], python=installed / "bin/python") as second:
-            check_that_both_train(first, second)
+@contextmanager
+def started(*command: Path | str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_processes_train_from_the_wheel_with_the_line_for_two_machines(
+    installed: Path, alone: Path
+) -> None:
+    """The command's own output says what to start; the second process has a folder as on another machine."""
+    program, line = snippets("README.md")[:2]
+    assert snippets("docs/tutorial/quickstart.md")[:2] == [program, line]
+    [before] = re.findall(r"with p2pavg.blocking.open_averager.*\n", program)
+    program = program.replace(before, line) + '\nopen("from", "a").write(p2pavg.__file__)\n'
+    (alone / "train.py").write_text(program, encoding="utf-8")
+    command = [str(installed / "bin/p2pavg"), "run", "create", "lab", "--address", "127.0.0.1"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    folder, link = re.findall(r"^  python train.py (.*)$", made, flags=re.MULTILINE)
+    assert folder == "lab"
+    # Both at once: the link waits for the program that answers it.
+    python = installed / "bin/python"
+    with started(python, "train.py", link) as second, started(python, "train.py", folder) as first:
+        check_that_both_train([each.communicate(timeout=600)[0].splitlines() for each in (first, second)])
+        assert (first.returncode, second.returncode) == (0, 0)
+    assert (alone / "home/p2pavg/lab/lab.cert").exists()
     assert (alone / "from").read_text().count(f"{installed}/lib/") == 2

@@ -23,8 +23,6 @@ from tests.simulation.false_averages import Rounds, lie, nudge
 from tests.simulation.liars import name
 from tests.simulation.swarm import mean, tensors_of
 
-codecs = pytest.mark.parametrize("compression", [None, "blockwise8:64"])
-
 
 @pytest.fixture(autouse=True)
 def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,33 +31,25 @@ def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "robust"),
-    [
-        (None, None),
-        ("int8:64", "trimmed_mean:0.25"),
-        ("blockwise8:64", "centered_clip:1.0:3"),
-        ("topk:64:8", None),
-    ],
+    [("int8:64", "trimmed_mean:0.25"), ("blockwise8:64", "centered_clip:1.0:3"), ("topk:64:8", None)],
 )
 async def test_honest_peers_are_never_accused(
     caplog: pytest.LogCaptureFixture, compression: str | None, robust: str | None
 ) -> None:
     caplog.set_level(logging.INFO, "p2pavg.round")
-    rounds = Rounds(4, 4, audit="after:1.0", compression=compression, robust=robust, max_norm=2.0)
+    rounds = Rounds(4, 2, audit="after:1.0", compression=compression, robust=robust, max_norm=2.0)
     await rounds.run()
     assert all(len(peers) == 4 for index in range(4) for peers in rounds.partners(index))
     assert "audit" not in caplog.text, "each audit was answered, and found nothing"
 
 
-@codecs
-async def test_a_reducer_that_lies_is_met_no_more(
-    monkeypatch: pytest.MonkeyPatch, compression: str | None
-) -> None:
+async def test_a_reducer_that_lies_is_met_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, 2)
-    rounds = Rounds(4, 4, audit="after:1.0", compression=compression)
+    rounds = Rounds(4, 3, audit="after:1.0", compression="blockwise8:64")
     await rounds.run()
     for index in (0, 1, 3):
         assert rounds.rounds_with(index, 2) == 1, "the audit is after the round"
-        assert [len(peers) for peers in rounds.partners(index)] == [4, 3, 3, 3]
+        assert [len(peers) for peers in rounds.partners(index)] == [4, 3, 3]
 
 
 async def test_one_finding_excludes_the_liar_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,26 +62,22 @@ async def test_one_finding_excludes_the_liar_everywhere(monkeypatch: pytest.Monk
             await found(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RoundAudits, "_audit", only_the_first)
-    rounds = Rounds(4, 12, audit="after:1.0")
+    rounds = Rounds(4, 6, audit="after:1.0")
     await rounds.run()
     for index in (0, 1, 3):
-        assert rounds.rounds_with(index, 2) < 12
+        assert rounds.rounds_with(index, 2) < 6
         assert "it sent a false average" in rounds.excluded[index][name(2)]
         assert rounds.excluded[index].keys() == {name(2)}
 
 
-@codecs
-async def test_an_audit_before_the_end_keeps_a_false_average_out(
-    monkeypatch: pytest.MonkeyPatch, compression: str | None
-) -> None:
+async def test_an_audit_before_the_end_keeps_a_false_average_out(monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, 2)
-    rounds = Rounds(4, 2, audit="before:1.0", compression=compression)
+    rounds = Rounds(4, 2, audit="before:1.0")
     await rounds.run()
     for index in (0, 1, 3):
         assert rounds.rounds_with(index, 2) == 0
         first = rounds.results[index][0]
-        slack = 1e-5 if compression is None else 0.05
-        torch.testing.assert_close(tensors_of(first)[0], mean([0, 1, 3], 700).float(), rtol=0, atol=slack)
+        torch.testing.assert_close(tensors_of(first)[0], mean([0, 1, 3], 700).float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("auditor", [0, 3], ids=["leads", "follows"])
@@ -142,13 +128,6 @@ async def test_a_leader_that_lies_is_found_before_the_end(monkeypatch: pytest.Mo
     rounds = Rounds(4, 2, audit="before:1.0")
     await rounds.run()
     assert [rounds.rounds_with(index, 0) for index in (1, 2, 3)] == [0, 0, 0]
-
-
-async def test_without_audits_a_lie_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    lie(monkeypatch, 2)
-    rounds = Rounds(4, 3, audit="off")
-    await rounds.run()
-    assert rounds.rounds_with(0, 2) == 3
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
@@ -223,7 +202,7 @@ async def test_a_liar_is_found_within_twenty_rounds_in_the_median(monkeypatch: p
     """``scripts/faults audits`` does the same with 20 seeds. A hundredth of the liar's share is false."""
     lie(monkeypatch, 2, nudge)
     found = []
-    for seed in range(5):
+    for seed in range(3):
         rounds = Rounds(4, 40, elements=400 + seed, until=lambda each: not each.is_met(0, 2))
         await rounds.run()
         found.append(rounds.rounds_with(0, 2))

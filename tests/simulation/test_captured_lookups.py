@@ -5,8 +5,8 @@ from p2pavg_dht.identity import RPC_TIMEOUT
 from p2pavg_dht.lookup import PATHS
 from scripts.benchmarks.lookups import BEFORE, GHOSTS, SYBILS, Finds, attacked
 
-PEERS, HOSTILE, NEWCOMERS = 30, 0.3, 4
-SEEDS = range(4, 8)
+PEERS, HOSTILE, NEWCOMERS = 24, 0.3, 4
+SEEDS = range(4, 6)
 
 
 def newcomers(attack: str, paths: int) -> Finds:

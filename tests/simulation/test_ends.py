@@ -14,16 +14,13 @@ from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.loops import SimulatedLoop, run_loops
 from tests.simulation.ends import TOLD_SECONDS, UPDATES, EndSetting, Incident, Plan, draw_setting, play_ends
 
-both = pytest.mark.parametrize("local", [False, True])
-
 
 def plan(*incidents: Incident, updates: int = UPDATES) -> Plan:
     return Plan(delay=0.0, batch_seconds=0.2, incidents=incidents, updates=updates)
 
 
-@both
-@pytest.mark.parametrize("kind", ["nap", "stop"])
-def test_a_peer_that_was_away_at_the_last_updates_gets_them(local: bool, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "local"), [("nap", True), ("stop", False)])
+def test_a_peer_that_was_away_at_the_last_updates_gets_them(kind: str, local: bool) -> None:
     away = Incident(kind, UPDATES - 2, seconds=20.0)
     ends = play_ends(EndSetting(1, local, (plan(), plan(), plan(away))))
     assert ends.findings() == []
@@ -31,11 +28,10 @@ def test_a_peer_that_was_away_at_the_last_updates_gets_them(local: bool, kind: s
     assert not any(end.told for end in ends.peers)
 
 
-@both
-def test_a_peer_that_comes_too_late_is_told(local: bool) -> None:
+def test_a_peer_that_comes_too_late_is_told() -> None:
     """The others stay for their ``match_timeout`` of 4 s, and then are gone."""
     away = Incident("nap", UPDATES - 2, seconds=40.0)
-    ends = play_ends(EndSetting(1, local, (plan(), plan(), plan(away)), match_timeout=4.0))
+    ends = play_ends(EndSetting(1, False, (plan(), plan(), plan(away)), match_timeout=4.0))
     late = ends.peers[2]
     assert ends.findings() == []
     assert f"ended at update {UPDATES}" in late.told
@@ -59,12 +55,12 @@ def test_without_anything_in_the_way_no_peer_stays() -> None:
         assert end.ended_at < end.last_at + 5.0
 
 
-@pytest.mark.parametrize("seed", [76, 302, 483, 732, 748, 854])
+@pytest.mark.parametrize("seed", [76, 483, 748, 854])
 def test_runs_with_naps_stops_and_kills_end_well(seed: int) -> None:
-    """``scripts/faults starts --virtual`` plays more of them. It found 302 and 483, in which peers waited for ever,
-    732 and 748, in which peers that had slept were more than those that had gone on, and went on without them, and 76,
-    in which a half of the run could not fetch the state of the other. 854 is one in which the first mend of these held
-    two peers up for ever.
+    """``scripts/faults starts --virtual`` plays more of them. It found 483, in which peers waited for ever, 748,
+    in which peers that had slept were more than those that had gone on, and went on without them, and 76, in which a
+    half of the run could not fetch the state of the other. 854 is one in which the first mend of these held two peers
+    up for ever.
     """
     assert play_ends(draw_setting(seed)).findings() == []
 
@@ -96,8 +92,10 @@ async def test_peers_whose_loops_have_ended_are_not_waited_for(
             report = optimizer.step(samples=8)
             longest = max(longest, autojump_clock.current_time() - began)
             said = report.catching_up or said
+            if said:
+                break
         if not joins:
-            loop.sleep(300.0)
+            loop.sleep(120.0)
         return longest, said
 
     config = p2pavg.AveragingConfig(run_id="open")

@@ -43,7 +43,6 @@ from p2pavg.verification.evidence.accusation import (
 from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
-from tests.unit.group.samples import SIGNERS, candidate
 from tests.unit.runs.membership.runs import Authority
 from tests.unit.verification.evidence.large import admit_large, large_evidence
 from tests.unit.verification.evidence.samples import LIAR
@@ -240,21 +239,6 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_an_auxiliary_refuses_candidates_that_are_excluded() -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
-        nursery.start_soon(assist, peers[2], "sim")
-        async with averagers(peers[:2], lambda _index: config(match_timeout=2.0)) as opened:
-            await trio.sleep(SPREAD_LOOK_SECONDS)
-            (matchmaker,) = peers[2].registry._matchmakers.values()
-            refuses = matchmaker._settings.refuses
-            assert refuses is not None
-            assert refuses(candidate(0), simulated_clock()) is None
-            opened[0]._run.accuse(evidence_against(SIGNERS[0]))
-            await trio.sleep(SOON)
-            assert LIE in (refuses(candidate(0), simulated_clock()) or "")
-        nursery.cancel_scope.cancel()
-
-
 async def test_evidence_of_some_mebibytes_spreads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The network carries 80 Mbit/s."""
     admit_large(monkeypatch)
@@ -266,13 +250,15 @@ async def test_evidence_of_some_mebibytes_spreads(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_run_of_many_peers_excludes_a_liar_within_a_minute() -> None:
-    """Most of them do not store the notice, and the first witness is busy with showing the evidence to others."""
-    count = 20
+    """Some of them do not store the notice, and the first witness is busy with showing the evidence to others."""
+    count = 11
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(peer.averager(config())) for peer in peers]
         await trio.sleep(SPREAD_LOOK_SECONDS)
         opened[0]._run.accuse(evidence_against(simulated_signer(count)))
-        await trio.sleep(60.0)
+        with trio.fail_after(60.0):
+            while not all(averager.excluded for averager in opened):
+                await trio.sleep(1.0)
         assert [set(averager.excluded) for averager in opened] == [{name(count)}] * count
 
 
@@ -288,8 +274,8 @@ async def test_two_processes_with_one_identity_are_told_so_once(caplog: pytest.L
     assert "make a new identity file, and use one for each process" in errors[0]
 
 
-@pytest.mark.parametrize("leaves", [0, 1], ids=["the first one", "the second one"])
-async def test_averagers_of_one_peer_share_what_they_know_and_one_goes_on_telling_it(leaves: int) -> None:
+async def test_averagers_of_one_peer_share_what_they_know_and_one_goes_on_telling_it() -> None:
+    leaves = 0
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
         opened: dict[int, p2pavg.DecentralizedAverager] = {}
         closing = [trio.Event(), trio.Event()]
@@ -379,11 +365,11 @@ async def test_an_accuser_whose_evidence_proves_nothing_is_ignored_from_then_on(
         await accuser.name(Named(digest_of(FORGED), len(FORGED), VICTIM, KIND))
         await trio.sleep(SOON)
         true = evidence_against(INVENTED)
-        for number in range(40):
+        for number in range(16):
             digest = bytes([number]) * 32
             others = [Named(digest, 300, name(index), KIND) for index in range(3)]
             await accuser.name(*others, read_accusation(true).named)
-            await trio.sleep(1.0 if number < 20 else 20.0)
+            await trio.sleep(1.0 if number < 8 else 20.0)
         assert accuser.asked == dict.fromkeys([name(0), name(1), name(2)], 1)
         assert [averager.excluded for averager in opened] == [{}, {}, {}]
         opened[0]._run.accuse(true)
@@ -405,7 +391,7 @@ async def test_an_accuser_that_gives_no_answer_is_asked_ever_more_rarely(
     true = evidence_against(INVENTED)
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, averagers(peers[:3]) as opened:
         accuser = Accuser(peers[3], answer)
-        for number in range(60):
+        for number in range(14):
             digest = bytes([number]) * 32
             await accuser.name(*(Named(digest, 4096, name(index), KIND) for index in range(3)))
             await trio.sleep(10.0)
@@ -413,8 +399,8 @@ async def test_an_accuser_that_gives_no_answer_is_asked_ever_more_rarely(
                 opened[0]._run.accuse(true)
             if number == 2:
                 assert [set(averager.excluded) for averager in opened] == [{INVENTED.peer_id}] * 3
-        # After 15, 30, 60, 120 and 240 s besides the first time.
-        assert all(3 <= accuser.asked[name(index)] <= 6 for index in range(3)), accuser.asked
+        # After 15, 30 and 60 s besides the first time.
+        assert all(2 <= accuser.asked[name(index)] <= 4 for index in range(3)), accuser.asked
 
 
 async def test_accusations_of_invented_peers_are_bounded_and_delay_no_other() -> None:

@@ -24,7 +24,7 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import ELEMENTS, name
 from tests.simulation.swarm import LAN, config, same_bits, values
 
-SIZE, ROUNDS = 6, 4
+SIZE, ROUNDS = 6, 3
 NAMES = [name(index) for index in range(SIZE)]
 
 
@@ -104,9 +104,7 @@ class Rounds:
                 await averager.step(wait=None)
 
 
-@pytest.mark.parametrize(
-    ("liars", "audit"), [((0,), "off"), ((3,), "after"), ((3, 4), "off"), ((0, 1), "after")], ids=str
-)
+@pytest.mark.parametrize(("liars", "audit"), [((3, 4), "off"), ((0, 1), "after")], ids=str)
 async def test_honest_members_succeed_and_hold_off_no_honest_one(
     monkeypatch: pytest.MonkeyPatch, liars: tuple[int, ...], audit: str
 ) -> None:

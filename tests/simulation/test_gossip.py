@@ -32,8 +32,8 @@ from tests.simulation.false_averages import lie
 from tests.simulation.liars import name
 from tests.simulation.swarm import LAN, config, values
 
-PEERS = 12
-ROUNDS = 5
+PEERS = 8
+ROUNDS = 4
 ELEMENTS = 400
 
 
@@ -166,14 +166,13 @@ def slow_network() -> MemoryNetwork:
     return MemoryNetwork(latency=(0.002, 0.006), bandwidth=5e3)
 
 
-SIZE = 6
+SIZE = 4
 VICTIM = 1
 
 
-@pytest.mark.parametrize("seconds", [0.02, 0.15, 0.3])
-async def test_a_peer_that_crashes_costs_its_partner_one_search(seconds: float) -> None:
+async def test_a_peer_that_crashes_costs_its_partner_one_search() -> None:
     """Its partner keeps its values, and averages with another peer."""
-    crash = Fault(Crash(VICTIM), After(Milestone.FORMED, of=VICTIM, seconds=seconds))
+    crash = Fault(Crash(VICTIM), After(Milestone.FORMED, of=VICTIM, seconds=0.15))
     swarm = await run(SIZE, 3, plan=FaultPlan([crash]), network=slow_network(), slow=[VICTIM])
     others = [index for index in range(SIZE) if index != VICTIM]
     assert len(swarm.held[VICTIM]) <= 2

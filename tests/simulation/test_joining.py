@@ -30,7 +30,6 @@ ODD = 2
 """The peer that comes late or pauses."""
 MORE_UPDATES = 6
 """Updates that all peers take together after that."""
-makers = pytest.mark.parametrize("make", [adamw, by_fragments])
 
 
 @dataclass
@@ -118,12 +117,9 @@ class Story:
                 assert torch.equal(other.final[name], tensor), name
 
 
-@makers
-def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(
-    make: Maker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "p2pavg.optim")
-    story = Story(make, at=10)
+    story = Story(by_fragments, at=10)
     story.check_same()
     joiner = story.seen[ODD]
     assert "has loaded the state of update" in caplog.text, "it came by a snapshot"
@@ -134,12 +130,11 @@ def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(
     assert distance <= 2 * len(joiner.replayed), "its schedule is where the run's is"
 
 
-@makers
 def test_a_peer_that_missed_a_few_updates_comes_back_by_the_log_alone(
-    make: Maker, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "p2pavg.optim")
-    story = Story(make, at=4, missed=5)
+    story = Story(adamw, at=4, missed=5)
     story.check_same()
     assert len(story.seen[ODD].replayed) >= 4
     assert "has loaded the state" not in caplog.text, "no snapshot was needed"

@@ -37,10 +37,8 @@ async def step(peers: list[Peer], how: p2pavg.AveragingConfig, *, apart: float =
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param([10, 10, 500, 500, 5_000, 10**6], id="all sizes"),
-        pytest.param([10, 10, 10, 10, 10, 10**7], id="one is deceived"),
+        pytest.param([10, 10, 500, 500, 5_000, 10**7], id="all sizes"),
         pytest.param([10**7] * 6, id="all are deceived"),
-        pytest.param([500, 500, 500, 500, 500, 10], id="one sees too few"),
     ],
 )
 async def test_peers_that_see_runs_of_other_sizes_meet(
@@ -88,12 +86,12 @@ async def test_records_of_a_large_run_are_spread(monkeypatch: pytest.MonkeyPatch
 
     put = RecordStore.put
     monkeypatch.setattr(RecordStore, "put", counted)
-    async with simulated_peers(MemoryNetwork(latency=LAN), 20) as peers:
-        believe(monkeypatch, {peer.id: 20 for peer in peers})
+    async with simulated_peers(MemoryNetwork(latency=LAN), 16) as peers:
+        believe(monkeypatch, {peer.id: 16 for peer in peers})
         await trio.sleep(2.0)
         swarm = await step(peers, config(group_size=2, match_timeout=30.0))
     assert {len(result.peers) for result in swarm.successes()} == {2}
-    assert len(swarm.successes()) == 20
+    assert len(swarm.successes()) == 16
     # Readiness, run entries and statuses in four places each, but for the few that see too few others there.
     assert len(most) >= 12
     assert max(most.values()) <= 10

@@ -42,7 +42,7 @@ from p2pavg.consensus.votes import (
 from p2pavg.consensus.votes import ResultCommit as VotedCommit
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
-from p2pavg.group.roster import Roster, read_roster
+from p2pavg.group.roster import Roster
 from p2pavg.group.shares import SharePart
 from p2pavg.matchmaking.actions import Actions, Send
 from p2pavg.matchmaking.attempt_state import Memory
@@ -61,8 +61,6 @@ from p2pavg.round.slow_members import SlowMembers
 from p2pavg.round.voting import max_votes
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
-from p2pavg_dht import Signer
-from p2pavg_dht.record import pack as pack_record
 from tests.simulation.liars import (
     ELEMENTS,
     SIZE,
@@ -75,14 +73,8 @@ from tests.simulation.liars import (
     play,
 )
 from tests.simulation.swarm import LAN, config, mean, same_bits, tensors_of
-from tests.unit.group.samples import candidate
 
 EVERYWHERE = pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
-ON_EITHER_LANE = pytest.mark.parametrize(
-    ("lane", "liar"),
-    [(Lane.CONTRIBUTIONS, 0), (Lane.CONTRIBUTIONS, 2), (Lane.AVERAGES, 2)],
-    ids=["contributions of the leader", "contributions", "averages"],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +119,6 @@ class LyingSender(Sender):
 
     lies_on: ClassVar[Lane | None] = None
     how: ClassVar[list[Deliver]] = []
-    backwards: ClassVar[bool] = False
 
     async def _send(self, stream: Stream, header: LaneHeader, steps: Sequence[Step]) -> None:
         match header.lane:
@@ -140,7 +131,7 @@ class LyingSender(Sender):
 
     async def _send_contributions(self, stream: Stream) -> None:
         values, reducer, digests = self._plan.values, stream.remote, []
-        for part in self._ordered(Lane.CONTRIBUTIONS, self._plan.ledger.parts[reducer]):
+        for part in self._plan.ledger.parts[reducer]:
             payload = await self._plan.context.run_in_thread(values.contribution, reducer, part)
             digests += await self._hand_over(Lane.CONTRIBUTIONS, stream, part, payload)
         assert values.proofs is not None
@@ -150,7 +141,7 @@ class LyingSender(Sender):
 
     async def _send_averages(self, stream: Stream) -> None:
         proofs, digests = self._plan.values.proofs, []
-        for part in self._ordered(Lane.AVERAGES, self._plan.own_parts):
+        for part in self._plan.own_parts:
             await self._signals.until_ready(part.index)
             payload = self._plan.values.averages.encoded(self._plan.me, part.index)
             digests += await self._hand_over(Lane.AVERAGES, stream, part, payload)
@@ -158,9 +149,6 @@ class LyingSender(Sender):
         if len(digests) == len(self._plan.own_parts):
             proofs._shares.clear()  # other averages may have gone to another member
             await stream.send_all(proofs.sign_output(digests).trailer)
-
-    def _ordered(self, lane: Lane, parts: Sequence[SharePart]) -> Sequence[SharePart]:
-        return parts[::-1] if self.backwards and lane is self.lies_on else parts
 
     async def _hand_over(self, lane: Lane, stream: Stream, part: SharePart, payload: Buffer) -> list[bytes]:
         """Send a part, and return the digest of what was sent: a liar signs its lies."""
@@ -181,8 +169,8 @@ class LyingAttempt(Attempt):
         self.sender = self.lying_sender(self.plan, self.signals)
 
 
-def lying(lane: Lane, how: Deliver = deliver, *, backwards: bool = False) -> type[LyingAttempt]:
-    made = type("Lying", (LyingSender,), {"lies_on": lane, "how": [how], "backwards": backwards})
+def lying(lane: Lane, how: Deliver) -> type[LyingAttempt]:
+    made = type("Lying", (LyingSender,), {"lies_on": lane, "how": [how]})
     return type("LyingOnALane", (LyingAttempt,), {"lying_sender": made})
 
 
@@ -195,10 +183,6 @@ def changed(change: Callable[[bytes], bytes], index: int = 1) -> Deliver:
     return send
 
 
-async def another_index(stream: Stream, part: SharePart, payload: bytes) -> None:
-    await stream.send_all(part_frame(part.index + (part.index == 1)) + payload)
-
-
 async def a_part_twice(stream: Stream, part: SharePart, payload: bytes) -> None:
     for _ in range(1 + (part.index == 1)):
         await deliver(stream, part, payload)
@@ -209,27 +193,14 @@ async def too_few(stream: Stream, part: SharePart, payload: bytes) -> None:
         await deliver(stream, part, payload)
 
 
-def flip_a_bit(payload: bytes) -> bytes:
-    """Flip the highest exponent bit of a number below 2; the result is above 2**100."""
-    at = next(start for start in range(0, len(payload), 4) if not payload[start + 3] & 0x40)
-    return payload[: at + 3] + bytes([payload[at + 3] ^ 0x40]) + payload[at + 4 :]
-
-
 def first_number(value: float) -> Callable[[bytes], bytes]:
     return lambda payload: struct.pack("<f", value) + payload[4:]
 
 
 INVALID = "does not decode"
-MISPLACED = "came where part"
 ON_LANES: dict[str, tuple[Deliver, str]] = {
-    "a flipped bit": (changed(flip_a_bit), INVALID),
     "NaN": (changed(first_number(float("nan"))), INVALID),
-    "Inf": (changed(first_number(float("-inf"))), INVALID),
-    "an absurd number": (changed(first_number(1.3e30)), INVALID),
-    "a byte too many": (changed(lambda payload: payload + b"\0"), MISPLACED),
-    "a byte too few": (changed(lambda payload: payload[:-1]), MISPLACED),
-    "another index": (another_index, MISPLACED),
-    "a part twice": (a_part_twice, MISPLACED),
+    "a part twice": (a_part_twice, "came where part"),
     "too few parts": (too_few, "bytes early"),
 }
 
@@ -238,8 +209,8 @@ ON_LANES: dict[str, tuple[Deliver, str]] = {
     ("lie", "lane", "liar"),
     [
         *[(lie, Lane.CONTRIBUTIONS, 2) for lie in ON_LANES],
-        *[(lie, Lane.CONTRIBUTIONS, 0) for lie in ("NaN", "too few parts")],
-        *[(lie, Lane.AVERAGES, 2) for lie in ("NaN", "a byte too few", "a part twice", "too few parts")],
+        ("NaN", Lane.CONTRIBUTIONS, 0),
+        *[(lie, Lane.AVERAGES, 2) for lie in ON_LANES],
     ],
 )
 async def test_member_with_damaged_parts_is_excluded_by_name(
@@ -250,14 +221,6 @@ async def test_member_with_damaged_parts_is_excluded_by_name(
     check_costs_itself(await play(), liar, reason)
 
 
-@ON_EITHER_LANE
-async def test_member_with_unordered_parts_is_excluded_by_name(
-    monkeypatch: pytest.MonkeyPatch, lane: Lane, liar: int
-) -> None:
-    instead(monkeypatch, "Attempt", liar, lying(lane, backwards=True))
-    check_costs_itself(await play(), liar, MISPLACED)
-
-
 def only_to(victim: int, how: Deliver) -> Deliver:
     async def send(stream: Stream, part: SharePart, payload: bytes) -> None:
         await (how if stream.remote == name(victim) else deliver)(stream, part, payload)
@@ -265,10 +228,7 @@ def only_to(victim: int, how: Deliver) -> Deliver:
     return send
 
 
-@pytest.mark.parametrize(
-    ("lane", "victim"),
-    [(Lane.CONTRIBUTIONS, 0), (Lane.CONTRIBUTIONS, 3), (Lane.AVERAGES, 0), (Lane.AVERAGES, 1)],
-)
+@pytest.mark.parametrize(("lane", "victim"), [(Lane.CONTRIBUTIONS, 3), (Lane.AVERAGES, 1)])
 async def test_all_members_learn_which_member_one_saw_lie(
     monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
 ) -> None:
@@ -277,12 +237,9 @@ async def test_all_members_learn_which_member_one_saw_lie(
     check_costs_itself(await play(), 2, INVALID)
 
 
-@pytest.mark.parametrize("victim", [1, 2, 3])
-async def test_leader_that_lies_later_to_others_splits_no_group(
-    monkeypatch: pytest.MonkeyPatch, victim: int
-) -> None:
+async def test_leader_that_lies_later_to_others_splits_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader drops the member that saw it lie; when the others see a lie too, they keep that member."""
-    first: dict[str, Stream] = {}
+    victim, first = 2, dict[str, Stream]()
 
     async def lie(stream: Stream, part: SharePart, payload: bytes) -> None:
         spared = first.setdefault(stream.remote, stream) is stream and stream.remote != name(victim)
@@ -312,8 +269,7 @@ class AnotherAttempts(LyingAttempt):
         self.sender = LyingSender(replace(self.plan, number=self.plan.number + 1000), self.signals)
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("lie", [AnotherGroups, AnotherAttempts])
+@pytest.mark.parametrize(("lie", "liar"), [(AnotherGroups, 0), (AnotherAttempts, 2)])
 async def test_member_with_parts_of_another_group_or_attempt_is_excluded_by_name(
     monkeypatch: pytest.MonkeyPatch, lie: type[LyingAttempt], liar: int
 ) -> None:
@@ -352,14 +308,11 @@ def header(lane: Lane, attempt: int = 0, reducer: int = 0) -> LaneHeader:
     return LaneHeader(bytes(32), lane, attempt, reducer)
 
 
-@pytest.mark.parametrize(
-    ("often", "lane", "liar"),
-    [(1, Lane.CONTRIBUTIONS, 0), (140, Lane.CONTRIBUTIONS, 2), (1, Lane.AVERAGES, 2)],
-)
+@pytest.mark.parametrize(("often", "liar"), [(1, 0), (140, 2)])
 async def test_member_that_opens_a_second_lane_is_excluded_by_name(
-    monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
+    monkeypatch: pytest.MonkeyPatch, often: int, liar: int
 ) -> None:
-    instead(monkeypatch, "Attempt", liar, opening(*[header(lane)] * often, parts=0))
+    instead(monkeypatch, "Attempt", liar, opening(*[header(Lane.CONTRIBUTIONS)] * often, parts=0))
     check_costs_itself(await play(), liar, "it opened a lane that is not due")
 
 
@@ -370,28 +323,20 @@ HARMLESS = [
 ]
 
 
-@EVERYWHERE
-async def test_unread_lanes_change_nothing(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
-    instead(monkeypatch, "Attempt", liar, opening(*HARMLESS))
+async def test_unread_lanes_and_unexpected_votes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members later in the roster open the stream of votes."""
+    instead(monkeypatch, "Attempt", 0, opening(*HARMLESS, *[header(Lane.CONTROL)] * 20))
     for result in check_exact(await play(), range(SIZE)):
         assert result.lost == {}
 
 
-async def test_votes_on_an_unexpected_stream_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members later in the roster open the stream."""
-    instead(monkeypatch, "Attempt", 0, opening(*[header(Lane.CONTROL)] * 20))
-    for result in check_exact(await play(), range(SIZE)):
-        assert result.lost == {}
-
-
-@pytest.mark.parametrize("attempt", [0, 7])
-async def test_stranger_that_knows_the_group_changes_nothing(attempt: int) -> None:
+async def test_stranger_that_knows_the_group_changes_nothing() -> None:
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
         transport = stranger.context.transport
         async with trio.open_nursery() as nursery:
             for peer in peers:
-                for lane in [*Lane] * 20:
-                    named = structs.replace(header(lane, attempt), group_id=group_id)
+                for number, lane in enumerate([*Lane] * 10):
+                    named = structs.replace(header(lane, number % 2 * 7), group_id=group_id)
                     nursery.start_soon(open_lane, transport, peer.id, named)
 
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -424,21 +369,7 @@ TOO_LONG = MAX_VOTE_BYTES + 1
 OUTSIDE = f"a member that a group of {SIZE} does not have"
 BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
     "garbage": (message(bytes(range(1, 200))), "it broke the protocol"),
-    "an unknown kind": (message(pack("coup", 3)), "Invalid value 'coup'"),
-    "a vote of other fields": (
-        message(pack("commit", "0", (), b"", ())),
-        "it broke the protocol: no message: Expected `int`, got `str`",
-    ),
-    "a member out of range": (message(pack("trouble", SIZE, False, "")), OUTSIDE),
     "members out of range": (message(pack("commit", 0, (0, 1, 99), b"", ())), OUTSIDE),
-    "a negative ballot": (message(pack("gather", -2, -3)), "Expected `int` >= 0"),
-    "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot without members"),
-    "digests of another length": (
-        message(pack("held", 0, (b"short",), bytes(64))),
-        "Expected `bytes` of length >= 32",
-    ),
-    "no length": (bytes(4), "a message of 0 bytes"),
-    "a huge length": (b"\xff" * 4 + bytes(100), "a message of 4294967295 bytes"),
     "a length above the limit": (TOO_LONG.to_bytes(4, "big"), f"a message of {TOO_LONG} bytes"),
 }
 
@@ -468,44 +399,11 @@ async def test_votes_beyond_a_members_role_change_nothing(monkeypatch: pytest.Mo
         assert result.lost == {}
 
 
-SMALLER = frozenset({0, 1, 2})
-ATTEMPT_WITH_STRANGERS: list[Vote] = [
-    Gather(SIZE),
-    Begin(SIZE, SIZE, SMALLER, SMALLER, 0, frozenset()),
-    Gather(2 * SIZE),
-    Begin(2 * SIZE, SIZE, frozenset(range(SIZE)), SMALLER, 1, frozenset({0})),
-]
-
-
-async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_excluded(
+async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The leader asks a member to pass on the share of another one that was never in that attempt."""
-    votes = b"".join(message(vote.encode()) for vote in ATTEMPT_WITH_STRANGERS)
-    instead(monkeypatch, "VoteStreams", 0, saying(votes))
-    swarm = await play()
-    for index in (
-        1,
-        2,
-    ):  # both were asked; they continue without the leader or, if too few, keep their contributions
-        result = swarm.results[name(index)]
-        assert isinstance(result, p2pavg.Success | p2pavg.Failed)
-        told = result.lost[name(0)] if isinstance(result, p2pavg.Success) else result.reason
-        assert "it sent an impossible vote: Begin" in told
-        assert isinstance(result, p2pavg.Success) or result.contribution_used is False
-    groups = [result for result in swarm.results.values() if isinstance(result, p2pavg.Success)]
-    for found in groups:
-        members = [index for index in range(SIZE) if name(index) in found.peers]
-        torch.testing.assert_close(
-            tensors_of(found)[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6
-        )
-
-
-@pytest.mark.parametrize("misled", [1, 2])
-async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban_each_other(
-    monkeypatch: pytest.MonkeyPatch, misled: int
-) -> None:
     """Their shares of the vector differ, so that one member's parts are wrong for the other."""
+    misled = 1
     # As with vectors of millions of elements, a part's size depends on the number of members.
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, count: 32 * count)
 
@@ -536,20 +434,15 @@ async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban
             )
 
 
-@EVERYWHERE
-async def test_a_member_that_votes_without_end_is_excluded(
-    monkeypatch: pytest.MonkeyPatch, liar: int
-) -> None:
+async def test_a_member_that_votes_without_end_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     said = message(StaleBallot(1).encode()) * (max_votes(SIZE) + 1)
-    instead(monkeypatch, "VoteStreams", liar, saying(said))
-    check_costs_itself(await play(), liar, "it sends more votes than a round needs")
+    instead(monkeypatch, "VoteStreams", 2, saying(said))
+    check_costs_itself(await play(), 2, "it sends more votes than a round needs")
 
 
-@pytest.mark.parametrize("liar", [1, 3])
-async def test_a_member_that_accuses_all_others_is_left_out_itself(
-    monkeypatch: pytest.MonkeyPatch, liar: int
-) -> None:
+async def test_a_member_that_accuses_all_others_is_left_out_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It repeats the accusation, but answers the leader that it has trouble with no member."""
+    liar = 1
     accused = [index for index in range(1, SIZE) if index != liar]
     said = b"".join(message(Trouble(index, False, "so it says").encode()) for index in accused) * 20
     instead(monkeypatch, "VoteStreams", liar, saying(said))
@@ -595,18 +488,15 @@ async def test_members_that_can_form_no_group_end_the_round_without_an_exception
     assert "cannot form a group" in str(swarm.results[name(0)])
 
 
-@pytest.mark.parametrize("what", ["_moves_of", "_is_due"])
-async def test_an_exception_over_a_members_lane_excludes_that_member(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    real = getattr(Receiver, what)
+async def test_an_exception_over_a_members_lane_excludes_that_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Receiver._moves_of
 
     def fault(self: Receiver, lane: InboundLane) -> Any:
         if lane.remote == name(2):
             raise ValueError("a rule that is wrong")
         return real(self, lane)
 
-    monkeypatch.setattr(Receiver, what, fault)
+    monkeypatch.setattr(Receiver, "_moves_of", fault)
     check_costs_itself(await play(), 2, "its message cannot be handled: ValueError")
 
 
@@ -625,10 +515,11 @@ async def test_an_exception_that_no_message_caused_leaves_the_averager(
 # ---------------------------------------------------------------------- different messages to different members
 
 
-@pytest.mark.parametrize(("size", "liar"), [(3, 0), (3, 2), (5, 2)])
+@EVERYWHERE
 async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
-    monkeypatch: pytest.MonkeyPatch, size: int, liar: int
+    monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
+    size = 3
     others = honest(liar, size)
 
     async def something_else(stream: Stream, part: SharePart, payload: bytes) -> None:
@@ -642,9 +533,8 @@ async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
     check_costs_itself(await play(size=size), liar, reason, size)
 
 
-@pytest.mark.parametrize("audit", ["after", "off"])
 async def test_a_member_that_names_another_digest_is_left_out_and_the_reducer_is_not(
-    monkeypatch: pytest.MonkeyPatch, audit: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reducer's signature decides which of the two lies. The first time may be damage: there is no ban."""
     liar, bans = 3, []
@@ -657,7 +547,7 @@ async def test_a_member_that_names_another_digest_is_left_out_and_the_reducer_is
 
     monkeypatch.setattr(exchange.Exchange, "hold", lie)
     monkeypatch.setattr(Memory, "ban", lambda *banned: bans.append(banned))
-    swarm = await play(how=config(group_size=SIZE, audit=audit))
+    swarm = await play(how=config(group_size=SIZE, audit="off"))
     assert bans == []
     check_exact(swarm, honest(liar))
 
@@ -770,34 +660,12 @@ async def test_a_leader_that_does_not_show_all_signatures_makes_no_member_commit
         assert set(proof.signers) >= {name(index) for index in honest(0)}
 
 
-async def test_each_member_signs_once_and_verifies_each_other_member_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Signing] = []
-    signed: list[str] = []
-    create, sign = Signing.__init__, Signing.sign
-
-    def note(self: Signing, signer: Signer, roster: Roster, *rest: Any) -> None:
-        create(self, signer, roster, *rest)
-        made.append(self)
-
-    def count(self: Signing, *what: Any) -> bytes:
-        signed.append(self._signer.peer_id)
-        return sign(self, *what)
-
-    monkeypatch.setattr(Signing, "__init__", note)
-    monkeypatch.setattr(Signing, "sign", count)
-    check_exact(await play(), range(SIZE))
-    assert sorted(signed) == sorted(name(index) for index in range(SIZE))
-    assert [one.verified for one in made] == [SIZE - 1] * SIZE
-
-
 # ---------------------------------------------------------------------- omissions
 
 
-@EVERYWHERE
-async def test_voter_that_never_contributes_is_excluded_by_name(liar: int) -> None:
+async def test_voter_that_never_contributes_is_excluded_by_name() -> None:
     """Its workers never run: it is present, answers and sends nothing false."""
+    liar = 0
 
     async def never(function: Callable[..., Any], *args: object) -> Any:
         await trio.sleep_forever()
@@ -811,12 +679,11 @@ async def test_voter_that_never_contributes_is_excluded_by_name(liar: int) -> No
     assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
 
 
-@pytest.mark.parametrize("liar", [1, 3])
 async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch, liar: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It does everything else. The leader leaves enough time for another attempt, even after a short first one."""
-    tell = VoteStreams.tell
+    liar, tell = 1, VoteStreams.tell
 
     def say_nothing_of_it(self: VoteStreams, position: int, vote: Vote) -> None:
         if self._roster.members[self._me].peer_id != name(liar) or not isinstance(vote, ResultHeld):
@@ -899,8 +766,11 @@ async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not() ->
 # ---------------------------------------------------------------------- a leader with two groups
 
 
-@pytest.mark.parametrize("astray", [{1}, {3, 4}, {1, 2, 3, 4}], ids=str)
-@pytest.mark.parametrize("fewer", [False, True], ids=["the same members", "other members"])
+@pytest.mark.parametrize(
+    ("fewer", "astray"),
+    [(False, {1}), (True, {3, 4})],
+    ids=["the same members to one", "other members to two"],
+)
 async def test_leader_with_different_rosters_causes_no_wrong_result(
     monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]
 ) -> None:
@@ -947,7 +817,7 @@ async def test_leader_with_different_rosters_causes_no_wrong_result(
     monkeypatch.setattr(Matchmaking, "told", hear_both)
     monkeypatch.setattr(OwnGroup, "accepted", commit_both)
     swarm = await play(size=5)
-    assert len(set(proposed.values())) == (1 if len(astray) == 4 else 2)
+    assert len(set(proposed.values())) == 2
     groups: dict[str, list[p2pavg.Success]] = {}
     for index in range(1, 5):
         result = swarm.results[name(index)]
@@ -966,17 +836,3 @@ async def test_leader_with_different_rosters_causes_no_wrong_result(
         ended = {p for p in used if isinstance(swarm.results[p], p2pavg.Success)}
         assert ended == used, "a member that is told of a failure is counted in another group"
     assert groups
-
-
-# ---------------------------------------------------------------------- invalid rosters
-
-
-A, B, C = candidate(0), candidate(1), candidate(2)
-
-
-def test_roster_with_a_duplicate_or_unsigned_peer_is_refused() -> None:
-    stranger = replace(C, record=structs.replace(A.record, publisher=C.peer_id))
-    for members, reason in (([A, B, A], "names a peer twice"), ([A, B, stranger], "forged")):
-        packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0, ())
-        with pytest.raises(RemoteProtocolError, match=reason):
-            read_roster(packed)

@@ -60,7 +60,7 @@ class Trainer:
 
 def test_some_peers_contribute_and_all_have_the_same_anchor() -> None:
     """An observer keeps its local steps for a later round."""
-    peers, updates = 4, 6
+    peers, updates = 4, 4
 
     def work(loop: SimulatedLoop) -> tuple[torch.Tensor, list[p2pavg.Success], list[float]]:
         trainer, rounds, kept = Trainer(loop, peers), [], []
@@ -151,8 +151,7 @@ def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
     assert (max(first, second) > 0) == with_feedback
 
 
-@pytest.mark.parametrize("audit", ["before:1", "after"])
-def test_sparse_values_are_averaged_and_the_others_kept(audit: str) -> None:
+def test_sparse_values_are_averaged_and_the_others_kept() -> None:
     def work(loop: SimulatedLoop) -> tuple[torch.Tensor, list[float], list[int]]:
         trainer = Trainer(loop, 3)
         residuals, sent = [], []
@@ -163,7 +162,7 @@ def test_sparse_values_are_averaged_and_the_others_kept(audit: str) -> None:
             sent.append(int((trainer.anchor != start).sum()))
         return vector_of(trainer.model), residuals, sent
 
-    found = train_together(work, 3, config(3, compression="topk:64:4", audit=audit))
+    found = train_together(work, 3, config(3, compression="topk:64:4", audit="before:1"))
     for vector, residuals, sent in found:
         assert torch.equal(vector, found[0][0])
         assert min(residuals) > 0

@@ -46,11 +46,8 @@ async def take_time(function: Callable[..., Any], *args: object) -> Any:
     return await run_on_loop(function, *args)
 
 
-@pytest.mark.parametrize("reducer", [0, 2], ids=["leads", "follows"])
-async def test_reducer_buffers_few_parts_of_a_fast_member(
-    monkeypatch: pytest.MonkeyPatch, reducer: int
-) -> None:
-    most: Counter[str] = Counter()
+async def test_reducer_buffers_few_parts_of_a_fast_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer, most = 2, Counter[str]()
 
     class Watched(Attempt):
         """Records the buffered parts of each member whenever a part is complete."""
@@ -186,7 +183,7 @@ async def test_member_that_reads_no_votes_is_lost_after_few_votes() -> None:
         assert "it no longer takes votes" in hears.lost_members[0][1]
 
 
-@pytest.mark.parametrize("length", [MAX_VOTE_BYTES + 1, 2**20, 2**32 - 1])
+@pytest.mark.parametrize("length", [MAX_VOTE_BYTES + 1, 2**32 - 1])
 async def test_a_length_above_the_limit_allocates_nothing(length: int) -> None:
     hears, network = Hearing(), MemoryNetwork(latency=LAN)
     async with network.transport(SIGNERS[0]) as transport:

@@ -27,7 +27,7 @@ from tests.simulation.swarm import LAN
 
 PEERS = 5
 VICTIM = 4
-OUTER_STEPS = 14
+OUTER_STEPS = 8
 BATCH = 16
 CONFIG = p2pavg.AveragingConfig(
     run_id="mixing", group_size=2, match_timeout=10.0, exchange_timeout=30.0, compression=None

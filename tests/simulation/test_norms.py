@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import trio
 
-import p2pavg
 from p2pavg.matchmaking.matchmaker import RoundOffer
 from p2pavg.round.roles import Contributor
-from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import check_costs_itself, name, play
-from tests.simulation.swarm import LAN, Swarm, config, same_bits, step_all, tensors_of, values
+from tests.simulation.swarm import Swarm, config, same_bits, step_all, tensors_of, values
 
 ELEMENTS = 2_000
 
@@ -30,7 +27,7 @@ async def average(scales: Mapping[int, float], size: int, **changes: object) -> 
     return await step_all(size, how, lambda index: values(index, ELEMENTS) * scales.get(index, 1.0))
 
 
-@pytest.mark.parametrize(("robust", "compression"), [(None, None), (None, "blockwise8"), ("median", None)])
+@pytest.mark.parametrize(("robust", "compression"), [(None, "blockwise8"), ("median", None)])
 async def test_long_contributions_are_shortened_by_all_reducers(
     robust: str | None, compression: str | None
 ) -> None:
@@ -52,12 +49,6 @@ async def test_long_contributions_are_shortened_by_all_reducers(
     torch.testing.assert_close(tensors_of(found[0])[0], wanted, rtol=0, atol=slack)
 
 
-async def test_without_a_bound_they_count_in_full() -> None:
-    found = (await average({1: 1e6}, 4)).successes()
-    assert {result.clipped for result in found} == {()}
-    assert tensors_of(found[0])[0].abs().max() > 1e5
-
-
 async def test_honest_contributions_are_not_changed() -> None:
     found = (await average({}, 4, max_norm=2.0)).successes()
     assert {result.clipped for result in found} == {()}
@@ -65,12 +56,9 @@ async def test_honest_contributions_are_not_changed() -> None:
     torch.testing.assert_close(tensors_of(found[0])[0], wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
-async def test_a_member_with_a_false_norm_is_excluded_by_name(
-    monkeypatch: pytest.MonkeyPatch, liar: int
-) -> None:
+async def test_a_member_with_a_false_norm_is_excluded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """It signs a hundredth of its norm, so that its values would not be shortened."""
-    offer = Contributor.offer
+    liar, offer = 0, Contributor.offer
 
     async def lie(self: Contributor) -> RoundOffer:
         true = await offer(self)
@@ -79,12 +67,3 @@ async def test_a_member_with_a_false_norm_is_excluded_by_name(
     monkeypatch.setattr(Contributor, "offer", lie)
     swarm = await play(how=config(group_size=4, max_norm=100.0))
     check_costs_itself(swarm, liar, "after it signed a norm of")
-
-
-async def test_peers_with_another_bound_never_meet() -> None:
-    swarm = Swarm()
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            how = config(group_size=2, max_norm=2.0 if index else None, match_timeout=5.0)
-            nursery.start_soon(swarm.step_once, peer, index, how)
-    assert all(isinstance(result, p2pavg.NoPeers) for result in swarm.results.values())

@@ -39,12 +39,9 @@ from tests.simulation.swarm import (
     values,
 )
 
-CODECS = pytest.mark.parametrize("compression", [None, "blockwise8"])
-
 
 class TestObservers:
-    @CODECS
-    @pytest.mark.parametrize("contributor", [0, 1, 2])
+    @pytest.mark.parametrize(("contributor", "compression"), [(0, None), (2, "blockwise8")])
     async def test_all_members_hold_the_only_contribution(
         self, contributor: int, compression: str | None
     ) -> None:
@@ -63,29 +60,27 @@ class TestObservers:
             assert set(result.observers) == ids(*observers)
             assert result.group_id == results[0].group_id
 
-    @CODECS
     @pytest.mark.parametrize("weight", [0.0, 100.0], ids=["nothing", "something"])
-    async def test_observers_are_not_in_the_average(self, weight: float, compression: str | None) -> None:
-        how = config(group_size=3, compression=compression)
+    async def test_observers_are_not_in_the_average(self, weight: float) -> None:
+        how = config(group_size=3)
         results = successes(await play_round([how] * 3, weights=[1.0, 2.0, weight], observers=[2]))
         assert same_bits(results)
         exact = mean([0, 1], ELEMENTS, [1.0, 2.0])
         error = float((tensors_of(results[0])[0].double() - exact).norm() / exact.norm())
-        assert error < (1e-6 if compression is None else 0.015)
+        assert error < 1e-6
         for result in results:
             assert result.weights == {simulated_signer(0).peer_id: 1.0, simulated_signer(1).peer_id: 2.0}
             assert set(result.observers) == ids(2)
 
-    @pytest.mark.parametrize("elements", [0, 1, 2, 65])
+    @pytest.mark.parametrize("elements", [0, 2])
     async def test_vector_smaller_than_the_group(self, elements: int) -> None:
         hows = [config(compression="fp32")] * 4
         for result in successes(await play_round(hows, elements=elements, observers=[0, 2, 3])):
             assert torch.equal(tensors_of(result)[0], values(1, elements))
 
-    @CODECS
-    async def test_compression_ratio_of_an_observer(self, compression: str | None) -> None:
-        how = config(group_size=3, compression=compression)
-        ratio = 1.0 if compression is None else 4 * 100_000 / how.codec.encoded_nbytes(100_000)
+    async def test_compression_ratio_of_an_observer(self) -> None:
+        how = config(group_size=3, compression="blockwise8")
+        ratio = 4 * 100_000 / how.codec.encoded_nbytes(100_000)
         for result in successes(await play_round([how] * 3, elements=100_000, observers=[2])):
             assert 0.97 * ratio < result.compression_ratio <= ratio
 
@@ -306,8 +301,7 @@ class TestLosses:
     def slower(self) -> MemoryNetwork:
         return MemoryNetwork(latency=LAN, bandwidth=1e6)
 
-    @pytest.mark.parametrize("victim", [0, 3], ids=["leader", "follower"])
-    @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.08, 0.2])
+    @pytest.mark.parametrize(("victim", "seconds"), [(0, 0.02), (0, 0.2), (3, 0.08)])
     async def test_dead_contributor_costs_only_its_own_contribution(
         self, slower: MemoryNetwork, victim: int, seconds: float
     ) -> None:
@@ -374,7 +368,7 @@ def test_contributor_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contribut
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
     hows = [config(exchange_timeout=10.0)] * 4
     ends: set[type] = set()
-    for seed in range(0, 20, 3):
+    for seed in range(0, 20, 6):
         network = MemoryNetwork(seed=seed, latency=LAN, bandwidth=2e5)
         crash = Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.012 * seed))
         observers = range(contributors, 4)
@@ -404,15 +398,7 @@ class TestArguments:
                 assert averager.weight == 1.0
 
     @pytest.mark.parametrize(
-        "arguments",
-        [
-            {"state": b"x" * 32},
-            {"group_size": 2},
-            {"group_size": 64},
-            {"group_size": None},
-            {"observe": True},
-        ],
-        ids=str,
+        "arguments", [{"state": b"x" * 32, "group_size": 64}, {"observe": True}], ids=str
     )
     async def test_the_ends_of_the_ranges_are_allowed(self, arguments: dict[str, Any]) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
@@ -428,11 +414,3 @@ class TestArguments:
             assert isinstance(again, p2pavg.InProgress)
             assert again.target_size == 3
             assert averager.weight == 0.0
-
-    async def test_bad_metrics_accumulate_nothing(self) -> None:
-        bad: list[dict[str, Any]] = [{"loss": float("nan")}, {"loss": "1"}, {"": 1.0}]
-        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
-            for metrics in bad:
-                with pytest.raises(p2pavg.AccumulateError, match="metric"):
-                    averager.accumulate([torch.ones(3)], metrics=metrics)
-                assert averager.weight == 0.0

@@ -15,7 +15,7 @@ from p2pavg.optim import AveragedOptimizer, StepReport
 from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops
 from tests.simulation.swarm import LAN
 
-UPDATES = 12
+UPDATES = 10
 ODD = 2
 """The peer with other settings. It was given the address of peer 0, as the others were."""
 CONFIG = AveragingConfig(run_id="settings", group_size=3, match_timeout=10.0, exchange_timeout=20.0)
@@ -74,11 +74,9 @@ class Odd:
     ("odd", "late", "reason"),
     [
         ({"width": 6}, 0.0, "trains another architecture: 4 tensors of 49 elements, this one 4 of 37"),
-        ({"width": 6}, 15.0, "trains another architecture: 4 tensors of 49 elements, this one 4 of 37"),
-        ({"target_batch_size": 4.0}, 0.0, "trains with target_batch_size 8, this one with 4"),
         ({"max_grad_norm": 1.0}, 15.0, "trains with max_grad_norm none, this one with 1"),
     ],
-    ids=["architecture", "architecture late", "target", "clipping late"],
+    ids=["architecture", "clipping late"],
 )
 async def test_what_no_state_can_mend_is_an_error_with_the_true_reason(
     caplog: pytest.LogCaptureFixture, odd: dict[str, Any], reason: str, late: float

@@ -76,7 +76,7 @@ class TellsOneOnly(VoteStreams):
                 line.wake()
 
 
-@pytest.mark.parametrize("told", range(1, SIZE))
+@pytest.mark.parametrize("told", [1, SIZE - 1])
 async def test_members_that_a_lying_leader_does_not_tell_learn_of_the_commit_from_others(
     monkeypatch: pytest.MonkeyPatch, told: int
 ) -> None:
@@ -90,8 +90,7 @@ async def test_members_that_a_lying_leader_does_not_tell_learn_of_the_commit_fro
         assert result.exchange_duration < QUIET_FOLLOWERS_SECONDS + 3 * MEMBER_PING_SECONDS
 
 
-@pytest.mark.parametrize("lost", range(SIZE))
-@pytest.mark.parametrize("moment", [0.0, 0.002, 0.004, 0.006])
+@pytest.mark.parametrize(("lost", "moment"), [(0, 0.0), (0, 0.004), (1, 0.002), (3, 0.006)])
 async def test_all_members_notice_soon_that_one_has_died_in_a_short_round(lost: int, moment: float) -> None:
     """A member that is not lost has to promise the next ballot, so each member waits until it has noticed the death."""
     network = MemoryNetwork(latency=LAN)

@@ -15,8 +15,8 @@ from tests.integration.optim.company import Batches, loss_of, small_model, until
 from tests.simulation.training import one_step, train_together
 
 PEERS = 3
-OUTER_STEPS = 6
-SYNC_EVERY = 4
+OUTER_STEPS = 4
+SYNC_EVERY = 3
 SIZES = (2, 4, 6)  # of the peers' batches; they differ, and so do the peers' weights
 MU = 0.3
 

@@ -120,4 +120,4 @@ async def test_peers_with_an_averager_for_each_of_many_buckets_find_each_other_f
             async with trio.open_nursery() as nursery:
                 for averager in averagers:
                     nursery.start_soon(step, averager)
-            await trio.sleep(5.0)  # the statuses are published
+            await trio.sleep(1.0)  # the statuses are published

@@ -16,7 +16,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg_dht import RPC_TIMEOUT, Contact, Ed25519Signer, Published, RecordNode, RpcError
+from p2pavg_dht import RPC_TIMEOUT, Contact, Ed25519Signer, RecordNode, RpcError
 from p2pavg_dht.lookup import HEDGE_DELAY
 from p2pavg_dht.messages import Found, decode_answer
 from p2pavg_dht.routing import LONGEST_BACKOFF, K, key_point, nearest
@@ -134,7 +134,7 @@ async def values_seen_by(peers: list[Peer], key: bytes = KEY) -> list[list[bytes
     return [[record.value for record in await peer.node.find(key)] for peer in peers]
 
 
-@pytest.mark.parametrize("count", [1, 8, 30])
+@pytest.mark.parametrize("count", [1, 30])
 async def test_a_record_is_found_from_every_peer(autojump_clock: MockClock, count: int) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
@@ -147,10 +147,10 @@ async def test_a_record_is_found_from_every_peer(autojump_clock: MockClock, coun
         assert await values_seen_by(peers) == [[b"here"]] * count
 
 
-@pytest.mark.parametrize("count", [2, 8])
 async def test_in_a_small_network_publishing_and_finding_are_one_wave_of_calls(
-    autojump_clock: MockClock, count: int
+    autojump_clock: MockClock,
 ) -> None:
+    count = 8
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
         await trio.sleep(SETTLE)
@@ -179,10 +179,10 @@ async def test_larger_network_caches_the_lookup(autojump_clock: MockClock) -> No
         assert peers[-1].calls - calls <= K + 2
 
 
-@pytest.mark.parametrize(("count", "seed"), [(8, 1), (8, 2), (24, 1)])
 async def test_with_a_third_of_the_peers_dead_finding_takes_longer_and_misses_nothing(
-    autojump_clock: MockClock, count: int, seed: int
+    autojump_clock: MockClock,
 ) -> None:
+    count, seed = 24, 1
     async with open_network(autojump_clock, seed) as network:
         peers = await network.grow(count)
         await trio.sleep(SETTLE)
@@ -214,18 +214,8 @@ async def test_dead_peer_delays_one_publish_by_half_a_second(autojump_clock: Moc
         assert trio.current_time() - begin <= 2 * DELAYS[1]
 
 
-async def test_publish_with_one_dead_peer_ends_after_one_timeout(autojump_clock: MockClock) -> None:
-    async with open_network(autojump_clock) as network:
-        one, other = await network.grow(2)
-        await trio.sleep(SETTLE)
-        network.kill(other)
-        begin = trio.current_time()
-        assert (await one.node.publish(KEY, b"here", ttl=600.0)).stored == 1
-        assert trio.current_time() - begin == pytest.approx(RPC_TIMEOUT, abs=0.01)
-
-
-@pytest.mark.parametrize("count", [8, 24])
-async def test_withdrawn_record_is_gone_everywhere(autojump_clock: MockClock, count: int) -> None:
+async def test_withdrawn_record_is_gone_everywhere(autojump_clock: MockClock) -> None:
+    count = 24
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
         await peers[0].node.publish(KEY, b"here", ttl=600.0)
@@ -267,16 +257,6 @@ async def test_a_withdrawal_wins_over_peers_that_missed_it_and_reaches_them_late
         assert await values_seen_by([away]) == [[]]
 
 
-@pytest.mark.parametrize("count", [8, 24])
-async def test_late_peer_finds_earlier_records(autojump_clock: MockClock, count: int) -> None:
-    async with open_network(autojump_clock) as network:
-        peers = await network.grow(count)
-        await peers[0].node.publish(KEY, b"here", ttl=600.0)
-        await trio.sleep(30.0)
-        late = await network.join(peers[-1])
-        assert await values_seen_by([late]) == [[b"here"]]
-
-
 async def test_late_peer_is_given_its_records_before_a_renewal(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(4)
@@ -307,24 +287,6 @@ async def test_a_record_outlives_all_peers_that_held_it_as_long_as_its_publisher
         assert await values_seen_by(finders) == [[]] * 5
 
 
-async def test_two_peers_that_know_only_a_third_meet(autojump_clock: MockClock) -> None:
-    async with open_network(autojump_clock) as network:
-        third, one, other = [await network.start() for _ in range(3)]
-        heard: dict[str, Published] = {}
-
-        async def appear(peer: Peer, value: bytes) -> None:
-            await peer.node.join([third.contact])
-            heard[peer.peer_id] = await peer.node.publish(KEY, value, ttl=60.0)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(appear, one, b"one")
-            nursery.start_soon(appear, other, b"other")
-        assert heard[one.peer_id].records or heard[other.peer_id].records
-        assert [sorted(values) for values in await values_seen_by([one, other, third])] == [
-            [b"one", b"other"]
-        ] * 3
-
-
 async def announce_while_joining(network: Network, count: int) -> list[Peer]:
     peers = [await network.start() for _ in range(count)]
 
@@ -338,20 +300,16 @@ async def announce_while_joining(network: Network, count: int) -> list[Peer]:
     return peers
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_k_that_join_and_announce_at_once_find_each_other_at_once(
-    autojump_clock: MockClock, seed: int
-) -> None:
-    async with open_network(autojump_clock, seed) as network:
+async def test_k_that_join_and_announce_at_once_find_each_other_at_once(autojump_clock: MockClock) -> None:
+    async with open_network(autojump_clock) as network:
         peers = await announce_while_joining(network, K)
         assert [len(values) for values in await values_seen_by(peers)] == [K] * K
 
 
-@pytest.mark.parametrize("seed", range(2))
 async def test_many_that_join_and_announce_at_once_find_each_other_in_a_second(
-    autojump_clock: MockClock, seed: int
+    autojump_clock: MockClock,
 ) -> None:
-    async with open_network(autojump_clock, seed) as network:
+    async with open_network(autojump_clock) as network:
         peers = await announce_while_joining(network, 30)
         await trio.sleep(1.0)
         assert [len(values) for values in await values_seen_by(peers)] == [30] * 30
@@ -379,35 +337,6 @@ async def test_peer_that_was_silent_is_used_again_and_gets_missed_records(autoju
         await trio.sleep(5.0)
         network.kill(one)
         assert await values_seen_by([other]) == [[b"here"]]
-
-
-async def test_records_after_a_restart_with_an_earlier_clock_are_accepted(autojump_clock: MockClock) -> None:
-    async with open_network(autojump_clock) as network:
-        peers = await network.grow(3)
-        signer = Ed25519Signer(b"s" * 32)
-        early = await network.start(signer, clock_error=30.0)
-        await early.node.join([peers[0].contact])
-        await early.node.publish(KEY, b"earlier life", ttl=600.0)
-        network.kill(early)
-        network.silent.clear()
-        again = await network.start(signer, clock_error=-30.0)
-        await again.node.join([peers[0].contact])
-        published = await again.node.publish(KEY, b"now", ttl=60.0)
-        assert published.refused == ()
-        assert await values_seen_by(peers) == [[b"now"]] * 3
-
-
-async def test_publisher_with_a_wrong_clock_learns_why_its_records_are_refused(
-    autojump_clock: MockClock,
-) -> None:
-    async with open_network(autojump_clock) as network:
-        peers = await network.grow(3)
-        slow = await network.start(clock_error=-3600.0)
-        await slow.node.join([peers[0].contact])
-        published = await slow.node.publish(KEY, b"here", ttl=60.0)
-        assert published.stored == 1
-        assert len(published.refused) == 3
-        assert all(reason.endswith(": already expired") for reason in published.refused)
 
 
 async def test_a_cancelled_publish_leaves_a_node_that_works(autojump_clock: MockClock) -> None:

@@ -18,12 +18,12 @@ from p2pavg.group.candidate import Candidate
 from p2pavg.group.places.levels import Ladder
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.matchmaking.messages import JoinRequest
-from p2pavg.matchmaking.reunion import MOST_OTHERS
 from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.peer.peer import Peer
 from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, run_peers, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
+from p2pavg_dht.routing import K
 from tests.simulation.swarm import LAN, config, successes, values
 
 PEERS = 4
@@ -267,7 +267,7 @@ class Crowd:
                         self.took[number] = max(self.took.get(number, 0.0), took)
 
 
-@pytest.mark.parametrize(("peers", "size", "rounds"), [(5, 4, 12), (3, 2, 14)])
+@pytest.mark.parametrize(("peers", "size", "rounds"), [(3, 2, 14)])
 async def test_a_peer_too_many_is_not_left_out_every_time(
     announcements: Announcements, peers: int, size: int, rounds: int
 ) -> None:
@@ -281,19 +281,19 @@ async def test_a_peer_too_many_is_not_left_out_every_time(
 
 async def test_groups_of_a_larger_run_mix(announcements: Announcements) -> None:
     crowd = Crowd()
-    await crowd.run(8, 4, 10)
-    assert len(crowd.groups) >= 8
-    assert all(announcements.counts[number] == 8 for number in range(2, 11))
-    assert set(crowd.rounds.values()) == {10}
+    await crowd.run(8, 4, 5)
+    assert len(crowd.groups) >= 5
+    assert all(announcements.counts[number] == 8 for number in range(2, 6))
+    assert set(crowd.rounds.values()) == {5}
 
 
 async def test_no_member_holds_back_in_vain(announcements: Announcements) -> None:
     """The leader's record reaches all members directly, whatever keeps the run's key."""
-    crowd, peers = Crowd(), MOST_OTHERS + 1
-    await crowd.run(peers, peers, 3)
-    assert set(crowd.rounds.values()) == {3}
+    crowd, peers = Crowd(), K + 3
+    await crowd.run(peers, peers, 2)
+    assert set(crowd.rounds.values()) == {2}
     assert all(took < REUNION_SECONDS for took in crowd.took.values()), crowd.took
-    assert announcements.counts[3] == 1
+    assert announcements.counts[2] == 1
 
 
 async def test_no_member_holds_back_away_from_the_common_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,16 +312,3 @@ async def test_each_member_announces_itself_now_and_then(announcements: Announce
     announced = [announcements.counts[number] for number in range(1, 10)]
     assert announced[:6] == [PEERS, 1, 1, 1, 1, 1]
     assert sum(announced[6:]) == 3 + PEERS - 1, "the leader each time, and each of the others once after 30 s"
-
-
-async def test_a_newcomer_is_not_left_alone_when_the_leader_is_gone() -> None:
-    results: Results = [[] for _ in range(3)]
-    async with peers_and_nursery(PEERS + 1) as (peers, nursery):
-        leader, newcomer, *others = peers
-        nursery.start_soon(live, leader, results, [1])
-        for peer in others:
-            nursery.start_soon(partial(live, peer, results, [1, 2], late=0.1, match_timeout=2.0))
-        nursery.start_soon(partial(live, newcomer, results, [2], match_timeout=2.0))
-        await trio.sleep_until(2 * PAUSE + 0.1 + REUNION_SECONDS + 0.1)
-        assert members_of(results[2]) == {frozenset(peer.id for peer in (newcomer, *others))}
-        assert len(results[2]) == PEERS

@@ -61,13 +61,7 @@ async def seconds(faults: list[tuple[int, float]], members: list[int], **changes
 async def test_a_kill_costs_little_time() -> None:
     """Among the contributions it costs a moment; among the averages, no contribution is sent again."""
     calm = await seconds([], list(range(SIZE)))
-    for crashes, factor in (
-        ([(0, 0.5)], 1.2),
-        ([(3, 1.5)], 1.2),
-        ([(0, 2.5)], 1.2),
-        ([(3, 1.0), (5, 2.2)], 1.3),
-        ([(3, 0.75 * calm)], 1.45),
-    ):
+    for crashes, factor in (([(0, 2.5)], 1.2), ([(3, 1.0), (5, 2.2)], 1.3), ([(3, 0.75 * calm)], 1.45)):
         left = [index for index in range(SIZE) if index not in dict(crashes)]
         assert await seconds(crashes, left) < factor * calm
 
@@ -78,8 +72,7 @@ async def test_without_audits_the_next_attempt_repeats_everything() -> None:
     assert await seconds([(3, 2.5)], [0, 1, 2, 4, 5], audit="off") > calm + 2.0
 
 
-@pytest.mark.parametrize("compression", [None, "blockwise8"])
-@pytest.mark.parametrize("robust", [None, "median"])
+@pytest.mark.parametrize(("compression", "robust"), [(None, "median"), ("blockwise8", None)])
 async def test_an_audit_finds_nothing_wrong_with_what_was_kept(
     monkeypatch: pytest.MonkeyPatch, compression: str | None, robust: str | None
 ) -> None:

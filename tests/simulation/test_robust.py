@@ -79,11 +79,6 @@ async def test_two_of_seven_liars_cannot_move_the_result_far(rule: str) -> None:
             assert torch.equal(found[part], out)
 
 
-async def test_nor_can_they_with_a_codec() -> None:
-    found = result_of(await average(robust="trimmed_mean:0.3", compression="blockwise8"))
-    assert (found - honest_rows().mean(0)).abs().max() < 6.0
-
-
 async def test_the_same_liars_move_the_plain_mean() -> None:
     found = result_of(await average())
     assert (found - honest_rows().mean(0)).abs().max() > 1e5

@@ -68,15 +68,8 @@ def network() -> MemoryNetwork:
 
 @pytest.mark.parametrize(
     "sites",
-    [
-        SITES,
-        ("a", "a", "b"),
-        ("", "a", "a", ""),
-        ("a", "b", "a", "b", "c", "c", "c", ""),
-        ("a", "b", "c"),
-        ("a", "a", "a"),
-    ],
-    ids=["two of three", "two and one", "two and two alone", "many", "all alone", "one"],
+    [SITES, ("", "a", "a", ""), ("a", "b", "a", "b", "c", "c", "c", ""), ("a", "b", "c"), ("a", "a", "a")],
+    ids=["two of three", "two and two alone", "many", "all alone", "one"],
 )
 async def test_the_result_is_the_mean_of_all_members(sites: tuple[str, ...]) -> None:
     found = await play(sites=sites)
@@ -108,12 +101,11 @@ async def test_each_value_crosses_between_sites_once_in_each_direction(
     assert crossed["lab-b", "lab-a"] == pytest.approx(times * ELEMENTS, rel=0.02)
 
 
-@pytest.mark.parametrize("compression", ["blockwise8", "int4", "fp16"])
-async def test_the_error_of_a_codec_is_near_that_of_the_butterfly(compression: str) -> None:
+async def test_the_error_of_a_codec_is_near_that_of_the_butterfly() -> None:
     errors = {}
     for topology in ("hierarchical", "butterfly"):
         changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
-        found = await play(compression=compression, **changes)
+        found = await play(compression="blockwise8", **changes)
         bits = [tensors_of(result)[0] for result in found.values()]
         assert all(torch.equal(bits[0], other) for other in bits)
         errors[topology] = float((bits[0] - mean(range(SIZE), ELEMENTS)).norm())
@@ -153,13 +145,7 @@ async def test_the_loss_of_a_whole_site_leaves_the_other_one_with_its_mean(secon
 @pytest.mark.parametrize(
     "milestone", [Milestone.AVERAGE_SENT, Milestone.HOLDING], ids=["averages", "holding"]
 )
-@pytest.mark.parametrize(
-    ("sites", "victim"),
-    [
-        *((SITES, victim) for victim in (0, 1, 2, 4)),
-        *((("a", "a", "b", "a", "b", "a"), each) for each in (0, 3, 4)),
-    ],
-)
+@pytest.mark.parametrize(("sites", "victim"), [(SITES, 0), (SITES, 4), (("a", "a", "b", "a", "b", "a"), 3)])
 async def test_a_member_that_crashes_late_may_still_be_in_the_result(
     sites: tuple[str, ...], victim: int, milestone: Milestone
 ) -> None:
@@ -187,12 +173,11 @@ async def test_a_relay_whose_sums_do_not_decode_is_excluded(monkeypatch: pytest.
         assert set(result.peers) == {name(index) for index in range(SIZE) if index != liar}
 
 
-@pytest.mark.parametrize("victim", [1, 3])
 async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_group(
-    monkeypatch: pytest.MonkeyPatch, victim: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Members that take part in the result hold the same bits, which are the mean of its peers."""
-    liar, send, encoded = 4, Sender._send, Averages.encoded
+    liar, victim, send, encoded = 4, 1, Sender._send, Averages.encoded
     to_victim: ContextVar[bool] = ContextVar("to_victim", default=False)
     changed = 0
 

@@ -135,8 +135,7 @@ async def stand_among_four(hostile: Sequence[Standing], rounds: int = 1) -> list
     return found
 
 
-@pytest.mark.parametrize("seconds", [1.0, 8.0, 20.0, 29.0])
-@pytest.mark.parametrize("hostiles", [1, 2])
+@pytest.mark.parametrize(("hostiles", "seconds"), [(1, 29.0), (2, 8.0)])
 async def test_hostile_leaders_cost_seconds_each(hostiles: int, seconds: float) -> None:
     """In version 0.1, one cost each peer 61 s, and two kept the four apart for 3,400 s."""
     hostile = [Standing(10 + index, seconds=seconds) for index in range(hostiles)]
@@ -147,7 +146,7 @@ async def test_hostile_leaders_cost_seconds_each(hostiles: int, seconds: float) 
     assert all(one.asked for one in hostile), "they delayed no peer"
 
 
-@pytest.mark.parametrize("how", [{"renews": True}, {"proposes": True}, {"ready": 64}], ids=str)
+@pytest.mark.parametrize("how", [{"proposes": True}, {"ready": 64}], ids=str)
 async def test_variations_of_hostile_leaders_cost_no_more(how: dict[str, Any]) -> None:
     hostile = [Standing(10 + index, seconds=20.0, **how) for index in range(2)]
     for [(took, result)] in await stand_among_four(hostile):
@@ -157,6 +156,6 @@ async def test_variations_of_hostile_leaders_cost_no_more(how: dict[str, Any]) -
 
 async def test_peers_that_have_finished_a_round_do_not_pay_again() -> None:
     hostile = [Standing(10 + index, seconds=20.0, renews=True) for index in range(2)]
-    for results in await stand_among_four(hostile, rounds=6):
+    for results in await stand_among_four(hostile, rounds=3):
         assert all(isinstance(result, p2pavg.Success) for _, result in results), results
         assert max(took for took, _ in results[1:]) < 3.0, results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -51,7 +50,7 @@ def trains(
 
 
 @both
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_peers_that_start_at_once_or_a_little_late_are_in_one_lineage(
     stages: Callable[..., Stage], make: Make, seed: int
 ) -> None:
@@ -67,7 +66,7 @@ def test_peers_that_start_at_once_or_a_little_late_are_in_one_lineage(
 
 
 @both
-@pytest.mark.parametrize("order", list(itertools.permutations([0.0, 0.4, 3.0])))
+@pytest.mark.parametrize("order", [(0.0, 0.4, 3.0), (3.0, 0.4, 0.0)])
 def test_the_order_in_which_peers_start_does_not_matter(
     stages: Callable[..., Stage], make: Make, order: tuple[float, float, float]
 ) -> None:
@@ -111,11 +110,10 @@ def test_group_is_formed_again_with_a_peer_that_comes_in_time(stages: Callable[.
 
 
 @both
-@pytest.mark.parametrize("seed", range(2))
 def test_a_peer_that_is_too_late_gets_the_reason_at_once_and_its_loop_ends(
-    stages: Callable[..., Stage], make: Make, seed: int
+    stages: Callable[..., Stage], make: Make
 ) -> None:
-    stage = stages(seed)
+    stage = stages()
     for name in "ab":
         stage.enter(name, 0.0, trains(make, 0.1, 60))
     ended: list[float] = []

@@ -9,22 +9,21 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import trio
 
 from p2pavg.base.errors import StateError
-from p2pavg.base.limits import REPLY_SECONDS, STALL_SECONDS
+from p2pavg.base.limits import STALL_SECONDS
 from p2pavg.net.transport import Buffer, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.state.average import MAX_MANIFEST_BYTES, FewSignersError, read_manifest
 from p2pavg.state.donor.service import stored_key
 from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, Offered, spared_bytes
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
-from p2pavg.state.joiner.pieces import DONOR_PIECE_SECONDS, MAX_RANGES, STALLED_SECONDS
+from p2pavg.state.joiner.pieces import MAX_RANGES, STALLED_SECONDS
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
-from p2pavg.state.joiner.sink import FileSink, MemorySink, Sink
+from p2pavg.state.joiner.sink import MemorySink, Sink
 from p2pavg.state.messages import MAX_RANGE, PROTOCOL, BlobManifest, Frame, FrameKind, Welcome, encode_frame
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
@@ -229,8 +228,8 @@ def test_what_a_round_leaves_to_states_depends_on_the_link(mbps: float, spared: 
 # ---------------------------------------------------------------------- donors that fail
 
 
-@pytest.mark.parametrize("at", [1, 7])
-async def test_a_donor_that_is_killed_is_replaced(at: int) -> None:
+async def test_a_donor_that_is_killed_is_replaced() -> None:
+    at = 7
     blob = Blob(0, 60, 1 << 20)
     async with company(3, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
         when_sent(held[0], at, lambda: network.crash(name(1)))
@@ -283,16 +282,6 @@ async def test_a_silent_donor_costs_seconds() -> None:
         when_sent(held[0], 5, lambda: network.stop(name(1)))
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         assert seconds < len(blob.data) / FAST_ETHERNET + STALLED_SECONDS + 1.0
-
-
-async def test_silence_of_the_only_donor_is_reported() -> None:
-    blob = Blob(0, 60, 1 << 20)
-    async with company(1, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
-        when_sent(held[0], 5, lambda: network.stop(name(1)))
-        began = trio.current_time()
-        with pytest.raises(StateError, match=f"{name(1)}: it "):
-            await fetch_of(sessions, blob, peers[1:]).run()
-        assert trio.current_time() - began < REPLY_SECONDS + 4 * STALL_SECONDS
 
 
 async def test_a_donor_without_the_blob_refuses_and_the_others_send_it() -> None:
@@ -399,7 +388,6 @@ HUGE = (1 << 32) - 1
 HOSTILE = {
     "nonsense": (b"x" * 100,),
     "a manifest of 4 GiB": (encode_frame(Frame(FrameKind.MANIFEST, 1, 0, HUGE)),),
-    "an end": (encode_frame(Frame(FrameKind.END, 0, 0, 0)),),
     "a reason that is no text": (encode_frame(Frame(FrameKind.REFUSAL, 1, 0, 2)), b"\xff\xff"),
 }
 
@@ -418,30 +406,10 @@ async def test_a_donor_that_sends_damage_costs_itself_only(
     assert "bug of p2pavg" not in caplog.text
 
 
-async def test_a_donor_that_trickles_is_given_up() -> None:
-    """A byte every five seconds is a sign of life, but the manifest does not come."""
-    blob = Blob(0, 40, 100_000)
-
-    async def serve(stream: Stream) -> None:
-        await receive_message(stream)
-        await send_message(stream, Welcome("").encode())
-        await stream.send_all(encode_frame(Frame(FrameKind.MANIFEST, 1, 0, len(blob.manifest))))
-        while True:
-            await trio.sleep(5.0)
-            await stream.send_all(b"\0")
-
-    async with company(1, blob) as (_network, peers, _held, sessions):
-        peers[1].context.transport.serve(PROTOCOL, serve)
-        began = trio.current_time()
-        with pytest.raises(StateError, match="it completed no piece within 120 s"):
-            await fetch_of(sessions, blob, peers[1:]).run()
-        assert trio.current_time() - began < 4 * DONOR_PIECE_SECONDS
-
-
 # ---------------------------------------------------------------------- the joiner
 
 
-@pytest.mark.parametrize("after", [0.0005, 0.01, 0.5])
+@pytest.mark.parametrize("after", [0.0005, 0.5])
 async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(after: float) -> None:
     blob = Blob(0, 60, 1 << 20)
     network = MemoryNetwork(latency=LAN, bandwidth=FAST_ETHERNET)
@@ -502,24 +470,6 @@ async def test_a_full_disk_ends_the_download_and_blames_no_donor(caplog: pytest.
         assert not fetch.excluded
         assert "bug of p2pavg" not in caplog.text
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
-
-
-async def test_a_download_goes_on_where_an_earlier_one_ended(tmp_path: Path) -> None:
-    blob = Blob(0, 40, 1 << 20)
-    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
-        for seconds in (1.0, 60.0):
-            fetch = BlobDownload(
-                sessions,
-                blob.wanted,
-                lambda manifest: FileSink(tmp_path / "blob", manifest.sizes, manifest.digests),
-            )
-            fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
-            with trio.move_on_after(seconds) as scope:
-                sink = await fetch.run()
-            assert scope.cancelled_caught == (seconds == 1.0)
-        assert bytes(sink.take()) == blob.data
-        sink.close()
-        assert sent(held) <= len(blob.pieces) + 2 * 2 * MAX_RANGES
 
 
 async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place() -> None:

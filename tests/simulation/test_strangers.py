@@ -33,7 +33,7 @@ from tests.unit.runs.membership.runs import SECRET, Authority
 RUN, STRANGER = Authority(), Authority(b"s" * 32)
 HONEST = 3
 HOSTILE = HONEST  # the index of the stranger's peer
-ROUNDS = 2
+ROUNDS = 1
 INVENTED = [Ed25519Signer(bytes([number]) * 32) for number in range(1, 65)]
 
 Attack = Callable[[Sequence[Peer], bytes], Awaitable[None]]

@@ -27,22 +27,15 @@ BUTTERFLY = [config(group_size=3)] * 3
 STAR = [config(group_size=4, topology="star", bandwidth=rate) for rate in (100.0, 100.0, 1000.0, 500.0)]
 """Member 2 is elected, and reduces everything."""
 SITES = [config(group_size=6, topology=p2pavg.Hierarchical(site), audit="off") for site in "abaabb"]
-MEMBERS = [
-    (BUTTERFLY, 0),
-    (BUTTERFLY, 2),
-    (STAR, 0),
-    (STAR, 1),
-    (STAR, 2),
-    (SITES, 0),
-    (SITES, 2),
-    (SITES, 4),
-]
+MEMBERS = [(BUTTERFLY, 0), (BUTTERFLY, 2), (STAR, 0), (STAR, 1), (STAR, 2), (SITES, 0), (SITES, 4)]
+AVERAGING_SECONDS = {id(BUTTERFLY): 0.3, id(STAR): 0.7, id(SITES): 0.3}
+"""Seconds after which members of a group send averages."""
 each_member = pytest.mark.parametrize(
     ("hows", "member"),
     MEMBERS,
     ids=[
         *("leader", "follower", "leader of a star", "contributor of a star", "reducer of a star"),
-        *("leader of sites", "of the leader's site", "of the other site"),
+        *("leader of sites", "of the other site"),
     ],
 )
 
@@ -58,19 +51,18 @@ def network() -> MemoryNetwork:
 
 
 @each_member
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.7])
+@pytest.mark.parametrize("late", [False, True])
 async def test_a_member_that_crashes_costs_its_own_contribution_only(
-    hows: list[p2pavg.AveragingConfig], member: int, seconds: float
+    hows: list[p2pavg.AveragingConfig], member: int, late: bool
 ) -> None:
     """Survivors end the same round with one result: without the victim, or with its whole contribution."""
+    seconds = AVERAGING_SECONDS[id(hows)] if late else 0.0
     crash = Fault(Crash(member), After(Milestone.FORMED, seconds=seconds))
     found = await play_round(hows, network(), [crash], elements=ELEMENTS)
     for result in check_one_result(found.values(), ELEMENTS):
         assert set(result.peers) >= ids(*range(len(hows))) - ids(member)
         p2pavg.verify_certificate(result.certificate)
-        if seconds > 0.05 and not ids(member) <= set(
-            result.peers
-        ):  # otherwise the group was formed without it
+        if late and not ids(member) <= set(result.peers):  # otherwise the group was formed without it
             assert ids(member) <= result.lost.keys()
 
 
@@ -94,8 +86,8 @@ async def test_a_silent_member_is_dropped_and_learns_it_later(
 
 @pytest.mark.parametrize(
     ("hows", "slow"),
-    [(BUTTERFLY, 2), (STAR, 1), (STAR, 3), (SITES, 2), (SITES, 4)],
-    ids=["follower", "before the reducer", "after it", "of the leader's site", "of the other site"],
+    [(BUTTERFLY, 2), (STAR, 1), (SITES, 4)],
+    ids=["follower", "contributor of a star", "of the other site"],
 )
 async def test_a_member_too_slow_for_the_round_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, hows: list[p2pavg.AveragingConfig], slow: int
@@ -117,7 +109,7 @@ async def test_a_member_too_slow_for_the_round_is_left_behind(
 async def test_no_member_is_lost_without_faults() -> None:
     """The last message of a member that has ended is read, even if it is slow."""
     slow = MemoryNetwork(latency=(0.01, 0.01), bandwidth=5e4)
-    found = await play_rounds([config(group_size=5)] * 5, slow, rounds=10, elements=500, apart=0.0)
+    found = await play_rounds([config(group_size=5)] * 5, slow, rounds=6, elements=500, apart=0.0)
     for results in found.values():
         assert all(isinstance(result, p2pavg.Success) and not result.lost for result in results), results
 
@@ -156,7 +148,7 @@ async def test_one_of_two_separated_halves_continues_and_the_other_learns_it() -
         assert isinstance(found[index], p2pavg.Failed), found[index]
 
 
-@pytest.mark.parametrize("seed", range(0, 30, 5))
+@pytest.mark.parametrize("seed", range(0, 30, 10))
 def test_member_lost_at_any_part_breaks_no_other(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A member crashes among many small parts: survivors succeed. ``scripts/faults simulate`` draws more moments."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)

@@ -26,7 +26,7 @@ from tests.unit.metrics.fakes import PEERS, FakeAverager, ended, moved, progress
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 
 KINDS = get_args(AnyEvent)
-FEW, MANY = 400, 400  # a few: as many as fill the metrics' names
+FEW, MANY = 400, 200  # a few: as many as fill the metrics' names
 MOST_BYTES_A_ROUND = 16
 """Of growth; an event that is kept takes at least 500."""
 
@@ -106,19 +106,19 @@ def test_a_subscriber_that_keeps_events_is_found() -> None:
     assert growth(lambda number: kept.extend(events(number))) > MOST_BYTES_A_ROUND * MANY
 
 
-async def test_two_hundred_rounds_of_a_peer_leave_no_more_events_than_a_few() -> None:
+async def test_many_rounds_of_a_peer_leave_no_more_events_than_a_few() -> None:
     """Averagers with metrics, on a simulated network."""
     counts: list[int] = []
 
     async def average(peer: p2pavg.Peer) -> None:
         async with peer.averager(config(group_size=2)) as averager:
             with PrometheusMetrics(averager):
-                for number in range(200):
+                for number in range(60):
                     averager.accumulate([torch.ones(64)])
                     result = await averager.step(wait=None)
                     assert isinstance(result, p2pavg.Success), result
                     del result
-                    if number in (19, 199) and peer is peers[0]:
+                    if number in (19, 59) and peer is peers[0]:
                         gc.collect()
                         counts.append(sum(type(each) in KINDS for each in gc.get_objects()))
 

@@ -161,31 +161,6 @@ class TestReasons:
     """The reasons why peers do not meet are given within seconds, as a warning and in the report."""
 
     @both
-    def test_other_first_weights_are_reported(
-        self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        stage = stages()
-
-        def works(player: Player) -> StepReport:
-            trainer = Trainer(player, make, weights=float(ord(player.peer_id)))
-            trainer.optimizer._together.patience = 15.0
-            while not trainer.batch().waited_seconds:
-                pass
-            return trainer.reports[-1]
-
-        for name in "ab":
-            stage.enter(name, 0.0, works)
-        for report in stage.play():
-            assert "1 peer is with other first parameters or settings" in report.waiting
-            assert "another seed" in report.waiting
-            assert report.waited_seconds >= 10.0
-        warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert (
-            len([record for record in warnings if record.name == "p2pavg.optim.coordination.together"]) == 2
-        )
-        assert all("another seed" in record.getMessage() for record in warnings)
-
-    @both
     def test_missing_peers_are_reported(
         self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -239,8 +214,7 @@ class TestInventedWords:
             assert not any(report.behind for report in trainer.reports)
             assert trainer.longest < 3.0
 
-    @pytest.mark.parametrize("waiting", [False, True])
-    @both
+    @pytest.mark.parametrize(("make", "waiting"), [(local, True), (large_batch, False)])
     def test_invented_words_of_the_runs_state_cause_no_round_and_only_a_short_delay(
         self, stages: Stages, make: Make, waiting: bool
     ) -> None:

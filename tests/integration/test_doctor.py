@@ -244,12 +244,6 @@ class TestAddresses:
         told = doctor("--bootstrap", f"/dns4/no-such-name.invalid/tcp/4001/p2p/{SOME_PEER}").only("bootstrap")
         assert "the name no-such-name.invalid is unknown" in told or "no name server answers" in told
 
-    def test_one_reached_address_is_enough(self, scene: Scene, doctor: Doctor) -> None:
-        wrong = f"/ip4/127.0.0.1/tcp/{closed_port()}/p2p/{SOME_PEER}"
-        report = doctor("--bootstrap", wrong, "--bootstrap", scene.addresses["two"])
-        assert report.faults() == []
-        assert "refuses" in report.told("bootstrap", "warning")
-
     def test_port_in_use(self, doctor: Doctor) -> None:
         with socket.create_server(("127.0.0.1", 0)) as opened:
             port = opened.getsockname()[1]
@@ -321,13 +315,6 @@ class TestPeers:
         assert "1 of 1 peer that are ready for a round cannot be reached" in told
         assert "at /ip4/127.0.0.1/tcp/1 (" in told
         assert "Connection refused" in told
-
-    def test_others_are_compared_with_this_peer_if_it_runs(self, scene: Scene, doctor: Doctor) -> None:
-        common = ["--bootstrap", scene.addresses["one"], "--identity", scene.folder / "two.key"]
-        told = doctor(*common, "--run-id", "codecs").only("peers")
-        assert "codec: fp32, this peer fp16" in told
-        told = doctor(*common, "--run-id", RECIPES).only("peers")
-        assert "recipe: lr 0.1, this peer 0.2" in told
 
 
 class TestFiles:

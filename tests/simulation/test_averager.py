@@ -69,23 +69,6 @@ async def test_a_step_that_waits_ends_with_the_averager() -> None:
         assert averager.weight == 2.0, "what the round held counts as accumulated again"
 
 
-async def test_closed_averager_raises_closed_error() -> None:
-    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
-        async with peer.averager(config()) as averager:
-            pass
-        with pytest.raises(p2pavg.ClosedError):
-            averager.accumulate(ONES)
-        with pytest.raises(p2pavg.ClosedError):
-            await averager.step(wait=None)
-
-
-async def test_nothing_accumulated_is_no_peers_at_once() -> None:
-    async with alone() as averager:
-        began = trio.current_time()
-        assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
-        assert trio.current_time() == began
-
-
 async def test_whole_numbers_are_valid_bandwidths_and_weights() -> None:
     async with alone(bandwidth=100, match_timeout=2) as averager:
         averager.accumulate(ONES, weight=4)

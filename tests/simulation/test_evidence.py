@@ -16,7 +16,6 @@ import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.base.errors import StreamBrokenError
 from p2pavg.base.limits import LOOK_SECONDS, RECORD_LIFE_SECONDS, SPREAD_LOOK_SECONDS
-from p2pavg.base.messages import pack
 from p2pavg.consensus.statements import Signed, Statement, encode_evidence, result_digest
 from p2pavg.consensus.votes import ResultCommit
 from p2pavg.net.transport import Stream, receive_message, send_message
@@ -30,7 +29,6 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg.verification.evidence import service
 from p2pavg.verification.evidence.accusation import (
-    MAX_NAMED,
     PROTOCOL,
     EvidenceAnswer,
     EvidenceRequest,
@@ -40,7 +38,6 @@ from p2pavg.verification.evidence.accusation import (
     digest_of,
     read_accusation,
 )
-from p2pavg.verification.evidence.inquiries import UNMET_FETCHES, UNMET_SECONDS
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.runs.membership.runs import Authority
@@ -403,35 +400,6 @@ async def test_an_accuser_that_gives_no_answer_is_asked_ever_more_rarely(
         assert all(2 <= accuser.asked[name(index)] <= 4 for index in range(3)), accuser.asked
 
 
-async def test_accusations_of_invented_peers_are_bounded_and_delay_no_other() -> None:
-    """A member invents identities that sign two results each, and names 16 new ones every second."""
-    invented: dict[bytes, bytes] = {}
-
-    async def show(stream: Stream, request: bytes) -> None:
-        await evidence_of(next(data for digest, data in invented.items() if digest in request), stream, b"")
-
-    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, averagers(peers[:3]) as opened:
-        accuser = Accuser(peers[3], show)
-        seconds = 40
-        for number in range(seconds):
-            found = [
-                evidence_against(Ed25519Signer(bytes([number, index]) * 16)) for index in range(MAX_NAMED)
-            ]
-            invented |= {digest_of(data): data for data in found}
-            await accuser.name(*(read_accusation(data).named for data in found))
-            await trio.sleep(1.0)
-            if number == seconds // 2:
-                opened[0]._run.accuse(evidence_against(simulated_signer(2)))
-        bound = UNMET_FETCHES + seconds / UNMET_SECONDS + 1
-        assert all(0 < accuser.asked[name(index)] <= bound for index in range(3)), accuser.asked
-        # Each peer may tell the others of 17 invented ones, so that each learns of 51 at most.
-        for averager in opened:
-            assert len(averager.excluded) <= 3 * bound + 1
-            assert not set(averager.excluded) & {name(0), name(1)}
-        assert name(2) in opened[0].excluded
-        assert name(2) in opened[1].excluded
-
-
 # ---------------------------------------------------------------------- showing evidence
 
 
@@ -488,15 +456,3 @@ async def test_streams_that_ask_nothing_are_few_and_end() -> None:
         for stream in streams:
             with pytest.raises(StreamBrokenError):
                 await stream.receive_some(1)
-
-
-async def test_a_malformed_request_costs_its_stream_only() -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, averagers(peers[:1]):
-        for data in (b"nonsense", pack(1, b"", b"", b""), pack(2, bytes(32), bytes(32), b"")):
-            stream = await peers[1].context.transport.open_stream(
-                peers[0].id, PROTOCOL, addresses=peers[0].addresses, timeout=5.0
-            )
-            await send_message(stream, data)
-            with pytest.raises(StreamBrokenError):
-                await stream.receive_some(1)
-        assert not peers[0].evidence._served

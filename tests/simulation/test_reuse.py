@@ -100,10 +100,10 @@ def lying(monkeypatch: pytest.MonkeyPatch, liar: int, lie: Any) -> list[ResumeMa
     return seen
 
 
-@pytest.mark.parametrize("liar", [0, 4], ids=["leads", "follows"])
 async def test_a_contributor_that_skips_what_has_not_come_is_excluded_by_name(
-    monkeypatch: pytest.MonkeyPatch, liar: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    liar = 4
     seen = lying(monkeypatch, liar, lambda begin: ResumeMark(begin.parts + 1, 0))
     results = await play([(3, 2.0)])
     honest = [index for index in (0, 1, 2, 4, 5) if index != liar]

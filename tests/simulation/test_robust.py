@@ -79,13 +79,6 @@ async def test_two_of_seven_liars_cannot_move_the_result_far(rule: str) -> None:
             assert torch.equal(found[part], out)
 
 
-async def test_the_same_liars_move_the_plain_mean() -> None:
-    found = result_of(await average())
-    assert (found - honest_rows().mean(0)).abs().max() > 1e5
-    with pytest.raises(AssertionError):
-        check_bound(found, Median())
-
-
 @RULES
 async def test_a_weight_that_is_a_lie_moves_no_result_of_an_open_run(rule: str) -> None:
     """No ``max_weight`` is set: one peer of four claims the largest weight that a message can have."""

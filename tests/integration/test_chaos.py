@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from scripts.benchmarks import netns
 from scripts.fault_search.chaos import Setting, examine, measure, run
 from scripts.fault_search.chaos_check import Findings, Life, Limits, SampleId, check
 from scripts.fault_search.chaos_plan import Action, draw
-from scripts.fault_search.chaos_work import draw_sample, sketch
 
 pytestmark = pytest.mark.processes
 
@@ -282,30 +280,6 @@ class TestPlan:
                 states[action.slot] = becomes.get(action.what, "runs")
                 assert 2 * sum(state in ("runs", "late") for state in states.values()) >= peers, plan
             assert set(states.values()) == {"runs"}
-
-    def test_every_fault_happens_to_every_process(self) -> None:
-        plan = draw(0, peers=8, seconds=300.0)
-        assert {action.what for action in plan} == {"kill", "stop", "resume", "restart", "clock", "right"}
-        assert {action.slot for action in plan if action.what == "kill"} == set(range(8))
-        assert {action.slot for action in plan if action.what == "stop"} == set(range(8))
-
-
-class TestSketch:
-    @pytest.mark.parametrize("elements", [1, 63, 64, 1_000, 50_000])
-    def test_a_sketch_is_linear_and_keeps_norms(self, elements: int) -> None:
-        _, one = draw_sample(0, 0, 0, 0, elements)
-        _, other = draw_sample(0, 0, 0, 1, elements)
-        assert not torch.equal(one, other)
-        both = torch.tensor(sketch(one)) + torch.tensor(sketch(other))
-        torch.testing.assert_close(torch.tensor(sketch(one + other)), both, atol=1e-3, rtol=1e-5)
-        if elements >= 1_000:
-            assert torch.tensor(sketch(one)).norm() / one.norm() == pytest.approx(1.0, abs=0.3)
-
-    def test_sums_of_weights_are_exact(self) -> None:
-        weights = [draw_sample(0, 0, 0, number, 1)[0] for number in range(1_000)]
-        assert sum(weights) == sum(reversed(weights))
-        assert len(set(weights)) == 1_000
-        assert sum(weights) - sum(weights[:500]) == sum(weights[500:])
 
 
 SHORT = Setting(

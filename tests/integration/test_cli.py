@@ -148,19 +148,6 @@ class TestPeer:
             assert peer.out == [address]
             assert f"leaving: {number.name}" in peer.log
 
-    @pytest.mark.long
-    @leaves_in_time
-    def test_a_second_peer_bootstraps_from_the_first_and_both_leave(self) -> None:
-        with daemon("--verbose") as first:
-            address = first.address()
-            with daemon("--bootstrap", address) as second:
-                assert FULL_ADDRESS.fullmatch(second.address())
-                assert first.leave(signal.SIGINT, LEAVE_SECONDS) == 0, "while another peer is connected"
-                assert second.process.poll() is None
-                assert second.leave(within=LEAVE_SECONDS) == 0
-                assert len(first.out) == len(second.out) == 1
-            assert " DEBUG " in first.log
-
     @leaves_in_time
     def test_a_peer_can_leave_during_bootstrap(self) -> None:
         """The bootstrap peer accepts the connection and then says nothing."""

@@ -204,17 +204,6 @@ async def test_a_joiner_that_is_cancelled_leaves_no_thread_and_no_ticket() -> No
         await eventually(lambda: not any(peer.state._served for peer in peers))
 
 
-@watched
-async def test_a_wrong_piece_over_a_lane_excludes_its_donor() -> None:
-    blob = Blob(0, 20, 1 << 20)
-    async with company(2, blob) as (peers, held, sessions):
-        held[0].change = lambda _index, piece: bytes(len(piece))
-        fetch = fetch_of(sessions, blob, peers[1:])
-        await check_fetch(fetch, blob)
-        assert fetch.excluded.keys() == {peers[1].id}
-        assert fetch.excluded[peers[1].id].startswith("sent piece ")
-
-
 def test_a_joiner_that_is_killed_fetches_little_again(tmp_path: Path) -> None:
     """The donor and the joiner are processes of their own. With one donor, no piece is asked for twice on purpose."""
     pieces = 256

@@ -10,7 +10,7 @@ from tests.simulation.churn import Course, Setting, findings, play
 
 pytestmark = pytest.mark.one_worker
 
-PEERS = 4
+PEERS = 5
 KILLS = 2
 LENGTH = 120
 """Samples of the data: an epoch takes five updates."""

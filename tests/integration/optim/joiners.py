@@ -48,16 +48,6 @@ def by_diloco(
     return diloco(inner, averager, sync_every=2, scheduler=schedule, state=state, **options)
 
 
-def by_fragments(
-    model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]
-) -> AnyOptimizer:
-    """Make local updates of two fragments, with two inner optimizers."""
-    matrices = [weights for weights in model.parameters() if weights.ndim == 2]
-    others = [weights for weights in model.parameters() if weights.ndim != 2]
-    inner = [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
-    return diloco(inner, averager, sync_every=4, fragments=2, state=state, offload=True, **options)
-
-
 def common_tensors(optimizer: AnyOptimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all tensors that the peers of one lineage share."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}

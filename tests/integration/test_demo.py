@@ -1,17 +1,20 @@
 """The demo as a user runs it: real processes, real sockets, few steps."""
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from scripts.demo_gpt.__main__ import app
 from tests.programs import run_python
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS, STEPS = 3, 8
+PEERS, STEPS = 3, 12
 
 
 def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +41,12 @@ def test_a_late_peer_and_a_killed_one_end_with_the_same_parameters_as_the_refere
 
 
 def test_an_unknown_codec_fails_with_its_name(tmp_path: Path) -> None:
-    result = run_demo(tmp_path, "--peers", "2", "--compression", "no-such-codec")
-    assert result.returncode == 1
+    """The launcher runs in this process, and the peer that fails in its own."""
+    at_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        given = ["--json", "--output", str(tmp_path), "--peers", "2", "--compression", "no-such-codec"]
+        result = CliRunner().invoke(app, given)
+    finally:
+        signal.signal(signal.SIGTERM, at_sigterm)
+    assert result.exit_code == 1
     assert "no-such-codec" in json.loads(result.stdout)["peers"][0]["reason"]

@@ -179,9 +179,11 @@ def test_leaving_ends_the_children_of_the_processes() -> None:
 def _ctrl_c_is_heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it.
 
-    The server that another test has started ignores it, too. One of another environment is started anew.
+    The server that another test has started ignores it, too. One of another environment is started anew, and serves
+    all tests of this file.
     """
-    monkeypatch.setenv("P2PAVG_TEST_CTRL_C", "heard")
+    monkeypatch.setenv("P2PAVG_TEST_VARIABLE", "Ctrl-C is heard")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # processes have seeds of their own
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -206,14 +208,11 @@ def test_processes_end_with_their_codes_after_their_threads_and_exit_functions(f
 class TestForkedProcesses:
     def test_they_begin_like_a_new_interpreter(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         described = []
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        monkeypatch.chdir(tmp_path)
         for fork in (True, False):
-            monkeypatch.setenv("P2PAVG_TEST_VARIABLE", f"forked: {fork}")
-            monkeypatch.chdir(tmp_path)
-            # The environment has changed since the last process, so this one has a server of its own.
             with LocalSwarm(describe_start, peers=0, fork=fork) as swarm:
                 described += [_start_of(swarm) for _ in range(2 if fork else 1)]
-        assert [found["variable"] for found in described] == ["forked: True"] * 2 + ["forked: False"]
+        assert [found["variable"] for found in described] == ["Ctrl-C is heard"] * 3
         assert all(found["group"] == found["pid"] for found in described)
         assert {found["folder"] for found in described} == {str(tmp_path)}
         assert {found["first_of_path"] for found in described} == {str(tmp_path)}

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import trio
 
 import p2pavg
@@ -53,20 +52,6 @@ def test_a_stranger_finds_no_open_port_of_a_default_peer() -> None:
         for host in outer_hosts():
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((host, port), timeout=5.0)
-
-
-def test_two_default_peers_of_one_machine_average() -> None:
-    with (
-        open_averager(config(group_size=2)) as first,
-        open_averager(config(group_size=2), bootstrap=first.addresses) as second,
-    ):
-        for each, value in ((first, 1.0), (second, 3.0)):
-            each.accumulate([torch.full((4,), value)])
-        first.step(wait=0)
-        result = second.step(wait=120)
-        assert isinstance(result, p2pavg.Success)
-        assert result.averaged[0].tolist() == pytest.approx([2.0] * 4)  # type: ignore[index]
-        assert isinstance(first.step(wait=120), p2pavg.Success)
 
 
 @pytest.mark.parametrize("arguments", LISTEN_ELSEWHERE, ids=str)

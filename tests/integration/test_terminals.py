@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.daemons import daemon, succeed
+from p2pavg import AveragingConfig
+from p2pavg.blocking import open_averager
+from tests.integration.daemons import LOOPBACK, succeed
 
 WATCHDOG_SECONDS = 120.0
 SHOWS_CURSOR, HIDES_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
@@ -83,8 +85,8 @@ def on_terminal(*arguments: str) -> Iterator[Terminal]:
 
 
 def test_the_monitor_draws_and_leaves_the_terminal_as_it_was() -> None:
-    with daemon("--run-id", "lab") as peer:
-        options = ("--bootstrap", peer.address(), "--peer-listen", "/ip4/127.0.0.1/tcp/0", "--terminal")
+    with open_averager(AveragingConfig(run_id="lab"), listen=[LOOPBACK]) as peer:
+        options = ("--bootstrap", peer.addresses[0], "--peer-listen", LOOPBACK, "--terminal")
         with on_terminal("monitor", "lab", *options) as terminal:
             terminal.until(rb"Peers")
             assert ENTERS_SCREEN in terminal.drawn

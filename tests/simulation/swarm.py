@@ -68,6 +68,32 @@ class Swarm:
         return successes(self.results)
 
 
+async def step_each(
+    peers: Sequence[Peer],
+    how: p2pavg.AveragingConfig | Sequence[p2pavg.AveragingConfig],
+    after: Sequence[float] = (),
+    *,
+    tensors: Callable[[int], Sequence[torch.Tensor]] = lambda index: [values(index)],
+) -> Swarm:
+    """Run one step of each peer. No peer leaves before the steps of all have ended.
+
+    Args:
+        how: the configuration of all, or of each.
+        after: seconds after which each one announces itself; at once if empty.
+        tensors: returns a peer's contribution.
+    """
+    swarm, done = Swarm(), trio.Event()
+    hows = [how] * len(peers) if isinstance(how, p2pavg.AveragingConfig) else how
+    async with trio.open_nursery() as nursery:
+        for index, (peer, own) in enumerate(zip(peers, hows, strict=True)):
+            step = partial(swarm.step_once, peer, index, own, tensors=tensors(index), done=done)
+            nursery.start_soon(partial(step, after=after[index] if after else 0.0))
+        while len(swarm.results) < len(peers):
+            await trio.sleep(0.1)
+        done.set()
+    return swarm
+
+
 async def play_rounds(
     hows: Sequence[p2pavg.AveragingConfig],
     network: MemoryNetwork | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from p2pavg.runs.records.run_records import RunRecords
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg_dht import Ed25519Signer, Record, sign_record
-from tests.simulation.swarm import LAN, Swarm, config, values
+from tests.simulation.swarm import LAN, Swarm, config, step_each, values
 from tests.unit.runs.membership.runs import SECRET, Authority
 
 RUN = Authority()
@@ -40,24 +40,6 @@ def certified(index: int, **changed: Any) -> p2pavg.RunAccess:
 
 def of_run(index: int, access: p2pavg.RunAccess | None = None, **changed: Any) -> p2pavg.AveragingConfig:
     return config(access=access or certified(index), **changed)
-
-
-async def step_all(
-    peers: Sequence[Peer], how: Sequence[p2pavg.AveragingConfig], after: Sequence[float] = ()
-) -> Swarm:
-    swarm, done = Swarm(), trio.Event()
-
-    async def one(index: int, peer: Peer) -> None:
-        delay = after[index] if after else 0.0
-        await swarm.step_once(peer, index, how[index], after=delay, done=done)
-
-    async with trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(one, index, peer)
-        while len(swarm.results) < len(peers):
-            await trio.sleep(0.1)
-        done.set()
-    return swarm
 
 
 def result_of(swarm: Swarm, index: int) -> p2pavg.RoundResult:
@@ -91,7 +73,7 @@ async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
             of_run(index, access(index) if index == outsider else None, group_size=2) for index in range(3)
         ]
         after = [1.0 + 0.2 * index for index in range(3)]
-        swarm = await step_all(peers, how, after)
+        swarm = await step_each(peers, how, after)
     refused = result_of(swarm, outsider)
     assert isinstance(refused, p2pavg.NoPeers)
     assert refused.code is p2pavg.NoPeersCode.NOT_ADMITTED
@@ -117,7 +99,7 @@ def self_signed(index: int) -> Any:
 async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         how = [of_run(0, group_size=2), of_run(1, group_size=2), of_run(2, self_signed(2), group_size=2)]
-        swarm = await step_all(peers, how)
+        swarm = await step_each(peers, how)
     assert isinstance(result_of(swarm, 2), p2pavg.NoPeers)
     for index in (0, 1):
         assert isinstance(result_of(swarm, index), p2pavg.Success)
@@ -139,7 +121,7 @@ async def test_members_read_no_record_of_a_stranger_with_the_secret_but_no_certi
 async def test_peers_of_an_open_run_of_the_same_name_do_not_meet_the_members() -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
         how = [of_run(0), of_run(1), config(), config()]
-        swarm = await step_all(peers, [replace(each, group_size=2) for each in how])
+        swarm = await step_each(peers, [replace(each, group_size=2) for each in how])
     ids = [simulated_signer(index).peer_id for index in range(4)]
     groups = {frozenset(success.peers) for success in swarm.successes()}
     assert groups == {frozenset(ids[:2]), frozenset(ids[2:])}

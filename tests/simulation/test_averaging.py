@@ -23,6 +23,7 @@ from tests.simulation.swarm import (
     mean,
     play_round,
     same_bits,
+    step_each,
     successes,
     tensors_of,
     values,
@@ -50,14 +51,9 @@ async def test_a_group_ends_with_the_weighted_mean_and_one_result(
 
 async def together(tensors: Sequence[Sequence[torch.Tensor]], **changes: object) -> Swarm:
     """Let peers that have these tensors take one step at once."""
-    swarm, how = Swarm(), config(**{"group_size": len(tensors), **changes})
-    async with (
-        simulated_peers(MemoryNetwork(latency=LAN), len(tensors)) as peers,
-        trio.open_nursery() as nursery,
-    ):
-        for index, peer in enumerate(peers):
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors[index]))
-    return swarm
+    how = config(**{"group_size": len(tensors), **changes})
+    async with simulated_peers(MemoryNetwork(latency=LAN), len(tensors)) as peers:
+        return await step_each(peers, how, tensors=tensors.__getitem__)
 
 
 @pytest.mark.parametrize("elements", [0, 3, 65])

@@ -25,7 +25,7 @@ from p2pavg.testing import (
     simulated_peers,
 )
 from p2pavg.testing.memory import DIRECT_KINDS
-from tests.simulation.swarm import LAN, check_one_result, config, values
+from tests.simulation.swarm import LAN, check_one_result, config, step_each, values
 
 KINDS = {"d": Kind.PUBLIC, "p": Kind.PUNCHABLE, "r": Kind.RELAYED}
 ELEMENTS = 100_000
@@ -46,22 +46,9 @@ def relayed_bytes(network: MemoryNetwork, peers: Sequence[Peer]) -> int:
 
 
 async def average(peers: Sequence[Peer], how: p2pavg.AveragingConfig) -> list[p2pavg.RoundResult]:
-    """Run a round on all peers at once. No peer leaves before the round of each has ended."""
-    results: dict[int, p2pavg.RoundResult] = {}
-    all_ended = trio.Event()
-
-    async def live(index: int, peer: Peer) -> None:
-        async with peer.averager(how) as averager:
-            averager.accumulate([values(index, ELEMENTS)])
-            results[index] = await averager.step(wait=None)
-            if len(results) == len(peers):
-                all_ended.set()
-            await all_ended.wait()
-
-    async with trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(live, index, peer)
-    return [results[index] for index in range(len(peers))]
+    """Run a round on all peers at once."""
+    swarm = await step_each(peers, how, tensors=lambda index: [values(index, ELEMENTS)])
+    return [swarm.results[peer.id] for peer in peers]
 
 
 @pytest.mark.parametrize("kinds", ["rr", "pp", "dprr"])

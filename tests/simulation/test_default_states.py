@@ -15,9 +15,9 @@ from p2pavg.optim.base.state import digest_of
 from p2pavg.testing import MemoryNetwork, SimulatedLoop, run_loops
 from tests.simulation.swarm import LAN
 
-UPDATES = 24
+UPDATES = 16
 BATCH_SECONDS = 2.0
-LATE = 30.0
+LATE = 20.0
 CONFIG = AveragingConfig(run_id="defaults", group_size=3, match_timeout=10.0, exchange_timeout=20.0)
 STATES: tuple[Callable[[nn.Module], Any], ...] = (lambda _: None, lambda model: model, RunState)
 """The argument ``state`` of each peer: two know the model, and all share the same states."""
@@ -110,7 +110,7 @@ async def test_a_late_peer_and_one_that_missed_updates_end_with_the_same_bits(
     def train(loop: SimulatedLoop) -> bytes:
         if loop.index == 2:
             loop.sleep(LATE)
-        return course.train(loop, seed=int(loop.index == 2), pauses_at=12 if loop.index == 0 else -1)
+        return course.train(loop, seed=int(loop.index == 2), pauses_at=8 if loop.index == 0 else -1)
 
     found = await run_loops(MemoryNetwork(latency=LAN), 3, train, config=CONFIG)
     assert course.behind == set()

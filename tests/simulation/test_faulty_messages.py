@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 import trio
 
 import p2pavg
@@ -18,9 +17,8 @@ from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
-from tests.simulation.swarm import LAN, config
+from tests.simulation.swarm import LAN, config, step_each
 
-ONES = [torch.ones(1_000)]
 HOSTILE = simulated_signer(0).peer_id  # the first to announce, or the last
 
 
@@ -34,20 +32,8 @@ def raises_for_the_hostile(method: Callable[..., Any], sender_of: Callable[..., 
 
 
 async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p2pavg.RoundResult]:
-    results: dict[str, p2pavg.RoundResult] = {}
     how = config(group_size=3, match_timeout=5.0, exchange_timeout=8.0, compression="blockwise8")
-
-    async def live(peer: Peer, delay: float) -> None:
-        await trio.sleep(delay)
-        async with peer.averager(how) as averager:
-            averager.accumulate(ONES)
-            results[peer.id] = await averager.step(wait=None)
-            await trio.sleep(10.0)
-
-    async with trio.open_nursery() as nursery:
-        for peer, delay in zip(peers, delays, strict=True):
-            nursery.start_soon(live, peer, delay)
-    return results
+    return (await step_each(peers, how, delays)).results
 
 
 @pytest.mark.parametrize(

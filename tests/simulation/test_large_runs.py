@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import trio
@@ -17,21 +16,12 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg_dht import Record
 from p2pavg_dht.routing import RoutingTable
 from p2pavg_dht.storage import RecordStore, Refusal
-from tests.simulation.swarm import LAN, Swarm, config, values
+from tests.simulation.swarm import LAN, config, step_each, values
 
 
 def believe(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
     """Let each peer believe in a network of some size."""
     monkeypatch.setattr(RoutingTable, "network_size", lambda table: sizes[table._own_id])
-
-
-async def step(peers: list[Peer], how: p2pavg.AveragingConfig, *, apart: float = 0.0) -> Swarm:
-    """Let each peer take one step, each ``apart`` seconds after the one before."""
-    swarm = Swarm()
-    async with trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, after=apart * index))
-    return swarm
 
 
 @pytest.mark.parametrize(
@@ -46,7 +36,9 @@ async def test_peers_that_see_runs_of_other_sizes_meet(
 ) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 6) as peers:
         believe(monkeypatch, {peer.id: size for peer, size in zip(peers, sizes, strict=True)})
-        swarm = await step(peers, config(group_size=6, match_timeout=60.0), apart=0.1)
+        swarm = await step_each(
+            peers, config(group_size=6, match_timeout=60.0), [0.1 * index for index in range(6)]
+        )
     assert {len(result.peers) for result in swarm.successes()} == {6}
     assert len(swarm.successes()) == 6
     # A level takes a quarter of a second, and there are eight. The deadline is a minute away.
@@ -89,7 +81,7 @@ async def test_records_of_a_large_run_are_spread(monkeypatch: pytest.MonkeyPatch
     async with simulated_peers(MemoryNetwork(latency=LAN), 16) as peers:
         believe(monkeypatch, {peer.id: 16 for peer in peers})
         await trio.sleep(2.0)
-        swarm = await step(peers, config(group_size=2, match_timeout=30.0))
+        swarm = await step_each(peers, config(group_size=2, match_timeout=30.0))
     assert {len(result.peers) for result in swarm.successes()} == {2}
     assert len(swarm.successes()) == 16
     # Readiness, run entries and statuses in four places each, but for the few that see too few others there.
@@ -117,7 +109,7 @@ async def test_flooded_place_keeps_no_peers_apart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(levels, "place_key", on_a_level)
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
         believe(monkeypatch, {peer.id: 100 for peer in peers})
-        swarm = await step(peers, config(group_size=4, match_timeout=60.0))
+        swarm = await step_each(peers, config(group_size=4, match_timeout=60.0))
     assert len(flooded) > 0
     assert [len(result.peers) for result in swarm.successes()] == [4] * 4
     # The keepers' refusal sends each of them on before it would look for more peers in that place.

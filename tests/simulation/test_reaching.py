@@ -6,15 +6,12 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-import torch
 import trio
 
 import p2pavg
 from p2pavg.peer.peer import Peer
 from p2pavg.testing import MemoryNetwork, MemoryTransport, simulated_peers
-
-LAN = (0.0005, 0.002)
-ONES = [torch.ones(1_000)]
+from tests.simulation.swarm import LAN, step_each
 
 
 def config(**changes: object) -> p2pavg.AveragingConfig:
@@ -32,20 +29,9 @@ async def average(
     peers: Sequence[Peer], how: p2pavg.AveragingConfig, delays: Sequence[float]
 ) -> list[tuple[float, p2pavg.RoundResult]]:
     """Start each peer after its delay; return the times and results."""
-    results: dict[int, tuple[float, p2pavg.RoundResult]] = {}
     began = trio.current_time()
-
-    async def live(index: int, peer: Peer) -> None:
-        await trio.sleep(delays[index])
-        async with peer.averager(how) as averager:
-            averager.accumulate(ONES)
-            results[index] = (0.0, await averager.step(wait=None))
-            results[index] = (trio.current_time() - began, results[index][1])
-
-    async with trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            nursery.start_soon(live, index, peer)
-    return [results[index] for index in range(len(peers))]
+    swarm = await step_each(peers, how, delays)
+    return [(swarm.ended[peer.id] - began, swarm.results[peer.id]) for peer in peers]
 
 
 async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_dialled() -> None:

@@ -40,6 +40,7 @@ from p2pavg.verification.evidence.accusation import (
 )
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
+from tests.unit.group.samples import SIGNERS, candidate
 from tests.unit.runs.membership.runs import Authority
 from tests.unit.verification.evidence.large import admit_large, large_evidence
 from tests.unit.verification.evidence.samples import LIAR
@@ -233,6 +234,21 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one() -> None:
             for result in results.values():
                 assert isinstance(result, p2pavg.Success)
                 assert result.auxiliaries == (name(4),)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_auxiliary_refuses_candidates_that_are_excluded() -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+        nursery.start_soon(assist, peers[2], "sim")
+        async with averagers(peers[:2], lambda _index: config(match_timeout=2.0)) as opened:
+            await trio.sleep(SPREAD_LOOK_SECONDS)
+            (matchmaker,) = peers[2].registry._matchmakers.values()
+            refuses = matchmaker._settings.refuses
+            assert refuses is not None
+            assert refuses(candidate(0), simulated_clock()) is None
+            opened[0]._run.accuse(evidence_against(SIGNERS[0]))
+            await trio.sleep(SOON)
+            assert LIE in (refuses(candidate(0), simulated_clock()) or "")
         nursery.cancel_scope.cancel()
 
 

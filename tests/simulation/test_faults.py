@@ -16,17 +16,23 @@ from trio.testing import wait_all_tasks_blocked
 
 import p2pavg
 from p2pavg.allreduce.vector.accumulation import Accumulation
+from p2pavg.base.errors import UnreachableError
 from p2pavg.peer.peer import Peer
 from p2pavg.round.voting import FIND_OUT_SECONDS
 from p2pavg.testing import (
     After,
+    At,
     Crash,
+    Cut,
+    Delay,
     Disconnect,
     Fault,
     FaultPlan,
     MemoryNetwork,
     Milestone,
     Partition,
+    Stop,
+    Throttle,
     run_peers,
     simulate,
 )
@@ -197,3 +203,106 @@ async def test_fault_can_wait_for_the_third_part_of_a_reducer() -> None:
     plan = FaultPlan([Fault(Crash(1), After(Milestone.AVERAGE_SENT, count=3))])
     await run_peers(network, 3, work, plan=plan)
     assert sent == [True, True, False]
+
+
+class Watch:
+    """Log of the answers that peers of a network get from each other."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.network = network
+        self.heard: dict[tuple[int, int], list[float]] = {}
+
+    async def talk(self, peer: Peer, index: int) -> None:
+        """Send a question to all others twice a second, for twenty seconds."""
+        async with trio.open_nursery() as nursery:
+            for other in range(3):
+                if other != index:
+                    nursery.start_soon(self.ask, peer, index, other)
+            await trio.sleep(20.0)
+            nursery.cancel_scope.cancel()
+
+    async def ask(self, peer: Peer, index: int, other: int) -> None:
+        """Note the moments of the answers."""
+        signer = simulated_signer(other)
+        location = self.network.location_of(signer.peer_id)
+        while True:
+            try:
+                await peer.context.transport.dial(f"{location}/p2p/{signer.peer_id}", timeout=0.4)
+                await peer.context.transport.disconnect(signer.peer_id)
+            except UnreachableError:
+                pass
+            else:
+                self.heard.setdefault((index, other), []).append(trio.current_time())
+            await trio.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "silent"),
+    [
+        (Cut(0, 1, seconds=5.0), {(0, 1), (1, 0)}),
+        (Partition((2,), seconds=5.0), {(0, 2), (2, 0), (1, 2), (2, 1)}),
+        (Stop(1, seconds=5.0), {(0, 1), (1, 0), (1, 2), (2, 1)}),
+    ],
+    ids=["cut", "partition", "stop"],
+)
+async def test_silence_begins_and_ends_as_planned(
+    what: Cut | Partition | Stop, silent: set[tuple[int, int]]
+) -> None:
+    network = MemoryNetwork(latency=LAN)
+    watch = Watch(network)
+    began = trio.current_time()
+    await run_peers(network, 3, watch.talk, plan=FaultPlan([Fault(what, At(5.0))]))
+    for pair in [(a, b) for a in range(3) for b in range(3) if a != b]:
+        during = [moment for moment in watch.heard[pair] if 6.5 < moment - began < 10.0]
+        after = [moment for moment in watch.heard[pair] if moment - began > 12.0]
+        assert bool(during) == (pair not in silent), pair
+        assert after, pair
+
+
+async def test_lost_connection_can_be_replaced() -> None:
+    network = MemoryNetwork(latency=LAN)
+    replaced: list[bool] = []
+
+    async def work(peer: Peer, index: int) -> None:
+        transport = peer.context.transport
+        other = simulated_signer(1 - index).peer_id
+        await trio.sleep(1.0)
+        if index == 1:
+            await transport.dial(f"{network.location_of(other)}/p2p/{other}", timeout=1.0)
+        await trio.sleep(1.0)
+        assert transport.is_connected(other)
+        with trio.fail_after(10.0):
+            while transport.is_connected(other):  # soon after, the records connect the two again
+                await trio.sleep(0.01)
+        await transport.dial(f"{network.location_of(other)}/p2p/{other}", timeout=1.0)
+        replaced.append(transport.is_connected(other))
+
+    await run_peers(network, 2, work, plan=FaultPlan([Fault(Disconnect(0, 1), At(5.0))]))
+    assert replaced == [True, True]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [Throttle(0, bandwidth=1e4, seconds=100.0), Delay(0, (0.2, 0.2), seconds=100.0)],
+    ids=["throttle", "delay"],
+)
+async def test_slow_link_only_delays_a_round(what: Throttle | Delay) -> None:
+    config = p2pavg.AveragingConfig(
+        run_id="slow", group_size=2, match_timeout=5.0, compression=None, exchange_timeout=100.0
+    )
+
+    async def seconds(plan: FaultPlan) -> float:
+        took: list[float] = []
+
+        async def work(peer: Peer, index: int) -> None:
+            async with peer.averager(config) as averager:
+                await trio.sleep(1.0)
+                averager.accumulate([torch.ones(20_000)])
+                result = await averager.step(wait=None)
+                assert isinstance(result, p2pavg.Success), result
+                took.append(result.exchange_duration)
+
+        await run_peers(MemoryNetwork(latency=LAN, bandwidth=1e6), 2, work, plan=plan)
+        return max(took)
+
+    assert await seconds(FaultPlan([Fault(what, At(0.5))])) > 4 * await seconds(FaultPlan())

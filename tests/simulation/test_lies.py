@@ -399,6 +399,39 @@ async def test_votes_beyond_a_members_role_change_nothing(monkeypatch: pytest.Mo
         assert result.lost == {}
 
 
+SMALLER = frozenset({0, 1, 2})
+ATTEMPT_WITH_STRANGERS: list[Vote] = [
+    Gather(SIZE),
+    Begin(SIZE, SIZE, SMALLER, SMALLER, 0, frozenset()),
+    Gather(2 * SIZE),
+    Begin(2 * SIZE, SIZE, frozenset(range(SIZE)), SMALLER, 1, frozenset({0})),
+]
+
+
+async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_excluded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leader asks a member to pass on the share of another one that was never in that attempt."""
+    votes = b"".join(message(vote.encode()) for vote in ATTEMPT_WITH_STRANGERS)
+    instead(monkeypatch, "VoteStreams", 0, saying(votes))
+    swarm = await play()
+    for index in (
+        1,
+        2,
+    ):  # both were asked; they continue without the leader or, if too few, keep their contributions
+        result = swarm.results[name(index)]
+        assert isinstance(result, p2pavg.Success | p2pavg.Failed)
+        told = result.lost[name(0)] if isinstance(result, p2pavg.Success) else result.reason
+        assert "it sent an impossible vote: Begin" in told
+        assert isinstance(result, p2pavg.Success) or result.contribution_used is False
+    groups = [result for result in swarm.results.values() if isinstance(result, p2pavg.Success)]
+    for found in groups:
+        members = [index for index in range(SIZE) if name(index) in found.peers]
+        torch.testing.assert_close(
+            tensors_of(found)[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6
+        )
+
+
 async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

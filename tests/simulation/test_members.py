@@ -141,6 +141,24 @@ async def test_round_is_an_event_and_a_part_of_the_status() -> None:
         assert set(seen.lanes) | set(seen.streams) == {key_of(peers[1].id), key_of(peers[2].id)}
 
 
+async def test_lonely_round_and_a_subscriber_that_raises() -> None:
+    async with opened(1, match_timeout=5.0) as (_, [averager]):
+        events: list[AnyEvent] = []
+
+        def raises(event: AnyEvent) -> None:
+            raise RuntimeError("a mistake of the subscriber")
+
+        averager.subscribe(raises)
+        averager.subscribe(events.append)
+        averager.accumulate([values(0)])
+        assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
+        (ended,) = [event for event in events if isinstance(event, RoundEnded)]
+        assert ended.result is RoundKind.NO_PEERS
+        assert ended.group_id == ""
+        assert ended.duration >= 5.0
+        assert ended.reason
+
+
 async def test_optimizers_events_reach_the_others() -> None:
     async with opened(2) as (_, averagers):
         how: dict[str, Any] = {"time": 1.0, "run_id": "sim", "epoch": 5, "samples": 1.0}

@@ -40,7 +40,7 @@ async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p
     ("rule", "first", "sender_of"),
     [
         ("asked", False, lambda _self, candidate, _now: candidate.peer_id),
-        ("nudged", False, lambda _self, candidate, _now: candidate.peer_id),
+        ("nudged", True, lambda _self, candidate, _now: candidate.peer_id),
         ("learn", True, lambda _self, candidate, _now: candidate.peer_id),
         ("told", False, lambda _self, peer_id, *_: peer_id),
         ("told_by_leader", True, lambda _self, peer_id, *_: peer_id),

@@ -113,9 +113,10 @@ async def test_a_contributor_that_skips_what_has_not_come_is_excluded_by_name(
         assert "it broke the protocol" in one.lost[name(liar)]
 
 
-async def test_a_reducer_that_claims_what_has_not_come_costs_itself_only(
+async def test_a_reducer_that_claims_what_has_not_come_splits_no_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It lacks the rest. It may take a contributor's place with it: one word decides who sent damage."""
     mark = ResumeState.mark
 
     def false(self: ResumeState, contributor: str) -> ResumeMark:

@@ -495,3 +495,20 @@ async def test_refused_renewal_asks_for_the_newer_record_and_outranks_it(withdra
     assert [request.brief for request in told] == [True, False, False]
     assert told[-1].records[0].rank > newer.rank
     assert told[-1].records[0].withdrawn is withdraws
+
+
+async def test_a_publish_that_outranks_an_earlier_process_returns_what_came_of_the_second_try() -> None:
+    newer = sign_record(ME, key=KEY, sequence=2**62, expiration_time=NOW + 100.0, value=b"earlier process")
+
+    async def answer(_: Contact, request: bytes) -> bytes:
+        match decode_request(request):
+            case Store(_, records):
+                refusal = "" if records[0].rank > newer.rank else "replayed"
+                return encode(Stored((), (newer,) if refusal else (), (refusal,), 0))
+            case _:
+                return encode(LocateAnswer(()))
+
+    restarted, _ = node(answer)
+    await restarted.join([contact(ALICE)])
+    published = await restarted.publish(KEY, b"v", ttl=60.0)
+    assert (published.stored, published.refused) == (2, ())

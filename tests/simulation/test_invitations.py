@@ -196,6 +196,12 @@ def test_only_a_delegate_serves_links(used_file: Path) -> None:
         make_delegate(used_file, roles=[Role.CONTRIBUTOR])
 
 
+def test_a_damaged_file_of_used_links_stops_the_delegate(used_file: Path) -> None:
+    used_file.write_text("damaged\n")
+    with pytest.raises(ConfigError, match=r"delegate\.key\.used: line 1 is damaged"):
+        Invitations(make_delegate(used_file), wall_clock=simulated_clock, run_in_thread=run_on_loop)
+
+
 class TestLimits:
     async def test_silent_peers_lose_their_streams_and_their_places(
         self, network: MemoryNetwork, used_file: Path

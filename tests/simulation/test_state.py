@@ -15,7 +15,7 @@ import trio
 
 from p2pavg.base.errors import StateError
 from p2pavg.base.limits import STALL_SECONDS
-from p2pavg.net.transport import Stream, receive_message, send_message
+from p2pavg.net.transport import Buffer, Stream, receive_message, send_message
 from p2pavg.peer.peer import Peer
 from p2pavg.state.average import MAX_MANIFEST_BYTES, FewSignersError, read_manifest
 from p2pavg.state.donor.service import stored_key
@@ -23,7 +23,7 @@ from p2pavg.state.donor.serving import SEND_BYTES, YIELD_SECONDS, Offered, spare
 from p2pavg.state.joiner.fetching import BlobDownload, DownloadProgress, Wanted
 from p2pavg.state.joiner.pieces import MAX_RANGES, STALLED_SECONDS
 from p2pavg.state.joiner.sessions import MAX_FETCHES, Sessions, open_sessions
-from p2pavg.state.joiner.sink import MemorySink
+from p2pavg.state.joiner.sink import MemorySink, Sink
 from p2pavg.state.messages import MAX_RANGE, PROTOCOL, BlobManifest, Frame, FrameKind, Welcome, encode_frame
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
@@ -439,6 +439,26 @@ async def test_a_fetch_that_is_cancelled_leaves_its_sessions_to_the_next() -> No
         assert dict(sessions._open) == first
         assert sent(held) - asked <= len(blobs[1].pieces) + 2, "what was asked before is sent no more"
         assert seconds < 0.7 * len(blobs[1].data) / FAST_ETHERNET + 0.5
+
+
+async def test_a_full_disk_ends_the_download_and_blames_no_donor() -> None:
+    blob = Blob(0, 30, 1 << 20)
+    closed: list[Sink] = []
+
+    class Full(MemorySink):
+        def put(self, index: int, piece: Buffer) -> None:
+            raise StateError("the disk of here is full")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
+        fetch = BlobDownload(sessions, blob.wanted, lambda manifest: Full(manifest.sizes))
+        fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
+        with trio.fail_after(10.0), pytest.raises(StateError, match="the disk of here is full"):
+            await fetch.run()
+        assert closed
+        assert not fetch.excluded
 
 
 async def test_an_average_with_too_few_signers_of_today_costs_no_donor_its_place() -> None:

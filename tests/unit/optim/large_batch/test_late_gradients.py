@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 from p2pavg.base.result import RoundResult, Success
 from p2pavg.optim import AveragedOptimizer
@@ -41,6 +42,15 @@ def test_a_replayed_update_drops_what_was_accumulated_before_it() -> None:
     assert isinstance(report.result, Success)
     optimizer.replay([torch.ones(2)], report.result)
     assert (optimizer.epoch, averager.weight) == (1, 0.0)
+
+
+def test_a_replayed_update_moves_the_schedule_on() -> None:
+    report = optimizer_on(Alone()).step(samples=4)
+    assert isinstance(report.result, Success)
+    inner = SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    optimizer = large_batch(Alone(), inner, scheduler=StepLR(inner, step_size=1, gamma=0.5))
+    optimizer.replay([torch.ones(2)], report.result)
+    assert optimizer.learning_rates == (0.5,)
 
 
 @pytest.mark.parametrize(

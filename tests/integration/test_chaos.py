@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.benchmarks import netns
 from scripts.fault_search.chaos import Setting, examine, measure, run
 from scripts.fault_search.chaos_check import Findings, Life, Limits, SampleId, check
 from scripts.fault_search.chaos_plan import Action, draw
+from scripts.fault_search.chaos_work import draw_sample, sketch
 
 pytestmark = pytest.mark.processes
 
@@ -280,6 +282,14 @@ class TestPlan:
                 states[action.slot] = becomes.get(action.what, "runs")
                 assert 2 * sum(state in ("runs", "late") for state in states.values()) >= peers, plan
             assert set(states.values()) == {"runs"}
+
+
+def test_a_sketch_is_linear_and_keeps_norms() -> None:
+    _, one = draw_sample(0, 0, 0, 0, 1_000)
+    _, other = draw_sample(0, 0, 0, 1, 1_000)
+    both = torch.tensor(sketch(one)) + torch.tensor(sketch(other))
+    torch.testing.assert_close(torch.tensor(sketch(one + other)), both, atol=1e-3, rtol=1e-5)
+    assert torch.tensor(sketch(one)).norm() / one.norm() == pytest.approx(1.0, abs=0.3)
 
 
 SHORT = Setting(

@@ -199,7 +199,7 @@ def figures(house: House) -> list[Figure]:
     return [
         Figure("code lines of p2pavg, dht, compression", code, 55_275, 55_890, 43_000),
         Figure("files", len(files), 560, 464, 380),
-        Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 73_850, 52_000),
+        Figure("code lines of tests", _code_in(ROOT / "tests"), 71_443, 73_895, 52_000),
         Figure("rooms", len(house.arrows), 46, 25, 24),
         Figure("floors", house.floors, 16, 13, 13),
         Figure("arrows between rooms", sum(map(len, house.arrows.values())), 318, 140, 140),

@@ -109,7 +109,8 @@ def test_torch_keeps_to_the_gpu_memory_of_the_manifest(
 
 async def test_what_a_program_without_a_fence_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     """In a fence, the kernel ends it."""
-    source = "import os, time\nif os.fork() == 0:\n  print(os.getpid(), flush=True); time.sleep(600)\n"
+    # The parent prints the number: it ends at once, which may be before the child has had any time.
+    source = "import os, time\nif child := os.fork():\n  print(child, flush=True)\nelse:\n  time.sleep(600)\n"
     said: list[str] = []
     program = JobProgram([sys.executable, "-c", source], {}, None, tmp_path, None, said.append)
     with trio.fail_after(WATCHDOG_SECONDS):

@@ -119,7 +119,7 @@ def test_the_memory_of_a_manifest_grows_with_what_arrives() -> None:
 
 
 def test_an_answered_request_is_held_no_longer() -> None:
-    """What it was for may hold a whole average, and the next answer may be long in coming."""
+    """Its sink may hold a whole average, and the next answer may be long in coming."""
     reading = Reading()
     request = reading.ask_pieces(PIECES[:1])
     buffers, rest = reading.answers.read(), framed(request.number, 10, PIECES[0])

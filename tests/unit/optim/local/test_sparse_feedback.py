@@ -131,7 +131,7 @@ class TestChoice:
     def test_a_codec_that_needs_feedback_has_it_and_others_when_asked(
         self, codec: Codec, given: bool | None, beta: float | None
     ) -> None:
-        """What a sparse codec leaves out decays."""
+        """The residual of a sparse codec decays."""
         found = feedback_for(codec, given)
         assert (None if found is None else (found.codec, found.beta)) == (beta and (codec, beta))
 
